@@ -1,0 +1,3 @@
+"""embodyrl: reinforcement learning for vision-language-action policies inside simulators."""
+
+__version__ = "0.1.0"

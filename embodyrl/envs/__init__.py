@@ -1,0 +1,7 @@
+"""Environments. Each lives in its own folder and is found through the registry."""
+
+from embodyrl.envs.protocol import ENVS
+
+ENVS.add("libero", "embodyrl.envs.libero:FACTORY")
+
+__all__ = ["ENVS"]

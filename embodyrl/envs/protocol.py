@@ -1,0 +1,77 @@
+"""The environment seam: one protocol, one factory, one registry. An environment never knows a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.registry import Registry
+from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+
+AfterStep = Callable[[int], None]
+"""Called with the slot after each executed env step; video recording hangs on it."""
+
+
+class Env(Protocol):
+    """N slots of one simulator inside one process."""
+
+    spec: EnvSpec
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Begin an episode in each slot, settle steps included."""
+        ...
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Run a whole chunk `actions` [n, K, A] in the given slots; stops a slot where its episode ends.
+
+        Raises:
+            EnvError: the simulator returned a non-finite reward or a wrong shape.
+        """
+        ...
+
+    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
+        """Render and write the current observation of each slot straight into the given views."""
+        ...
+
+    def instruction(self, slot: int) -> str:
+        """Language instruction of the slot's current episode."""
+        ...
+
+    def render(self, slot: int) -> np.ndarray:
+        """Return an upright RGB frame [H, W, 3] uint8 of the slot, for people."""
+        ...
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        ...
+
+
+class EnvFactory(Protocol):
+    """What the registry holds: checks that need no simulator first, the simulator only in a worker."""
+
+    consumes: frozenset[str]
+    """Keys below `env` that this environment reads besides `env_type`, `train` and `eval`."""
+
+    def validate(self, cfg: EnvConfig) -> list[str]:
+        """Return config problems, one line each with the cure; imports nothing heavy."""
+        ...
+
+    def spec(self, cfg: EnvConfig) -> EnvSpec:
+        """Describe the environment without building a simulator.
+
+        Raises:
+            MissingDependencyError: a package, system library or asset is missing.
+        """
+        ...
+
+    def make(self, cfg: EnvConfig, num_slots: int) -> Env:
+        """Build the environment with `num_slots` slots in this process."""
+        ...
+
+
+ENVS: Registry[EnvFactory] = Registry("env", group="embodyrl.envs")

@@ -1,0 +1,86 @@
+"""Errors for users: each says what, where, the likely cause and the cure, and carries its exit code."""
+
+from __future__ import annotations
+
+
+class EmbodyError(Exception):
+    """Base of all errors that are reported without a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(EmbodyError, ValueError):
+    """One or more configuration problems, one line each."""
+
+    exit_code = 2
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class UnknownNameError(ConfigError):
+    """A name that no registry knows."""
+
+
+class MissingDependencyError(ConfigError):
+    """An optional package or system library is not installed."""
+
+
+class CheckFailedError(EmbodyError):
+    """`doctor` or `check-env` found a problem."""
+
+    exit_code = 3
+
+
+class EnvError(EmbodyError, ValueError):
+    """An environment broke its contract (shape, dtype, non-finite value)."""
+
+
+class WorkerError(EmbodyError):
+    """A worker died, hung, or used up its restart budget."""
+
+    exit_code = 4
+
+
+class WorkerTimeout(WorkerError):
+    """A worker did not answer before its deadline."""
+
+
+class ChannelClosed(EmbodyError):
+    """The other side of a channel is gone."""
+
+    exit_code = 4
+
+
+class ChannelTimeout(EmbodyError):
+    """Nothing arrived on a channel before the deadline."""
+
+    exit_code = 4
+
+
+class StaleTicketError(EmbodyError):
+    """A ticket names a record that has been recycled since."""
+
+    exit_code = 4
+
+
+class NonFiniteError(EmbodyError, ValueError):
+    """A loss, gradient or advantage is NaN or infinite; the weights were not touched."""
+
+    exit_code = 5
+
+
+class CheckpointError(EmbodyError, ValueError):
+    """A checkpoint is missing, incomplete, corrupt, or does not fit."""
+
+    exit_code = 6
+
+
+class Interrupted(EmbodyError):
+    """A signal asked the run to stop; state is saved before exit."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        self.exit_code = 128 + signum
+        super().__init__(f"interrupted by signal {signum}")

@@ -1,0 +1,86 @@
+"""The policy seam: one protocol, one factory, one registry. A policy never knows an environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from embodyrl.config.schema import ModelConfig
+from embodyrl.registry import Registry
+from embodyrl.types import EnvSpec, FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRequest:
+    """What the run asks of a policy when it is built."""
+
+    env: EnvSpec
+    value_dim: int
+    """V: 0 (no value head), 1 or K."""
+    temperature: float
+    device: str
+    seed: int
+    trainable: bool = True
+    """fp32 master weights with autocast to `precision`; false: weights are cast once."""
+
+
+class Policy(Protocol):
+    """A policy on one device. The same module acts and is trained."""
+
+    spec: PolicySpec
+    module: nn.Module
+    """All parameters, the value head (`value_head`) included."""
+
+    def act(self, obs: Observation, *, noise: FloatArray | None) -> PolicyOutput:
+        """Choose a chunk for each observation, without gradients.
+
+        `noise` [B, L] holds one uniform number in [0, 1) per token (inverse-CDF sampling); None means greedy.
+        A row's result depends only on that row, its index and the batch shape.
+        """
+        ...
+
+    def values(self, obs: Observation) -> FloatArray:
+        """Return value estimates [B, V] without gradients."""
+        ...
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights and everything needed to load them again in the public layout (safetensors, JSON)."""
+        ...
+
+    def load_weights(self, folder: Path) -> None:
+        """Replace the weights by those of a folder written by `save` or published in the same layout.
+
+        Raises:
+            CheckpointError: missing or surplus keys, wrong shapes, truncated files; names file and key.
+        """
+        ...
+
+
+class PolicyFactory(Protocol):
+    """What the registry holds."""
+
+    consumes: frozenset[str]
+    """Keys below `model` that this policy reads besides `model_type`."""
+
+    def validate(self, cfg: ModelConfig) -> list[str]:
+        """Return config problems, one line each with the cure; imports nothing heavy (no torch)."""
+        ...
+
+    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Describe the policy without building it (no torch)."""
+        ...
+
+    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+        """Build the policy and load `cfg.path`."""
+        ...
+
+
+POLICIES: Registry[PolicyFactory] = Registry("model", group="embodyrl.policies")

@@ -1,0 +1,275 @@
+"""Records that cross seams: frozen, keyword-only, numpy (torch only where gradients flow).
+
+Shape legend (used in the whole package): N env slots, T chunk steps, K actions per chunk, A action dims,
+L = K*A action tokens, V value outputs per chunk (1 or K), B samples, C cameras, H W image, S state dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+ByteArray = npt.NDArray[np.uint8]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GripperConvention:
+    """What a gripper command means: the value that opens, the value that closes, and its place in the action."""
+
+    open: float
+    closed: float
+    index: int = -1
+    binary: bool = False
+    """The receiver acts on the sign only; the sender's value is snapped to `open` or `closed`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
+    """What an environment declares; joined with a `PolicySpec` before any worker starts."""
+
+    name: str
+    action_dim: int
+    tasks: tuple[str, ...]
+    """Language instruction of each task id."""
+    states_per_task: tuple[int, ...]
+    """Number of fixed initial states of each task; reset ids count through them task by task."""
+    cameras: tuple[str, ...] = ()
+    """Camera names, in the order of the image axis C."""
+    image_size: tuple[int, int] = (0, 0)
+    """Height and width of every camera image, pixels."""
+    image_rotation_deg: int = 0
+    """Rotation (0 or 180) that brings a stored frame to the orientation of the public data sets of this benchmark."""
+    state_dim: int = 0
+    gripper: GripperConvention | None = None
+    unnorm_key: str | None = None
+    """Key of the public statistics of this benchmark (`dataset_statistics.json`)."""
+    max_episode_steps: int = 0
+    """The benchmark's own horizon, env steps."""
+
+    @property
+    def num_reset_ids(self) -> int:
+        return sum(self.states_per_task)
+
+    def task_of(self, reset_id: int) -> tuple[int, int]:
+        """Split a reset id into (task id, initial state index)."""
+        rest = int(reset_id)
+        for task, count in enumerate(self.states_per_task):
+            if 0 <= rest < count:
+                return task, rest
+            rest -= count
+        raise ValueError(f"reset id {reset_id} is outside 0..{self.num_reset_ids - 1} of env '{self.name}'.")
+
+    def reset_ids_of(self, task_id: int) -> range:
+        """All reset ids of one task."""
+        if not 0 <= task_id < len(self.tasks):
+            raise ValueError(f"task id {task_id} is outside 0..{len(self.tasks) - 1} of env '{self.name}'.")
+        start = sum(self.states_per_task[:task_id])
+        return range(start, start + self.states_per_task[task_id])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """What a policy declares about its inputs and outputs."""
+
+    name: str
+    num_action_chunks: int
+    action_dim: int
+    tokens_per_chunk: int
+    """L: number of sampled tokens of one chunk (K*A for discrete OpenVLA-OFT)."""
+    value_dim: int = 0
+    """V: 0 without a value head, 1 (chunk level) or K (action level)."""
+    num_images: int = 0
+    uses_state: bool = False
+    gripper: GripperConvention | None = None
+    num_parameters: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """A batch of observations as stored: raw uint8 images, never preprocessed."""
+
+    images: ByteArray
+    """[B, C, H, W, 3] uint8, simulator orientation."""
+    state: FloatArray
+    """[B, S] proprioception."""
+    instructions: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservationOut:
+    """Where an environment writes one slot's observation: views into the arena."""
+
+    images: ByteArray
+    """[C, H, W, 3] uint8 view."""
+    state: FloatArray
+    """[S] float32 view."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeStart:
+    """How one slot begins an episode."""
+
+    reset_id: int
+    seed: int
+    max_episode_steps: int
+    ignore_terminations: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkResult:
+    """Outcome of one action chunk for n slots; arrays are [n, K]. Entries where `valid` is False were not executed."""
+
+    reward: FloatArray
+    terminated: BoolArray
+    truncated: BoolArray
+    valid: BoolArray
+    success: BoolArray
+    """The task's goal holds after this action."""
+
+    @property
+    def done(self) -> BoolArray:
+        """[n] the episode of this slot ended inside this chunk."""
+        return (self.terminated | self.truncated).any(axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSpec:
+    """One planned episode. The list of a step is fixed before the step starts."""
+
+    episode_id: int
+    """Index in the step's list; it keys the action noise."""
+    reset_id: int
+    task_id: int
+    group_id: int
+    member: int
+    seed: int
+    """Seed of the simulator's own randomness; equal for all members of a group."""
+    noise_seed: int
+    """Seed of the action noise; different for every episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A finished (or cut) episode: a list of arena records and what the algorithm needs of them."""
+
+    spec: EpisodeSpec
+    records: IntArray
+    """[T] arena record of each chunk step."""
+    reward: FloatArray
+    """[T, K] shaped reward per action; 0 where not valid."""
+    valid: BoolArray
+    """[T, K]"""
+    success: BoolArray
+    """[T, K]"""
+    value: FloatArray
+    """[T, V] value estimates while acting; V may be 0."""
+    bootstrap_value: FloatArray
+    """[V] value of the observation after the last chunk; 0 where terminated."""
+    terminated: bool
+    truncated: bool
+    """Ended by the time limit, or cut by the step's quota: the return bootstraps."""
+    cut: bool = False
+    """Cut by the quota of chunk steps: not an episode of the success statistics."""
+    final_record: int = -1
+    """Arena record of the observation after the last chunk; -1 if not kept."""
+    instruction: str = ""
+    duration_s: float = 0.0
+    video: str | None = None
+
+    @property
+    def length(self) -> int:
+        """Executed env steps."""
+        return int(self.valid.sum())
+
+    @property
+    def episode_return(self) -> float:
+        return float(self.reward[self.valid].sum())
+
+    @property
+    def success_once(self) -> bool:
+        return bool(self.success[self.valid].any())
+
+    @property
+    def success_at_end(self) -> bool:
+        return bool(self.success[self.valid][-1]) if self.valid.any() else False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedBatch:
+    """Advantages and weights of one training step, aligned with a flat list of B chunk samples."""
+
+    records: IntArray
+    """[B] arena record of each sample."""
+    episode: IntArray
+    """[B] episode id of each sample."""
+    advantage: FloatArray
+    """[B, K]"""
+    returns: FloatArray
+    """[B, V] value targets."""
+    valid: BoolArray
+    """[B, K] actions that were executed."""
+    has_signal: bool
+    """False: the gradient of the whole batch is exactly zero, so no update is made."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutput:
+    """One chunk for each of B observations (CPU numpy, ready for the arena)."""
+
+    actions: FloatArray
+    """[B, K, A] in the units of the policy's training data (un-normalised; gripper per `PolicySpec.gripper`)."""
+    tokens: IntArray
+    """[B, L]"""
+    logprob: FloatArray
+    """[B, L] log-probability of each token under the sampling distribution (temperature included)."""
+    value: FloatArray
+    """[B, V]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyScores:
+    """Differentiable quantities of given tokens (torch, fp32, on the policy's device)."""
+
+    logprob: torch.Tensor
+    """[B, L]"""
+    entropy: torch.Tensor
+    """[B, L]"""
+    value: torch.Tensor
+    """[B, V]"""
+
+
+def decode_instruction(row: ByteArray) -> str:
+    """Read zero-padded UTF-8 bytes."""
+    return bytes(row).rstrip(b"\0").decode("utf-8")
+
+
+def encode_instruction(text: str, width: int) -> ByteArray:
+    """Write an instruction as `width` zero-padded UTF-8 bytes.
+
+    Raises:
+        ValueError: the text does not fit.
+    """
+    raw = text.encode("utf-8")
+    if len(raw) > width:
+        raise ValueError(f"instruction of {len(raw)} bytes does not fit into {width}: {text[:60]!r}.")
+    return np.frombuffer(raw.ljust(width, b"\0"), dtype=np.uint8)
+
+
+def instruction_width(tasks: Sequence[str]) -> int:
+    """Bytes that hold every instruction of an environment, rounded up to 64."""
+    longest = max((len(t.encode("utf-8")) for t in tasks), default=1)
+    return -(-max(longest, 1) // 64) * 64
