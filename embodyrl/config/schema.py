@@ -112,6 +112,8 @@ class InitParams:
     """Height of every camera image, pixels."""
     camera_widths: int = 256
     """Width of every camera image, pixels."""
+    camera_names: list[str] = field(default_factory=lambda: ["agentview"])
+    """Cameras that are rendered for the policy, in the order of its image inputs; each one costs rendering time."""
 
 
 @dataclass
@@ -282,7 +284,9 @@ class FsdpConfig:
     size: int = -1
     """Actor ranks; -1: all devices of the actor's placement."""
     reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass (less memory, more communication)."""
     cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
 
 
 @dataclass
@@ -292,9 +296,13 @@ class OptimConfig:
     value_lr: float = 3.0e-3
     """Learning rate of the value head."""
     adam_beta1: float = 0.9
+    """AdamW: decay of the gradient mean."""
     adam_beta2: float = 0.999
+    """AdamW: decay of the squared gradient."""
     adam_eps: float = 1.0e-5
+    """AdamW: added to the denominator."""
     weight_decay: float = 0.0
+    """AdamW: decoupled weight decay."""
     clip_grad: float = 1.0
     """Gradient norm limit."""
     schedule: str = "constant"
@@ -310,6 +318,7 @@ class ActorConfig:
     global_batch_size: int = 160
     """Chunk samples per optimizer step."""
     enable_offload: bool = False
+    """Move actor weights and optimizer state off the device during rollouts."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
@@ -341,6 +350,10 @@ class FaultsConfig:
     """Restarts of one env worker before the run fails with exit code 4."""
     step_timeout_s: float = 120.0
     """Longest answer of an env worker for one action chunk or reset, per slot."""
+    start_timeout_s: float = 600.0
+    """Longest start of a worker: imports, simulators, weights."""
+    update_timeout_s: float = 3600.0
+    """Longest update, checkpoint or scoring pass of the actor."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """stop with exit code 5, or skip the update and count it."""
     on_video_error: OnVideoError = OnVideoError.warn

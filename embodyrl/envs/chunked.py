@@ -1,0 +1,211 @@
+"""Episode semantics over single-step simulators: one place that decides when an episode ends and what it earns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from embodyrl.envs.protocol import AfterStep
+from embodyrl.errors import EnvError
+from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimStep:
+    """What a simulator says about one executed action."""
+
+    reward: float
+    """The simulator's own reward after this action, neither relative nor scaled."""
+    terminated: bool
+    """The task ended by itself (goal reached or failed); never the time limit."""
+    success: bool
+    """The task's goal holds after this action."""
+
+
+class SlotSimulators(Protocol):
+    """N single-step simulators; `ChunkedEnv` turns them into an `Env`. Slots count from 0."""
+
+    spec: EnvSpec
+
+    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+        """Put the slot into initial state `reset_id`; `seed` fixes the simulator's own randomness."""
+        ...
+
+    def step(self, slot: int, action: FloatArray) -> SimStep:
+        """Execute one action [A]."""
+        ...
+
+    def observe(self, slot: int, out: ObservationOut) -> None:
+        """Write images and state of the slot into the views."""
+        ...
+
+    def instruction(self, slot: int) -> str:
+        """Language instruction of the slot's episode."""
+        ...
+
+    def render(self, slot: int) -> ByteArray:
+        """Return an upright RGB frame [H, W, 3] uint8."""
+        ...
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        ...
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where the episode of one slot stands."""
+
+    start: EpisodeStart
+    steps: int = 0
+    last_reward: float = 0.0
+    over: bool = False
+
+
+class ChunkedEnv:
+    """An `Env` over `SlotSimulators`.
+
+    An episode ends *terminated* when the simulator says so (unless the episode ignores terminations), else
+    *truncated* when it reaches its `max_episode_steps`; never both. Actions of a chunk after the end are not
+    executed: their reward is 0 and `valid` is False.
+
+    The reward of step t is `coef * (R_t - R_{t-1})` with `R_{-1} = 0` if `use_rel_reward`, else `coef * R_t`,
+    where R is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`.
+    """
+
+    def __init__(self, sims: SlotSimulators, num_slots: int, *, use_rel_reward: bool, reward_coef: float) -> None:
+        assert num_slots >= 1
+        self.spec = sims.spec
+        self._sims = sims
+        self._relative = use_rel_reward
+        self._coef = reward_coef
+        self._progress: list[_Progress | None] = [None] * num_slots
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Begin an episode in each slot.
+
+        Raises:
+            EnvError: a start asks for an unknown reset id or for no steps at all.
+        """
+        assert len(slots) == len(starts)
+        for start in starts:
+            if not 0 <= start.reset_id < self.spec.num_reset_ids:
+                raise EnvError(
+                    f"env '{self.spec.name}': reset id {start.reset_id} is outside 0..{self.spec.num_reset_ids - 1}."
+                )
+            if start.max_episode_steps < 1:
+                raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
+        for slot, start in zip(slots, starts, strict=True):
+            self._progress[slot] = None
+            self._sims.reset(slot, start.reset_id, start.seed)
+            self._progress[slot] = _Progress(start)
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Run a chunk of actions `[n, K, A]` in the given slots; all result arrays are `[n, K]`.
+
+        Raises:
+            EnvError: an action has the wrong shape or is not finite (nothing was executed then), a slot has no
+                running episode, or the simulator returned a non-finite reward.
+        """
+        running = [self._running(slot) for slot in slots]
+        self._check_actions(slots, actions)
+        shape = actions.shape[:2]
+        reward = np.zeros(shape, np.float32)
+        flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
+        for row, (slot, progress) in enumerate(zip(slots, running, strict=True)):
+            for k in range(shape[1]):
+                reward[row, k], step = self._step(slot, progress, actions[row, k])
+                ended = step.terminated and not progress.start.ignore_terminations
+                out_of_time = not ended and progress.steps >= progress.start.max_episode_steps
+                flags["valid"][row, k] = True
+                flags["success"][row, k] = step.success
+                flags["terminated"][row, k] = ended
+                flags["truncated"][row, k] = out_of_time
+                if after_step is not None:
+                    after_step(slot)
+                if ended or out_of_time:
+                    progress.over = True
+                    break
+        return ChunkResult(reward=reward, **flags)
+
+    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
+        """Write the current observation of each slot into its views (also of an episode that is over)."""
+        for slot, out in zip(slots, outs, strict=True):
+            self._begun(slot)
+            assert out.images.shape == (len(self.spec.cameras), *self.spec.image_size, 3), out.images.shape
+            assert out.state.shape == (self.spec.state_dim,), out.state.shape
+            self._sims.observe(slot, out)
+
+    def instruction(self, slot: int) -> str:
+        """Language instruction of the slot's current episode."""
+        self._begun(slot)
+        return self._sims.instruction(slot)
+
+    def render(self, slot: int) -> np.ndarray:
+        """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
+        self._begun(slot)
+        return self._sims.render(slot)
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        self._sims.close()
+
+    def _step(self, slot: int, progress: _Progress, action: FloatArray) -> tuple[float, SimStep]:
+        step = self._sims.step(slot, action)
+        if not math.isfinite(step.reward):
+            raise EnvError(
+                f"{self._where(slot)}: the simulator returned reward {step.reward}, expected a finite number. "
+                "Likely the physics diverged or the environment's reward is wrong; the episode cannot be used."
+            )
+        progress.steps += 1
+        raw = step.reward
+        reward = self._coef * (raw - progress.last_reward if self._relative else raw)
+        progress.last_reward = raw
+        return reward, step
+
+    def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
+        good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action_dim
+        if not good or actions.shape[1] == 0:
+            raise EnvError(
+                f"env '{self.spec.name}', slots {list(slots)} on tasks {[self._task(s) for s in slots]}: actions have "
+                f"shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, {self.spec.action_dim}). "
+                "Check model.action_dim and the policy's action head."
+            )
+        bad = np.argwhere(~np.isfinite(actions))
+        if len(bad):
+            row, k, dim = (int(i) for i in bad[0])
+            raise EnvError(
+                f"{self._where(slots[row])}: action {k} of the chunk is {actions[row, k, dim]} in dimension {dim}, "
+                "expected finite numbers. Likely the policy's weights or its action statistics are not finite."
+            )
+
+    def _begun(self, slot: int) -> _Progress:
+        progress = self._progress[slot]
+        if progress is None:
+            raise EnvError(f"env '{self.spec.name}', slot {slot}: no episode; call reset for this slot first.")
+        return progress
+
+    def _running(self, slot: int) -> _Progress:
+        progress = self._begun(slot)
+        if progress.over:
+            raise EnvError(
+                f"{self._where(slot)}: the episode is over; step_chunk expects a running one. Reset the slot first."
+            )
+        return progress
+
+    def _task(self, slot: int) -> int:
+        return self.spec.task_of(self._begun(slot).start.reset_id)[0]
+
+    def _where(self, slot: int) -> str:
+        progress = self._begun(slot)
+        task, state = self.spec.task_of(progress.start.reset_id)
+        return (
+            f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
+            f"step {progress.steps}"
+        )

@@ -1,0 +1,112 @@
+"""Checks, description and construction of the LIBERO environment; light until `make` is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from embodyrl.config.schema import EnvConfig, RenderProfile
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.libero import install
+from embodyrl.registry import closest
+from embodyrl.types import EnvSpec, GripperConvention
+
+STATES_PER_TASK = 50
+"""Every task of the benchmark ships 50 fixed initial states."""
+
+SUITE_TASKS = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
+
+HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+"""Step limits of the OpenVLA-OFT evaluation (longest demonstration of each suite, rounded up), settle steps excluded."""
+
+CAMERAS = ("agentview", "robot0_eye_in_hand")
+
+STATE_DIM = 8
+
+
+class LiberoFactory:
+    """Builds LIBERO environments from `env.task_suite_name`."""
+
+    consumes = frozenset({"task_suite_name", "use_rel_reward", "reward_coef", "init_params", "render_profile"})
+
+    def validate(self, cfg: EnvConfig) -> list[str]:
+        """Return config problems, one line each; imports nothing of the simulator."""
+        return [*_suite_problems(cfg), *_foreign_key_problems(cfg), *_image_problems(cfg)]
+
+    def spec(self, cfg: EnvConfig) -> EnvSpec:
+        """Describe the suite; reads the benchmark's task map, starts no simulator.
+
+        Raises:
+            MissingDependencyError: LIBERO, its assets, a working mujoco version or the OpenGL library is missing.
+        """
+        install.check_installation()
+        suite = cfg.task_suite_name
+        assert suite is not None, "validate first"
+        tasks = install.suite_tasks(suite)
+        return EnvSpec(
+            name=suite,
+            action_dim=7,
+            tasks=tuple(task.language for task in tasks),
+            states_per_task=(STATES_PER_TASK,) * len(tasks),
+            cameras=tuple(cfg.init_params.camera_names),
+            image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
+            image_rotation_deg=180,
+            state_dim=STATE_DIM,
+            gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
+            unnorm_key=f"{suite}_no_noops",
+            max_episode_steps=HORIZONS[suite],
+        )
+
+    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
+        """Build `num_slots` slots in this process; models are loaded when a slot first needs its task.
+
+        Raises:
+            MissingDependencyError: see `spec`.
+        """
+        spec = self.spec(cfg)
+        install.prepare_process()
+        from embodyrl.envs.libero.sims import LiberoSims
+
+        workers = math.ceil(max(cfg.train.total_num_envs, cfg.eval.total_num_envs) / num_slots)
+        sims = LiberoSims(spec, max_models=install.model_budget(workers))
+        return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
+
+
+def _suite_problems(cfg: EnvConfig) -> Iterator[str]:
+    name = cfg.task_suite_name
+    known = ", ".join(sorted(SUITE_TASKS))
+    if name is None:
+        yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
+        return
+    if name not in SUITE_TASKS:
+        yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, SUITE_TASKS)} Known: {known}."
+        return
+    count = SUITE_TASKS[name]
+    for split, tasks in (("train", cfg.train.task_ids), ("eval", cfg.eval.task_ids)):
+        wrong = [task for task in tasks or () if not 0 <= task < count]
+        if wrong:
+            yield f"env.{split}.task_ids: {wrong} not in 0..{count - 1}, the tasks of {name}."
+
+
+def _foreign_key_problems(cfg: EnvConfig) -> Iterator[str]:
+    if cfg.id is not None:
+        yield f"env.id={cfg.id} has no meaning for LIBERO; choose the suite with env.task_suite_name and remove env.id."
+    if cfg.kwargs:
+        yield f"env.kwargs={dict(cfg.kwargs)} is not used by LIBERO, whose simulator settings are fixed; remove it."
+    if cfg.render_profile is not RenderProfile.full:
+        yield "env.render_profile=lean is not available for LIBERO in this version; use env.render_profile=full."
+
+
+def _image_problems(cfg: EnvConfig) -> Iterator[str]:
+    params = cfg.init_params
+    for key, value in (("camera_heights", params.camera_heights), ("camera_widths", params.camera_widths)):
+        if value < 1:
+            yield f"env.init_params.{key}={value} must be positive (pixels)."
+    for name in params.camera_names:
+        if name not in CAMERAS:
+            yield (
+                f"env.init_params.camera_names: '{name}' is no LIBERO camera.{closest(name, CAMERAS)} "
+                f"Known: {', '.join(CAMERAS)}."
+            )
+    if len(set(params.camera_names)) < len(params.camera_names):
+        yield f"env.init_params.camera_names={list(params.camera_names)} names a camera twice."

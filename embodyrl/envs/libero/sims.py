@@ -1,0 +1,70 @@
+"""LIBERO as slot simulators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodyrl.envs.chunked import SimStep
+from embodyrl.envs.libero import install
+from embodyrl.envs.libero.pool import SimPool
+from embodyrl.envs.libero.simulator import TaskSimulator
+from embodyrl.errors import EnvError
+from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+
+PEOPLE_CAMERA = "agentview"
+
+
+class LiberoSims:
+    """Slots of one LIBERO suite; implements `SlotSimulators`."""
+
+    def __init__(self, spec: EnvSpec, *, max_models: int) -> None:
+        self.spec = spec
+        self._tasks = install.suite_tasks(spec.name)
+        self._init_states: dict[int, Any] = {}
+        self._slot_task: dict[int, int] = {}
+        self._pool = SimPool(self._build, max_models=max_models)
+
+    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+        """Set initial state `reset_id` and let the objects settle.
+
+        Raises:
+            EnvError: the benchmark's files do not fit together.
+        """
+        task, index = self.spec.task_of(reset_id)
+        states = self._states(task)
+        if index >= len(states):
+            raise EnvError(
+                f"env '{self.spec.name}', task {task}: the installed LIBERO has {len(states)} initial states, "
+                f"{self.spec.states_per_task[task]} expected. Cure: {install.INSTALL}"
+            )
+        self._slot_task[slot] = task
+        self._pool.begin(slot, task).reset(states[index], seed)
+
+    def step(self, slot: int, action: FloatArray) -> SimStep:
+        """Execute one action [7]: position and rotation deltas in -1..1 (0.05 m, 0.5 rad), gripper -1 opens."""
+        return self._pool.use(slot).step(action)
+
+    def observe(self, slot: int, out: ObservationOut) -> None:
+        """Render the cameras of the spec, and read proprioception [8], into the views."""
+        self._pool.use(slot).observe(self.spec.cameras, out.images, out.state)
+
+    def instruction(self, slot: int) -> str:
+        """Language instruction of the slot's task."""
+        return self.spec.tasks[self._slot_task[slot]]
+
+    def render(self, slot: int) -> ByteArray:
+        """Return an upright frame of the front camera."""
+        return self._pool.use(slot).frame(PEOPLE_CAMERA, *self.spec.image_size)
+
+    def close(self) -> None:
+        """Free all models; idempotent."""
+        self._pool.close()
+
+    def _states(self, task: int) -> Any:
+        if task not in self._init_states:
+            self._init_states[task] = install.suite_init_states(self.spec.name, task)
+        return self._init_states[task]
+
+    def _build(self, task: int) -> TaskSimulator:
+        entry = self._tasks[task]
+        return TaskSimulator(install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file)

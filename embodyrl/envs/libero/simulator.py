@@ -1,0 +1,244 @@
+"""One loaded LIBERO task whose complete simulation state can be taken out and put back bit-exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mujoco
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.envs.chunked import SimStep
+from embodyrl.envs.libero.install import quiet
+from embodyrl.errors import EnvError
+from embodyrl.types import ByteArray, FloatArray
+
+DoubleArray = npt.NDArray[np.float64]
+
+SETTLE_STEPS = 10
+"""Steps after the initial state is set, as in the OpenVLA-OFT evaluation: objects are stored in the air and fall."""
+
+SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
+
+VIEW_SUBSTEP = 23
+"""Substep (of 25) whose positions the benchmark's observations show.
+
+Robosuite samples its cameras and poses after substep 24, but MuJoCo's derived poses then still belong to the
+positions before that substep. The gripper opening is read from the positions after substep 24.
+"""
+
+_PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
+_PLACEMENT_TRIES = 100
+_MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba")
+"""Parts of the compiled model that LIBERO changes while running: fixture poses in reset, visible sites (a burner)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimState:
+    """Everything that decides the future of one episode; owns its arrays."""
+
+    physics: DoubleArray
+    """MuJoCo integration state, warm start included."""
+    model: dict[str, np.ndarray]
+    view_qpos: DoubleArray
+    view_sites: np.ndarray
+    gripper_qpos: DoubleArray
+    gripper_command: DoubleArray
+    """The integrated open / close command of the gripper."""
+    controller: dict[str, Any]
+    timestep: int
+    cur_time: float
+
+
+class TaskSimulator:
+    """One LIBERO task in MuJoCo, stepped by the benchmark's own code.
+
+    The observables of robosuite are removed: they only read the simulation, and cost more than the physics. What
+    the benchmark would have observed is reconstructed exactly from the positions at the sampled substep.
+    """
+
+    def __init__(self, bddl_file: Path) -> None:
+        from libero.libero.envs import OffScreenRenderEnv
+
+        # The constructor draws poses from the global generator; a fixed seed makes a reloaded model the same model.
+        with quiet(), _numpy_seed(0):
+            wrapper = OffScreenRenderEnv(
+                bddl_file_name=str(bddl_file), use_camera_obs=False, hard_reset=False, ignore_done=True
+            )
+        self._env: Any = wrapper.env
+        self._env._observables = {}
+        self._env._update_observables = self._after_substep
+        self._robot = self._env.robots[0]
+        self._model: mujoco.MjModel = self._env.sim.model._model
+        self._data: mujoco.MjData = self._env.sim.data._data
+        self._hand = self._model.body(self._robot.robot_model.eef_name).id
+        self._fingers = np.asarray(self._robot._ref_gripper_joint_pos_indexes)
+        self._new_sites = self._model.site_rgba.copy()
+        self._substep = 0
+        self._remember_view(self._data.qpos.copy())
+
+    def reset(self, init_state: DoubleArray, seed: int) -> None:
+        """Start from a stored state [1 + nq + nv]; `seed` draws the fixture poses, which the state does not hold.
+
+        Equal to a fresh construction of the task with the same seed, to the last bit, for a fraction of its time:
+        the gripper's last command and the visible sites, which a robosuite soft reset keeps, are reset here.
+
+        Raises:
+            EnvError: the objects could not be placed, or the state does not fit the model.
+        """
+        expected = (1 + self._model.nq + self._model.nv,)
+        if init_state.shape != expected:
+            raise EnvError(
+                f"LIBERO task '{self._env.language_instruction}': initial state has shape {init_state.shape}, the "
+                f"model expects {expected}. The package's states and scenes are of different versions."
+            )
+        self._model.site_rgba[:] = self._new_sites
+        self._robot.gripper.current_action = np.zeros(self._robot.gripper.dof)
+        with quiet(), _numpy_seed(seed):
+            self._place_objects()
+        self._env.sim.set_state_from_flattened(init_state)
+        self._env.sim.forward()
+        self._env._check_success()
+        self._env._post_process()
+        for _ in range(SETTLE_STEPS):
+            self.step(SETTLE_ACTION)
+
+    def step(self, action: npt.ArrayLike) -> SimStep:
+        """Execute one action [7] in -1..1; success is the benchmark's goal predicate after the step."""
+        self._substep = 0
+        self._view_sites = self._model.site_rgba.copy()
+        _, reward, done, _ = self._env.step(np.asarray(action, np.float64))
+        return SimStep(reward=float(reward), terminated=bool(done), success=bool(done))
+
+    def observe(self, cameras: tuple[str, ...], images: ByteArray, state: FloatArray) -> None:
+        """Write camera images [C, H, W, 3] (OpenGL row order) and proprioception [8] into the views.
+
+        Proprioception: hand position (m), its orientation as axis-angle (rad), the two finger positions (m).
+        """
+        height, width = images.shape[1:3]
+        with self._viewed():
+            for view, camera in zip(images, cameras, strict=True):
+                view[...] = self._draw(camera, height, width)
+            state[0:3] = self._data.site_xpos[self._robot.eef_site_id]
+            state[3:6] = _axis_angle(self._data.xquat[self._hand])
+            state[6:8] = self._gripper_qpos
+
+    def frame(self, camera: str, height: int, width: int) -> ByteArray:
+        """Return an upright, not mirrored frame [H, W, 3] for people."""
+        with self._viewed():
+            return np.ascontiguousarray(self._draw(camera, height, width)[::-1])
+
+    def save(self) -> SimState:
+        """Copy the state of the running episode."""
+        physics = np.empty(mujoco.mj_stateSize(self._model, _PHYSICS))
+        mujoco.mj_getState(self._model, self._data, physics, _PHYSICS)
+        return SimState(
+            physics=physics,
+            model={name: getattr(self._model, name).copy() for name in _MODEL_FIELDS},
+            view_qpos=self._view_qpos.copy(),
+            view_sites=self._view_sites.copy(),
+            gripper_qpos=self._gripper_qpos.copy(),
+            gripper_command=np.array(self._robot.gripper.current_action),
+            controller=_plain_values(self._robot.controller),
+            timestep=self._env.timestep,
+            cur_time=self._env.cur_time,
+        )
+
+    def load(self, state: SimState) -> None:
+        """Continue a saved episode of this task, also one that was saved by another instance of the model."""
+        for name, value in state.model.items():
+            getattr(self._model, name)[:] = value
+        mujoco.mj_setState(self._model, self._data, state.physics, _PHYSICS)
+        self._view_qpos = state.view_qpos.copy()
+        self._view_sites = state.view_sites.copy()
+        self._gripper_qpos = state.gripper_qpos.copy()
+        self._robot.gripper.current_action = state.gripper_command.copy()
+        vars(self._robot.controller).update(copy.deepcopy(state.controller))
+        self._env.timestep = state.timestep
+        self._env.cur_time = state.cur_time
+
+    def close(self) -> None:
+        """Free the model and its OpenGL objects."""
+        # The context deletes objects by number in whatever context is current, so it must be its own.
+        self._env.sim._render_context_offscreen.gl_ctx.make_current()
+        self._env.close()
+        # Robosuite's objects refer to each other in cycles; gigabytes would wait for the next collection.
+        vars(self).clear()
+        gc.collect()
+
+    def _place_objects(self) -> None:
+        from robosuite.utils.errors import RandomizationError
+
+        for _ in range(_PLACEMENT_TRIES):
+            with contextlib.suppress(RandomizationError):
+                self._env.reset()
+                return
+        raise EnvError(
+            f"LIBERO task '{self._env.language_instruction}': no free place for its objects in {_PLACEMENT_TRIES} "
+            "tries. Use another seed."
+        )
+
+    def _after_substep(self, force: bool = False) -> None:
+        """Stand where robosuite updates its observables, once per physics substep."""
+        if force:
+            return
+        self._substep += 1
+        if self._substep == VIEW_SUBSTEP:
+            self._view_qpos = self._data.qpos.copy()
+        elif self._substep == VIEW_SUBSTEP + 1:
+            self._gripper_qpos = self._data.qpos[self._fingers]
+
+    def _remember_view(self, qpos: DoubleArray) -> None:
+        self._view_qpos = qpos
+        self._view_sites = self._model.site_rgba.copy()
+        self._gripper_qpos = qpos[self._fingers]
+
+    @contextlib.contextmanager
+    def _viewed(self) -> Iterator[None]:
+        """Pose the scene as the benchmark's observation shows it, and put the state back."""
+        qpos, sites = self._data.qpos.copy(), self._model.site_rgba.copy()
+        self._data.qpos[:] = self._view_qpos
+        self._model.site_rgba[:] = self._view_sites
+        try:
+            mujoco.mj_kinematics(self._model, self._data)
+            mujoco.mj_comPos(self._model, self._data)
+            mujoco.mj_camlight(self._model, self._data)
+            yield
+        finally:
+            self._data.qpos[:] = qpos
+            self._model.site_rgba[:] = sites
+
+    def _draw(self, camera: str, height: int, width: int) -> ByteArray:
+        # Several models share this process, and robosuite draws into whatever context is current.
+        self._env.sim._render_context_offscreen.gl_ctx.make_current()
+        return self._env.sim.render(camera_name=camera, width=width, height=height)
+
+
+@contextlib.contextmanager
+def _numpy_seed(seed: int) -> Iterator[None]:
+    """Seed numpy's global generator, which LIBERO draws from, and give it back as it was."""
+    before = np.random.get_state()
+    np.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
+
+
+def _plain_values(owner: object) -> dict[str, Any]:
+    """Copy the numeric attributes of a controller: its goal, reference pose and cached kinematics."""
+    kinds = (np.ndarray, np.generic, bool, int, float, type(None))
+    return {name: copy.deepcopy(value) for name, value in vars(owner).items() if isinstance(value, kinds)}
+
+
+def _axis_angle(quat_wxyz: DoubleArray) -> DoubleArray:
+    """Rotation vector [3] of a unit quaternion, rad, as robosuite's `quat2axisangle` (no sign normalisation)."""
+    w, xyz = float(np.clip(quat_wxyz[0], -1.0, 1.0)), quat_wxyz[1:]
+    sine = np.sqrt(1.0 - w * w)
+    return np.zeros(3) if np.isclose(sine, 0.0) else xyz * 2.0 * np.arccos(w) / sine
