@@ -1,0 +1,28 @@
+"""Where the shipped data lies: inside the installed package, or beside it in a source checkout."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+
+def conf_dir() -> Path:
+    """Folder of the YAML groups."""
+    return _shipped("conf", marker="train.yaml")
+
+
+def assets_dir() -> Path:
+    """Folder of the shipped data: tiny checkpoints, text tasks, images."""
+    return _shipped("assets", marker="")
+
+
+def resolve_asset(path: str) -> Path:
+    """Read `assets/<name>` as shipped data, whatever the working directory; any other path is taken as it is."""
+    head, _, rest = path.partition("/")
+    return assets_dir() / rest if head == "assets" and rest else Path(path).expanduser()
+
+
+def _shipped(name: str, *, marker: str) -> Path:
+    package = Path(str(files("embodyrl")))
+    inside = package / name
+    return inside if inside.is_dir() and (inside / marker).exists() else package.parent / name

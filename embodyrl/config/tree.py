@@ -1,0 +1,71 @@
+"""The YAML tree: where conf/ lies, which groups it has, and what each option says about itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+import embodyrl
+from embodyrl.errors import ConfigError
+
+
+@functools.cache
+def conf_dir() -> Path:
+    """Folder of the shipped YAML files: inside an installed package, beside the package in a checkout.
+
+    Raises:
+        ConfigError: neither place holds a train.yaml.
+    """
+    package = Path(embodyrl.__file__).parent
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "train.yaml").is_file():
+            return folder
+    raise ConfigError(f"No conf/train.yaml beside or inside {package}: the installation is incomplete; reinstall it.")
+
+
+def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
+    """The folders in which options are looked up: shipped first, then the user's.
+
+    Raises:
+        ConfigError: a folder does not exist.
+    """
+    missing = [d for d in config_dirs if not d.is_dir()]
+    if missing:
+        raise ConfigError([f"--config-dir {d}: no such folder; create it or fix the path." for d in missing])
+    return [conf_dir(), *(d.resolve() for d in config_dirs)]
+
+
+def root_file(command: str) -> str:
+    """Name of the file that composes a command: its own, or the one of `train`."""
+    return command if (conf_dir() / f"{command}.yaml").is_file() else "train"
+
+
+@functools.cache
+def default_options(command: str) -> dict[str, str | None]:
+    """Groups of a command in order, with the option that its root file selects."""
+    raw = yaml.safe_load((conf_dir() / f"{root_file(command)}.yaml").read_text(encoding="utf-8"))
+    return {group: option for entry in raw["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
+    """Options of a group by name (`text/gsm` for a file in a subfolder), with their files."""
+    found: dict[str, Path] = {}
+    for folder in search_path(config_dirs):
+        base = folder / group
+        for file in sorted(base.rglob("*.yaml")):
+            found.setdefault(file.relative_to(base).with_suffix("").as_posix(), file)
+    return dict(sorted(found.items()))
+
+
+def one_line(file: Path) -> str:
+    """What a YAML file says about itself: its first comment line that is no directive."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        text = line.lstrip("# ").strip()
+        if text and not text.startswith("@"):
+            return text
+    return ""

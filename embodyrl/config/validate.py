@@ -1,0 +1,224 @@
+"""What the types cannot say: ranges, keys that this version does not serve yet, and combinations that contradict."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from embodyrl.config.keys import all_keys, leaves, plain, spell
+from embodyrl.config.schema import Config
+from embodyrl.registry import closest
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A condition on one value and its wording after "must be"."""
+
+    holds: Callable[[object], bool]
+    wording: str
+
+
+def _number(holds: Callable[[float], bool], wording: str) -> Rule:
+    return Rule(lambda v: isinstance(v, int | float) and holds(v), wording)
+
+
+def _text(pattern: str, wording: str) -> Rule:
+    return Rule(lambda v: isinstance(v, str) and re.fullmatch(pattern, v) is not None, wording)
+
+
+def _one_of(*names: str) -> Rule:
+    return Rule(lambda v: v in names, f"one of {', '.join(names)}")
+
+
+def _list(holds: Callable[[list[float]], bool], wording: str) -> Rule:
+    return Rule(lambda v: isinstance(v, list) and holds(v), wording)
+
+
+_COUNT = _number(lambda v: v >= 1, "at least 1")
+_NOT_NEGATIVE = _number(lambda v: v >= 0, "0 or more")
+_POSITIVE = _number(lambda v: v > 0, "greater than 0")
+_FRACTION = _number(lambda v: 0 <= v <= 1, "between 0 and 1")
+_BETA = _number(lambda v: 0 <= v < 1, "at least 0 and below 1")
+_COUNT_OR_NEVER = _number(lambda v: v == -1 or v >= 1, "at least 1, or -1")
+_NAME = _text(r"[^/\s\0]+", "a name without '/' and blanks")
+_PATH = _text(r".*\S.*", "a path")
+_BACKENDS = ("console", "jsonl", "tensorboard")
+_TASKS = "a list of different task numbers from 0, for example [0,3]"
+
+_SPLIT_RULES = {
+    "total_num_envs": _COUNT,
+    "max_episode_steps": _COUNT,
+    "max_steps_per_rollout_epoch": _COUNT,
+    "task_ids": _list(lambda v: len(v) > 0 and len(set(v)) == len(v) and min(v) >= 0, _TASKS),
+}
+
+RULES: dict[str, Rule] = {
+    "seed": _number(lambda v: 0 <= v < 2**63, "between 0 and 2**63 - 1"),
+    "video": _text(r"none|failures|all|first:[1-9]\d*", "one of none, failures, first:N, all"),
+    "ckpt": _PATH,
+    "runner.output_dir": _PATH,
+    "runner.experiment_name": _NAME,
+    "runner.max_steps": _COUNT,
+    "runner.max_epochs": _COUNT_OR_NEVER,
+    "runner.val_check_interval": _COUNT_OR_NEVER,
+    "runner.save_interval": _COUNT_OR_NEVER,
+    "runner.logger.backends": _list(
+        lambda v: len(set(v)) == len(v) and set(v) <= set(_BACKENDS),
+        f"a list of different names out of {', '.join(_BACKENDS)}",
+    ),
+    "runner.logger.project_name": _NAME,
+    "cluster.num_nodes": _COUNT,
+    "launcher.env_workers": _text(r"auto|[1-9]\d*", "auto or an integer of at least 1"),
+    "env.reward_coef": Rule(lambda v: v != 0, "different from 0 (0 removes every reward)"),
+    "env.init_params.camera_heights": _COUNT,
+    "env.init_params.camera_widths": _COUNT,
+    **{f"env.{split}.{key}": rule for split in ("train", "eval") for key, rule in _SPLIT_RULES.items()},
+    "model.action_dim": _COUNT,
+    "model.num_action_chunks": _COUNT,
+    "model.num_images_in_input": _COUNT,
+    "model.lora.r": _COUNT,
+    "model.lora.lora_alpha": _COUNT,
+    "algorithm.group_size": _COUNT,
+    "algorithm.rollout_epoch": _COUNT,
+    "algorithm.update_epoch": _COUNT,
+    "algorithm.gamma": _FRACTION,
+    "algorithm.gae_lambda": _FRACTION,
+    "algorithm.clip_ratio_low": _number(lambda v: 0 < v < 1, "between 0 and 1, both excluded"),
+    "algorithm.clip_ratio_high": _POSITIVE,
+    "algorithm.clip_ratio_c": _number(lambda v: v > 1, "greater than 1, or null"),
+    "algorithm.value_clip": _number(lambda v: v > 0, "greater than 0, or null"),
+    "algorithm.huber_delta": _number(lambda v: v > 0, "greater than 0, or null"),
+    "algorithm.value_coef": _NOT_NEGATIVE,
+    "algorithm.kl_beta": _NOT_NEGATIVE,
+    "algorithm.filter_rewards": _list(
+        lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1, "two numbers [low,high] with 0 <= low < high <= 1, or null"
+    ),
+    "algorithm.max_staleness": _NOT_NEGATIVE,
+    "algorithm.sampling_params.temperature": _POSITIVE,
+    "algorithm.sampling_params.top_p": _number(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
+    "rollout.pipeline_stage_num": _COUNT,
+    "actor.micro_batch_size": _COUNT,
+    "actor.global_batch_size": _COUNT,
+    "actor.fsdp.size": _COUNT_OR_NEVER,
+    "actor.optim.lr": _NOT_NEGATIVE,
+    "actor.optim.value_lr": _NOT_NEGATIVE,
+    "actor.optim.adam_beta1": _BETA,
+    "actor.optim.adam_beta2": _BETA,
+    "actor.optim.adam_eps": _POSITIVE,
+    "actor.optim.weight_decay": _NOT_NEGATIVE,
+    "actor.optim.clip_grad": _POSITIVE,
+    "actor.optim.schedule": _one_of("constant", "linear", "cosine"),
+    "actor.optim.warmup_steps": _NOT_NEGATIVE,
+    "eval.episodes": _COUNT,
+    "eval.episodes_per_task": _COUNT,
+    "checkpoint.keep": _COUNT,
+    "faults.max_restarts_per_worker": _NOT_NEGATIVE,
+    "faults.step_timeout_s": _POSITIVE,
+    "video_cfg.fps": _number(lambda v: 1 <= v <= 240, "between 1 and 240"),
+    "video_cfg.base_dir": _PATH,
+}
+"""Range of each key; null is always fine where the type allows it."""
+
+_TEXT_ONLY = "is for text generation, which is not available in this version"
+_ONE_GPU = "training on several devices (FSDP2) is not available in this version"
+_NO_OFFLOAD = "offloading is not available in this version"
+
+UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "launcher.name": (("local", "inline"), "only these launchers exist in this version (Ray is not there yet)"),
+    "cluster.num_nodes": ((1,), "more than one host is not available in this version"),
+    "cluster.component_placement": (({"env,rollout,actor": "all"},), "placement is not available in this version"),
+    "rollout.mode": (("collocated",), "separate rollout processes are not available in this version"),
+    "rollout.backend": (("hf",), "vLLM is not available in this version"),
+    "rollout.enable_offload": ((False,), _NO_OFFLOAD),
+    "env.train.enable_offload": ((False,), _NO_OFFLOAD),
+    "env.eval.enable_offload": ((False,), _NO_OFFLOAD),
+    "actor.enable_offload": ((False,), _NO_OFFLOAD),
+    "actor.fsdp.size": ((-1, 1), _ONE_GPU),
+    "actor.fsdp.reshard_after_forward": ((True,), _ONE_GPU),
+    "actor.fsdp.cpu_offload": ((False,), _NO_OFFLOAD),
+    "algorithm.max_staleness": ((0,), "asynchronous training is not available in this version"),
+    "algorithm.sampling_params.do_sample": ((True,), "training samples its actions; greedy ones carry no gradient"),
+    "algorithm.sampling_params.top_k": ((-1,), _TEXT_ONLY),
+    "algorithm.sampling_params.top_p": ((1.0,), _TEXT_ONLY),
+    "algorithm.sampling_params.repetition_penalty": ((1.0,), _TEXT_ONLY),
+    "algorithm.sampling_params.max_new_tokens": ((None,), _TEXT_ONLY),
+}
+"""Keys that nothing consumes yet: their legal values and the reason. Delete a row when its feature arrives."""
+
+
+def find_invalid(cfg: Config) -> list[str]:
+    """Return one line for each value that is out of range or not served by this version."""
+    problems: list[str] = []
+    for name, value in leaves(cfg):
+        key = all_keys()[name]
+        if value is None:
+            continue
+        rule = RULES.get(name)
+        if (isinstance(value, float) and not math.isfinite(value)) or (rule and not rule.holds(value)):
+            wording = rule.wording if rule else "a finite number"
+            problems.append(f"{name}={spell(value)}: must be {wording}. Default: {spell(key.default)}.")
+        elif name in UNAVAILABLE and plain(value) not in UNAVAILABLE[name][0]:
+            allowed, reason = UNAVAILABLE[name]
+            names = [spell(a) for a in allowed]
+            hint = closest(spell(value), names) if len(names) > 1 else ""
+            problems.append(f"{name}={spell(value)}: {reason}.{hint} Use {name}={' or '.join(names)}.")
+    return problems
+
+
+def find_conflicts(cfg: Config) -> list[str]:
+    """Return one line for each combination of (single valid) values that contradicts itself."""
+    return [text for check in (_groups, _workers, _batches, _resume) if (text := check(cfg))]
+
+
+def _groups(cfg: Config) -> str | None:
+    slots, size = cfg.env.train.total_num_envs, cfg.algorithm.group_size
+    if slots % size:
+        near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
+        sizes = [g for g in range(1, slots + 1) if slots % g == 0]
+        best = min(sizes, key=lambda g: (abs(g - size), g))
+        return (
+            f"env.train.total_num_envs={slots} is not divisible by algorithm.group_size={size}: every group needs a "
+            f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near))}, "
+            f"or algorithm.group_size={best}."
+        )
+    if size > 1 and not cfg.env.train.use_fixed_reset_state_ids:
+        return (
+            f"algorithm.group_size={size} compares episodes of one initial state, but "
+            "env.train.use_fixed_reset_state_ids=false gives each its own; set it to true."
+        )
+    return None
+
+
+def _workers(cfg: Config) -> str | None:
+    name, workers, slots = cfg.launcher.name, cfg.launcher.env_workers, cfg.env.train.total_num_envs
+    if workers == "auto":
+        return None
+    if name == "inline":
+        return f"launcher.env_workers={workers}: launcher={name} starts no processes. Use launcher.env_workers=auto."
+    if int(workers) > slots:
+        return (
+            f"launcher.env_workers={workers} but only env.train.total_num_envs={slots} slots: some workers would idle. "
+            f"Use launcher.env_workers={slots}."
+        )
+    return None
+
+
+def _batches(cfg: Config) -> str | None:
+    micro, total = cfg.actor.micro_batch_size, cfg.actor.global_batch_size
+    if micro <= total:
+        return None
+    return (
+        f"actor.micro_batch_size={micro} is larger than actor.global_batch_size={total}, of which it is a part. "
+        f"Use actor.micro_batch_size={total}."
+    )
+
+
+def _resume(cfg: Config) -> str | None:
+    if cfg.runner.resume_dir is None or cfg.ckpt is None:
+        return None
+    return (
+        f"ckpt={cfg.ckpt} and runner.resume_dir={cfg.runner.resume_dir}: a resumed run has weights of its own. "
+        "Use one of them."
+    )
