@@ -1,0 +1,1 @@
+"""The data plane: records in shared memory, tickets through pipes."""

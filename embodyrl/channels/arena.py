@@ -1,0 +1,205 @@
+"""A pool of transition records in memory that all workers of a host share.
+
+The segment is an anonymous memory file: it has no name in /dev/shm, so nothing can be left behind however the run
+ends, and the size limit of /dev/shm (64 MiB in many containers) does not apply. Other processes attach through the
+owner's /proc entry.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.channels.layout import RecordLayout
+from embodyrl.errors import EmbodyError, StaleTicketError
+
+
+class RecordState(IntEnum):
+    """Life of a record: free list, handed out, being written, readable."""
+
+    FREE = 0
+    ALLOCATED = 1
+    WRITING = 2
+    READY = 3
+
+
+class Ticket(NamedTuple):
+    """The right to use one record: stale as soon as the record is freed."""
+
+    record: int
+    generation: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaHandle:
+    """What another process needs to attach."""
+
+    path: str
+    layout: RecordLayout
+    digest: str
+    capacity: int
+
+
+class ArenaFullError(EmbodyError):
+    """More records are in use than the run was planned for."""
+
+
+class Arena:
+    """Fixed-size records with a free list.
+
+    The owner (the process that created the arena) allocates and frees; any process that attached may write and read
+    records it holds tickets for. Fields are numpy arrays [capacity, *shape] through `arena["images"]`.
+    """
+
+    def __init__(self, buffer: mmap.mmap, layout: RecordLayout, capacity: int, handle: ArenaHandle, fd: int) -> None:
+        self.layout = layout
+        self.capacity = capacity
+        self.handle = handle
+        self._fd = fd
+        offsets, _ = layout.offsets(capacity)
+        self._fields: dict[str, npt.NDArray[Any]] = {
+            f.name: np.ndarray((capacity, *f.shape), dtype=f.dtype, buffer=buffer, offset=offsets[f.name])
+            for f in layout.all_fields
+        }
+        self._free = list(range(capacity - 1, -1, -1))
+        self._next_sequence = 1
+
+    @classmethod
+    def create(cls, layout: RecordLayout, capacity: int) -> Arena:
+        """Reserve memory for `capacity` records.
+
+        Raises:
+            EmbodyError: the host has not enough free memory; says how much is needed.
+        """
+        _, size = layout.offsets(capacity)
+        available = _available_memory()
+        if size > available:
+            raise EmbodyError(
+                f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "
+                f"{layout.record_bytes / 2**10:.0f} KiB), but only {available / 2**30:.2f} GiB of memory is free. "
+                "Lower env.train.total_num_envs, "
+                "algorithm.rollout_epoch or the camera size."
+            )
+        fd = os.memfd_create("embodyrl-arena", os.MFD_CLOEXEC)
+        # Reserving now turns a lack of memory into an error here instead of a SIGBUS in some worker later.
+        os.posix_fallocate(fd, 0, size)
+        handle = ArenaHandle(
+            path=f"/proc/{os.getpid()}/fd/{fd}", layout=layout, digest=layout.digest, capacity=capacity
+        )
+        return cls(mmap.mmap(fd, size), layout, capacity, handle, fd)
+
+    @classmethod
+    def attach(cls, handle: ArenaHandle) -> Arena:
+        """Map an arena that another process owns.
+
+        Raises:
+            StaleTicketError: the owner is gone.
+        """
+        assert handle.layout.digest == handle.digest, "arena layout differs between processes"
+        try:
+            fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise StaleTicketError(f"Cannot attach to the record arena {handle.path}: {error}.") from error
+        _, size = handle.layout.offsets(handle.capacity)
+        return cls(mmap.mmap(fd, size), handle.layout, handle.capacity, handle, fd)
+
+    def __getitem__(self, field: str) -> npt.NDArray[Any]:
+        return self._fields[field]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.layout.offsets(self.capacity)[1]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> Ticket:
+        """Take a record from the free list (owner only).
+
+        Raises:
+            ArenaFullError: no record is free.
+        """
+        if not self._free:
+            raise ArenaFullError(f"All {self.capacity} records of the arena are in use.")
+        record = self._free.pop()
+        self._fields["generation"][record] += 1
+        self._fields["state"][record] = RecordState.ALLOCATED
+        ticket = Ticket(record, int(self._fields["generation"][record]), self._next_sequence)
+        self._fields["sequence"][record] = ticket.sequence
+        self._next_sequence += 1
+        return ticket
+
+    def free(self, tickets: Sequence[Ticket]) -> None:
+        """Give records back (owner only); their tickets become stale.
+
+        A record whose writer died while writing is freed the same way: the next holder gets a new generation.
+        """
+        for ticket in tickets:
+            self._check(ticket)
+            self._fields["state"][ticket.record] = RecordState.FREE
+            self._free.append(ticket.record)
+
+    @contextmanager
+    def write(self, ticket: Ticket) -> Iterator[int]:
+        """Hold a record while writing its observation; it becomes readable at the end, not if the body raises."""
+        self._check(ticket)
+        self._fields["writer_pid"][ticket.record] = os.getpid()
+        self._fields["state"][ticket.record] = RecordState.WRITING
+        yield ticket.record
+        self._fields["state"][ticket.record] = RecordState.READY
+
+    def read(self, tickets: Sequence[Ticket]) -> npt.NDArray[np.int64]:
+        """Return the record numbers of readable tickets, to index fields with.
+
+        Raises:
+            StaleTicketError: a record was freed since, or was never completely written.
+        """
+        for ticket in tickets:
+            self._check(ticket)
+            if self._fields["state"][ticket.record] != RecordState.READY:
+                state = RecordState(int(self._fields["state"][ticket.record])).name
+                raise StaleTicketError(f"{ticket} is not readable: state {state}.")
+        return np.fromiter((t.record for t in tickets), dtype=np.int64, count=len(tickets))
+
+    def _check(self, ticket: Ticket) -> None:
+        generation = int(self._fields["generation"][ticket.record])
+        sequence = int(self._fields["sequence"][ticket.record])
+        free = self._fields["state"][ticket.record] == RecordState.FREE
+        if free or (generation, sequence) != (ticket.generation, ticket.sequence):
+            raise StaleTicketError(
+                f"{ticket} is stale: the record is at generation {generation}, sequence {sequence}"
+                f"{', free' if free else ''}."
+            )
+
+    def close(self) -> None:
+        """Drop this process's mapping; the memory is freed when the last process has done so. Idempotent."""
+        self._fields = {}
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _available_memory() -> int:
+    """Bytes this process may still use: host memory and the limit of its control group."""
+    limits = []
+    with open("/proc/meminfo", encoding="ascii") as f:
+        limits += [int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable")]
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
+            limit = f.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as f:
+            if limit != "max":
+                limits.append(int(limit) - int(f.read()))
+    except FileNotFoundError:
+        pass  # no control group: the host's figure stands
+    return min(limits)

@@ -1,0 +1,88 @@
+"""What one transition record holds, and where each field lies in the arena."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodyrl.types import EnvSpec, PolicySpec, instruction_width
+
+_ALIGN = 64  # one cache line: two writers never share one between fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One array of the arena: `shape` per record."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+    @property
+    def record_bytes(self) -> int:
+        return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
+
+
+_HEADER = (
+    Field(name="generation", dtype="uint32"),
+    Field(name="sequence", dtype="uint64"),
+    Field(name="writer_pid", dtype="uint32"),
+    Field(name="state", dtype="uint8"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordLayout:
+    """Fields of a record, stored field by field so that a gather of records is one indexing operation."""
+
+    fields: tuple[Field, ...]
+
+    @property
+    def all_fields(self) -> tuple[Field, ...]:
+        return _HEADER + self.fields
+
+    @property
+    def record_bytes(self) -> int:
+        return sum(f.record_bytes for f in self.all_fields)
+
+    @property
+    def digest(self) -> str:
+        """Hash of names, types and shapes; both sides of an arena must agree on it."""
+        return hashlib.sha256(repr(self.all_fields).encode()).hexdigest()[:16]
+
+    def offsets(self, capacity: int) -> tuple[dict[str, int], int]:
+        """Return the byte offset of each field for `capacity` records, and the total size."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for f in self.all_fields:
+            offsets[f.name] = end
+            end += -(-f.record_bytes * capacity // _ALIGN) * _ALIGN
+        return offsets, end
+
+
+def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False) -> RecordLayout:
+    """Derive the record of one chunk step from what the environment and the policy declare."""
+    k, a, tokens, v = policy.num_action_chunks, policy.action_dim, policy.tokens_per_chunk, policy.value_dim
+    height, width = env.image_size
+    fields = [
+        Field(name="images", dtype="uint8", shape=(len(env.cameras), height, width, 3)),
+        Field(name="observed_state", dtype="float32", shape=(env.state_dim,)),
+        Field(name="instruction", dtype="uint8", shape=(instruction_width(env.tasks),)),
+        Field(name="tokens", dtype="int64", shape=(tokens,)),
+        Field(name="logprob", dtype="float32", shape=(tokens,)),
+        Field(name="value", dtype="float32", shape=(v,)),
+        Field(name="action", dtype="float32", shape=(k, a)),
+        Field(name="version", dtype="int64"),
+        Field(name="reward", dtype="float32", shape=(k,)),
+        Field(name="terminated", dtype="bool", shape=(k,)),
+        Field(name="truncated", dtype="bool", shape=(k,)),
+        Field(name="valid", dtype="bool", shape=(k,)),
+        Field(name="success", dtype="bool", shape=(k,)),
+        Field(name="advantage", dtype="float32", shape=(k,)),
+        Field(name="returns", dtype="float32", shape=(v,)),
+    ]
+    if with_reference:
+        fields.append(Field(name="ref_logprob", dtype="float32", shape=(tokens,)))
+    return RecordLayout(fields=tuple(fields))

@@ -1,0 +1,172 @@
+"""Workers as spawned processes of this host, supervised by their pipes and by their process sentinels."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_any
+from pathlib import Path
+from typing import Any
+
+from embodyrl.channels.channel import PipeChannel
+from embodyrl.errors import ChannelClosed, WorkerError
+from embodyrl.launch.protocol import Event, WorkerDied
+from embodyrl.workers.lifecycle import WorkerSpec, log_tail, worker_main
+from embodyrl.workers.messages import WorkerFailed
+
+_DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
+_JOIN_S = 5.0
+
+
+@dataclass
+class _Seat:
+    """One running worker."""
+
+    process: multiprocessing.process.BaseProcess
+    channel: PipeChannel
+    log: Path
+    since: float
+    """Start of the wait for the oldest open order."""
+    open_limits: deque[float] = field(default_factory=deque)
+    """Allowed seconds of each unanswered order, oldest first."""
+
+    @property
+    def due(self) -> float:
+        return self.since + self.open_limits[0] if self.open_limits else float("inf")
+
+
+class LocalLauncher:
+    """Spawned processes; a death or a missed deadline becomes an event within milliseconds."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._context = multiprocessing.get_context("spawn")
+        self._seats: dict[str, _Seat] = {}
+        self._events: deque[Event] = deque()
+
+    def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        assert spec.name not in self._seats, f"worker {spec.name} is already running"
+        log = self._log_dir / f"{spec.name}.log"
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=worker_main, args=(theirs, spec, str(log)), name=f"embodyrl:{spec.name}", daemon=True
+        )
+        # The child's libraries read these at import, before any code of ours runs there.
+        previous = {key: os.environ.get(key) for key in spec.environ}
+        os.environ.update(spec.environ)
+        try:
+            process.start()
+        finally:
+            for key, value in previous.items():
+                if value is None:
+                    os.environ.pop(key, None)
+                else:
+                    os.environ[key] = value
+        theirs.close()
+        self._seats[spec.name] = _Seat(process, PipeChannel(ours), log, time.monotonic(), deque([timeout_s]))
+
+    def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
+        seat = self._seats.get(worker)
+        if seat is None:
+            raise WorkerError(f"worker {worker} is not running.")
+        if not seat.open_limits:
+            seat.since = time.monotonic()
+        seat.open_limits.append(timeout_s)
+        try:
+            seat.channel.put(order)
+        except ChannelClosed:
+            pass  # its sentinel reports the death, with the reason, at the next wait
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        now = time.monotonic()
+        due = min((seat.due for seat in self._seats.values()), default=float("inf"))
+        timeout = max(0.0, min(timeout_s, due - now)) if not self._events else 0.0
+        waitables: dict[Any, str] = {}
+        for name, seat in self._seats.items():
+            waitables[seat.channel.connection] = name
+            waitables[seat.process.sentinel] = name
+        ready = {waitables[item] for item in wait_any(list(waitables), timeout)}
+        for name in sorted(ready):
+            self._drain(name)
+        for name in [n for n, seat in self._seats.items() if seat.due <= time.monotonic()]:
+            self._hung(name)
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _drain(self, name: str) -> None:
+        """Take all replies of a worker, then notice whether it is dead."""
+        seat = self._seats[name]
+        while True:
+            try:
+                if not seat.channel.connection.poll(0):
+                    break
+                message = seat.channel.get(0.0)
+            except (ChannelClosed, OSError):
+                break
+            if isinstance(message, WorkerFailed):
+                self._bury(name, f"raised {message.error}", message.traceback, message.exit_code)
+                return
+            seat.since = time.monotonic()
+            if seat.open_limits:
+                seat.open_limits.popleft()
+            self._events.append(Event(worker=name, message=message))
+        if not seat.process.is_alive():
+            self._bury(name, _exit_reason(seat.process.exitcode))
+
+    def _hung(self, name: str) -> None:
+        """Dump the stack of a worker that missed its deadline into its log, then kill it."""
+        seat = self._seats[name]
+        limit = seat.open_limits[0]
+        pid = seat.process.pid
+        assert pid is not None
+        try:
+            os.kill(pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            pass  # it died in this moment; buried below all the same
+        seat.process.join(_DUMP_S)
+        self._bury(name, f"gave no answer for {limit:g} s (stack dump in its log)")
+
+    def _bury(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
+        seat = self._seats.pop(name)
+        seat.process.kill()
+        seat.process.join(_JOIN_S)
+        seat.channel.close()
+        died = WorkerDied(
+            reason=reason, log=str(seat.log), traceback=traceback or log_tail(seat.log), exit_code=exit_code
+        )
+        self._events.append(Event(worker=name, message=died))
+
+    def pid(self, worker: str) -> int:
+        pid = self._seats[worker].process.pid
+        assert pid is not None
+        return pid
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        seats = list(self._seats.values())
+        self._seats.clear()
+        self._events.clear()
+        for seat in seats:
+            try:
+                seat.channel.put(None)
+            except ChannelClosed:
+                pass  # already gone
+        deadline = time.monotonic() + grace_s
+        for seat in seats:
+            seat.process.join(max(0.0, deadline - time.monotonic()))
+            if seat.process.is_alive():
+                seat.process.kill()
+                seat.process.join(_JOIN_S)
+            seat.channel.close()
+
+
+def _exit_reason(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the kernel may have killed it for memory)" if name == "SIGKILL" else ""
+        return f"died with {name}{hint}"
+    return f"exited with code {code}"

@@ -1,0 +1,60 @@
+"""The launcher seam: start workers, send orders, wait for replies and deaths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from embodyrl.registry import Registry
+from embodyrl.workers.lifecycle import WorkerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerDied:
+    """A worker is gone; its handle must not be used again."""
+
+    reason: str
+    """For people: "died with SIGKILL", "gave no answer for 120 s", or the exception."""
+    log: str
+    """Path of its log, or an empty string."""
+    traceback: str = ""
+    exit_code: int = 1
+    """The exit code its error asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A reply of a worker, or its death."""
+
+    worker: str
+    message: Any
+
+
+class Launcher(Protocol):
+    """Runs workers. Not thread-safe: one driver thread owns it."""
+
+    def __init__(self, log_dir: Path) -> None: ...
+
+    def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        """Start (or, after its death, restart) a worker; `WorkerReady` arrives as an event within `timeout_s`."""
+        ...
+
+    def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
+        """Send an order whose reply is due within `timeout_s` after the previous order of that worker was answered."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """Return replies and deaths; an empty list when nothing happened in time."""
+        ...
+
+    def pid(self, worker: str) -> int:
+        """Process id of a running worker."""
+        ...
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        """End all workers, by force where they do not end by themselves; idempotent."""
+        ...
+
+
+LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", group="embodyrl.launchers")

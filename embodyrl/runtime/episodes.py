@@ -1,0 +1,168 @@
+"""Which episodes a step consists of, fixed before the step starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodyrl.config.schema import Config, EnvSplitConfig
+from embodyrl.errors import ConfigError
+from embodyrl.runtime.seeds import derive, derive_small
+from embodyrl.types import EnvSpec, EpisodeSpec
+
+_EVAL_SEED = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """Episodes that may run at the same time; a wave starts when the one before has ended."""
+
+    queues: tuple[tuple[EpisodeSpec, ...], ...]
+    """One queue per slot, or a single queue that all slots share."""
+    quota_chunks: int | None = None
+    """Chunk steps per slot; the running episode is cut when they are used up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """The episodes of one rollout."""
+
+    num_slots: int
+    max_episode_steps: int
+    ignore_terminations: bool
+    waves: tuple[Wave, ...]
+
+    @property
+    def num_episodes(self) -> int:
+        return sum(len(queue) for wave in self.waves for queue in wave.queues)
+
+
+def selected_reset_ids(env: EnvSpec, split: EnvSplitConfig) -> list[int]:
+    """All reset ids of the selected tasks.
+
+    Raises:
+        ConfigError: a task id does not exist.
+    """
+    tasks = split.task_ids if split.task_ids is not None else range(len(env.tasks))
+    bad = [t for t in tasks if not 0 <= t < len(env.tasks)]
+    if bad:
+        raise ConfigError(f"task_ids {bad}: env '{env.name}' has tasks 0 to {len(env.tasks) - 1}.")
+    return [reset_id for task in tasks for reset_id in env.reset_ids_of(task)]
+
+
+def groups_per_step(cfg: Config) -> int:
+    """Groups that one training step draws reset ids for."""
+    return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
+
+
+def train_plan(cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool) -> RolloutPlan:
+    """Plan training step `step`: a pure function of config and step, so that a resumed run sees the same episodes."""
+    split, algorithm = cfg.env.train, cfg.algorithm
+    slots, size = split.total_num_envs, algorithm.group_size
+    groups = _reset_id_stream(cfg, env, step)
+    waves: list[Wave] = []
+    for epoch in range(algorithm.rollout_epoch):
+        reset_ids = [groups[(epoch * slots + slot) // size] for slot in range(slots)]
+        if counts_chunk_steps:
+            waves.append(_quota_wave(cfg, env, step, epoch, reset_ids))
+        else:
+            first = epoch * slots
+            queue = [_train_episode(cfg, env, step, first + s, (first + s) // size, reset_ids[s]) for s in range(slots)]
+            waves.append(Wave(queues=(tuple(queue),)))
+    if not counts_chunk_steps and split.auto_reset:
+        waves = [Wave(queues=(tuple(e for wave in waves for e in wave.queues[0]),))]
+    if cfg.runner.deterministic:
+        waves = [_deal(wave, slots) for wave in waves]
+    return RolloutPlan(
+        num_slots=slots,
+        max_episode_steps=split.max_episode_steps,
+        ignore_terminations=split.ignore_terminations,
+        waves=tuple(waves),
+    )
+
+
+def eval_plan(cfg: Config, env: EnvSpec) -> RolloutPlan:
+    """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed."""
+    split = cfg.env.eval
+    tasks = list(split.task_ids) if split.task_ids is not None else list(range(len(env.tasks)))
+    selected_reset_ids(env, split)
+    total = cfg.eval.episodes if cfg.eval.episodes is not None else cfg.eval.episodes_per_task * len(tasks)
+    episodes = []
+    for i in range(total):
+        task, trial = tasks[i % len(tasks)], i // len(tasks)
+        ids = env.reset_ids_of(task)
+        episodes.append(
+            EpisodeSpec(
+                episode_id=i,
+                reset_id=ids[trial % len(ids)],
+                task_id=task,
+                group_id=i,
+                member=0,
+                seed=_EVAL_SEED + trial,
+                noise_seed=derive(cfg.seed, "eval-noise", i),
+            )
+        )
+    # Episodes of one task run together, so that a worker loads few simulators.
+    episodes.sort(key=lambda e: (tasks.index(e.task_id), e.episode_id))
+    slots = min(split.total_num_envs, total)
+    wave = Wave(queues=(tuple(episodes),))
+    return RolloutPlan(
+        num_slots=slots,
+        max_episode_steps=split.max_episode_steps,
+        ignore_terminations=split.ignore_terminations,
+        waves=(_deal(wave, slots) if cfg.runner.deterministic else wave,),
+    )
+
+
+def _reset_id_stream(cfg: Config, env: EnvSpec, step: int) -> list[int]:
+    """Reset ids of the step's groups: walk through seeded permutations, so that every id is visited equally often."""
+    ids = np.asarray(selected_reset_ids(env, cfg.env.train))
+    count = groups_per_step(cfg)
+    stream: list[int] = []
+    position = step * count
+    while len(stream) < count:
+        lap, offset = divmod(position + len(stream), len(ids))
+        order = np.random.default_rng(derive(cfg.seed, "reset-ids", lap)).permutation(len(ids))
+        stream += ids[order[offset : offset + count - len(stream)]].tolist()
+    return stream
+
+
+def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
+    """Per-slot queues that outlast the quota even if every episode ended with its first chunk."""
+    split, size = cfg.env.train, cfg.algorithm.group_size
+    steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
+    quota = -(-steps // cfg.model.num_action_chunks)
+    per_slot = quota if split.auto_reset else 1
+    choices = selected_reset_ids(env, split)
+    queues = []
+    for slot, fixed in enumerate(reset_ids):
+        lane = epoch * len(reset_ids) + slot
+        queue = []
+        for j in range(per_slot):
+            reset_id = fixed
+            if not split.use_fixed_reset_state_ids:
+                reset_id = choices[derive(cfg.seed, "free-reset", step, lane, j) % len(choices)]
+            queue.append(_train_episode(cfg, env, step, lane * per_slot + j, lane // size, reset_id))
+        queues.append(tuple(queue))
+    return Wave(queues=tuple(queues), quota_chunks=quota)
+
+
+def _train_episode(cfg: Config, env: EnvSpec, step: int, index: int, group: int, reset_id: int) -> EpisodeSpec:
+    return EpisodeSpec(
+        episode_id=index,
+        reset_id=reset_id,
+        task_id=env.task_of(reset_id)[0],
+        group_id=group,
+        member=index % cfg.algorithm.group_size,
+        seed=derive_small(cfg.seed, "env", step, group),
+        noise_seed=derive(cfg.seed, "noise", step, index),
+    )
+
+
+def _deal(wave: Wave, slots: int) -> Wave:
+    """Turn a shared queue into one queue per slot: who runs what no longer depends on who is ready first."""
+    if len(wave.queues) > 1 or slots == 1:
+        return wave
+    queue = wave.queues[0]
+    return Wave(queues=tuple(queue[slot::slots] for slot in range(slots)), quota_chunks=wave.quota_chunks)

@@ -1,0 +1,144 @@
+"""All workers of a run behind one wait: replies go to their callbacks, deaths to the restart policy."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from embodyrl.config.schema import FaultsConfig, OnEnvCrash
+from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError, WorkerError
+from embodyrl.launch.protocol import Launcher, WorkerDied
+from embodyrl.workers.lifecycle import WorkerSpec
+from embodyrl.workers.messages import WorkerReady
+
+Callback = Callable[[Any], None]
+
+_BACKOFF_S = 0.5
+
+
+class Fleet:
+    """Start, feed and supervise the workers; only the driver thread uses it."""
+
+    def __init__(self, launcher: Launcher, faults: FaultsConfig, say: Callable[[str], None]) -> None:
+        self._launcher = launcher
+        self._faults = faults
+        self._say = say
+        self._specs: dict[str, WorkerSpec] = {}
+        self._callbacks: dict[str, Callback] = {}
+        self._starting: set[str] = set()
+        self._restarts: dict[str, int] = {}
+        self._restart_at: dict[str, float] = {}
+        self._signum: int | None = None
+        self._shielded = False
+        self.info: dict[str, str] = {}
+        """What each worker said about itself when it was ready."""
+
+    @property
+    def restarts(self) -> int:
+        """Restarts since the run began."""
+        return sum(self._restarts.values())
+
+    def start(self, specs: dict[str, tuple[WorkerSpec, Callback]]) -> None:
+        """Start workers side by side and wait until all are ready."""
+        for name, (spec, callback) in specs.items():
+            self._specs[name] = spec
+            self._callbacks[name] = callback
+            self._starting.add(name)
+            self._launcher.start(spec, timeout_s=self._faults.start_timeout_s)
+        while self._starting:
+            self.pump(1.0)
+
+    def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
+        """Send an order; its reply reaches the worker's callback from `pump`."""
+        self._launcher.send(worker, order, timeout_s=timeout_s)
+
+    def pid(self, worker: str) -> int:
+        """Process id of a worker."""
+        return self._launcher.pid(worker)
+
+    def pump(self, timeout_s: float) -> None:
+        """Wait for news at most `timeout_s` and hand it out.
+
+        Raises:
+            Interrupted: a signal asked the run to stop.
+            WorkerError: a worker died that is not restarted, or its budget is used up.
+        """
+        if self._signum is not None and not self._shielded:
+            raise Interrupted(self._signum)
+        now = time.monotonic()
+        for name in [n for n, due in self._restart_at.items() if due <= now]:
+            del self._restart_at[name]
+            self._launcher.start(self._specs[name], timeout_s=self._faults.start_timeout_s)
+        if self._restart_at:
+            timeout_s = max(0.0, min(timeout_s, min(self._restart_at.values()) - now))
+        for event in self._launcher.wait(timeout_s):
+            if isinstance(event.message, WorkerDied):
+                self._mourn(event.worker, event.message)
+            elif isinstance(event.message, WorkerReady):
+                self._starting.discard(event.worker)
+                self.info[event.worker] = event.message.info
+            self._callbacks[event.worker](event.message)
+
+    def _mourn(self, name: str, died: WorkerDied) -> None:
+        """Plan a restart, or raise what ends the run."""
+        spec = self._specs[name]
+        where = f" Log: {died.log}" if died.log else ""
+        never_ready = name in self._starting and self._restarts.get(name, 0) == 0
+        if not spec.restartable or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
+            raise _fatal(f"worker {name} {died.reason}.{where}", died)
+        count = self._restarts.get(name, 0)
+        if count >= self._faults.max_restarts_per_worker:
+            raise WorkerError(
+                f"worker {name} {died.reason}; it was restarted {count} times already "
+                f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
+            )
+        delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** (count - 1)
+        self._restarts[name] = count + 1
+        self._starting.add(name)
+        self._restart_at[name] = time.monotonic() + delay
+        self._say(f"worker {name} {died.reason}; restarting it ({count + 1} of "
+                  f"{self._faults.max_restarts_per_worker}), its running episodes are dropped.{where}")
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Turn SIGINT, SIGTERM and SIGHUP into `Interrupted` at the next safe point; a second one acts at once."""
+
+        def note(signum: int, frame: object) -> None:
+            if self._signum is not None:
+                self._launcher.stop(grace_s=0.0)
+                raise KeyboardInterrupt
+            # A lost terminal means the same as a request to terminate.
+            self._signum = signal.SIGTERM if signum == signal.SIGHUP else signum
+
+        previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        """Finish what is inside (an update, a checkpoint) before a signal takes effect."""
+        previous, self._shielded = self._shielded, True
+        try:
+            yield
+        finally:
+            self._shielded = previous
+
+    def stop(self) -> None:
+        """End all workers."""
+        self._launcher.stop()
+
+
+def _fatal(text: str, died: WorkerDied) -> EmbodyError:
+    """The error that ends the run, with the exit code the worker's own error asked for."""
+    if died.exit_code == NonFiniteError.exit_code:
+        return NonFiniteError(died.reason.removeprefix("raised "))
+    error = WorkerError(f"{text}\n{died.traceback}".rstrip())
+    if died.exit_code != 1:
+        error.exit_code = died.exit_code
+    return error

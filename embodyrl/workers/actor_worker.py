@@ -1,0 +1,200 @@
+"""The actor worker: advantages in, gradient steps out."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from embodyrl.algorithms.protocol import Algorithm, LossInputs
+from embodyrl.channels.arena import Arena
+from embodyrl.config.schema import ActorConfig, OnNonfinite
+from embodyrl.errors import NonFiniteError
+from embodyrl.policies.protocol import Policy
+from embodyrl.types import IntArray, PreparedBatch
+from embodyrl.workers.messages import ScoreOrder, UpdateOrder
+from embodyrl.workers.rollout_worker import even_parts, read_observation
+
+VALUE_HEAD = "value_head"
+
+
+class ActorWorker:
+    """One rank that trains the policy it shares with the rollout worker."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        arena: Arena,
+        algorithm: Algorithm,
+        cfg: ActorConfig,
+        *,
+        update_epoch: int,
+        total_steps: int,
+        seed: int,
+        on_nonfinite: OnNonfinite,
+        reference: Policy | None,
+    ) -> None:
+        self._policy = policy
+        self._arena = arena
+        self._algorithm = algorithm
+        self._cfg = cfg
+        self._update_epoch = update_epoch
+        self._seed = seed
+        self._on_nonfinite = on_nonfinite
+        self._reference = reference
+        self.optimizer = build_optimizer(policy.module, cfg)
+        self.scheduler = build_schedule(self.optimizer, cfg, total_steps)
+
+    def score(self, order: ScoreOrder) -> None:
+        """Write the reference policy's log-probabilities."""
+        assert self._reference is not None, "no reference policy was built"
+        size = self._cfg.micro_batch_size
+        for start in range(0, len(order.tickets), size):
+            records = self._arena.read(order.tickets[start : start + size])
+            with torch.no_grad():
+                scores = self._reference.score(read_observation(self._arena, records), self._arena["tokens"][records])
+            self._arena["ref_logprob"][records] = scores.logprob.float().cpu().numpy()
+
+    def update(self, order: UpdateOrder) -> dict[str, float]:
+        """Train on the batch; returns metrics averaged over optimizer steps (maxima for names ending in _max)."""
+        records = self._arena.read(order.tickets)
+        batch = self._batch(records, np.asarray(order.episode, dtype=np.int64))
+        steps: list[dict[str, float]] = []
+        skipped = 0
+        for epoch in range(self._update_epoch):
+            order_of_samples = _shuffle(len(records), self._seed, order.step, epoch)
+            start = 0
+            for size in even_parts(len(records), self._cfg.global_batch_size):
+                metrics = self._optimizer_step(batch, order_of_samples[start : start + size])
+                start += size
+                skipped += metrics is None
+                if metrics is not None:
+                    steps.append(metrics)
+        result = _reduce(steps)
+        result["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        result["optimizer_steps"] = float(len(steps))
+        result["skipped_nonfinite"] = float(skipped)
+        if steps and "logprob_gap" in steps[0]:
+            # Before the first step of an update the weights are those that acted: any gap is numerical.
+            result["logprob_gap"] = steps[0]["logprob_gap"]
+        return result
+
+    def _batch(self, records: IntArray, episode: IntArray) -> PreparedBatch:
+        arena = self._arena
+        return PreparedBatch(
+            records=records,
+            episode=episode,
+            advantage=arena["advantage"][records],
+            returns=arena["returns"][records],
+            valid=arena["valid"][records],
+            has_signal=True,
+        )
+
+    def _optimizer_step(self, batch: PreparedBatch, samples: Sequence[int]) -> dict[str, float] | None:
+        """Accumulate gradients over micro-batches and step; None if a non-finite gradient was skipped."""
+        weight, value_weight = self._algorithm.weights(batch, samples)
+        weight, value_weight = np.asarray(weight), np.asarray(value_weight)
+        self.optimizer.zero_grad(set_to_none=True)
+        totals: dict[str, list[float]] = defaultdict(list)
+        size = self._cfg.micro_batch_size
+        for start in range(0, len(samples), size):
+            part = np.asarray(samples[start : start + size])
+            inputs = self._inputs(batch, part, weight[start : start + size], value_weight[start : start + size])
+            records = batch.records[part]
+            scores = self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
+            loss, metrics = self._algorithm.loss(scores, inputs)
+            if not torch.isfinite(loss):
+                return self._refuse(f"loss {float(loss)}")
+            loss.backward()
+            totals["loss"].append(float(loss.detach()))
+            for name, value in metrics.items():
+                totals[name].append(float(value))
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grad_norm = torch.nn.utils.clip_grad_norm_(params, self._cfg.optim.clip_grad)
+        if not torch.isfinite(grad_norm):
+            return self._refuse(f"gradient norm {float(grad_norm)}")
+        self.optimizer.step()
+        self.scheduler.step()
+        metrics = {name: max(v) if name.endswith("_max") else math.fsum(v) for name, v in totals.items()}
+        metrics["grad_norm"] = float(grad_norm)
+        return metrics
+
+    def _refuse(self, what: str) -> None:
+        """Leave the weights as they are when something is not finite."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._on_nonfinite == OnNonfinite.stop:
+            raise NonFiniteError(
+                f"Non-finite {what} in the actor; the weights were not touched. Likely cause: learning rate too high "
+                "or a broken reward. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
+            )
+
+    def _inputs(
+        self, batch: PreparedBatch, samples: IntArray, weight: np.ndarray, value_weight: np.ndarray
+    ) -> LossInputs:
+        arena, records = self._arena, batch.records[samples]
+        device = next(self._policy.module.parameters()).device
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        return LossInputs(
+            old_logprob=tensor(arena["logprob"][records]),
+            ref_logprob=tensor(arena["ref_logprob"][records]) if self._reference is not None else None,
+            advantage=tensor(batch.advantage[samples]),
+            returns=tensor(batch.returns[samples]),
+            old_value=tensor(arena["value"][records]),
+            valid=tensor(batch.valid[samples]),
+            weight=tensor(weight),
+            value_weight=tensor(value_weight),
+        )
+
+
+def build_optimizer(module: torch.nn.Module, cfg: ActorConfig) -> torch.optim.Optimizer:
+    """AdamW with its own learning rate for the value head."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    policy = [p for name, p in named if VALUE_HEAD not in name]
+    value = [p for name, p in named if VALUE_HEAD in name]
+    groups = [{"params": policy, "lr": cfg.optim.lr}]
+    if value:
+        groups.append({"params": value, "lr": cfg.optim.value_lr})
+    return torch.optim.AdamW(
+        groups,
+        betas=(cfg.optim.adam_beta1, cfg.optim.adam_beta2),
+        eps=cfg.optim.adam_eps,
+        weight_decay=cfg.optim.weight_decay,
+    )
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, cfg: ActorConfig, total_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up, then constant, linear or cosine decay to zero over `total_steps` optimizer steps."""
+    warmup = cfg.optim.warmup_steps
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        if cfg.optim.schedule == "linear":
+            return 1.0 - progress
+        if cfg.optim.schedule == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
+    return np.random.default_rng(np.random.SeedSequence([seed, step, epoch, 0x5A])).permutation(count)
+
+
+def _reduce(steps: list[dict[str, float]]) -> dict[str, float]:
+    if not steps:
+        return {}
+    return {
+        name: max(s[name] for s in steps) if name.endswith("_max") else math.fsum(s[name] for s in steps) / len(steps)
+        for name in steps[0]
+    }

@@ -1,0 +1,165 @@
+"""The env worker: carries out whole action chunks and writes observations straight into the arena."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
+from embodyrl.config.schema import EnvConfig, VideoConfig
+from embodyrl.envs.protocol import ENVS, Env
+from embodyrl.envs.video import VideoRecorder
+from embodyrl.errors import EmbodyError
+from embodyrl.types import ObservationOut, encode_instruction
+from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrder, StepOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvWorkerInit:
+    """What an env worker needs to start."""
+
+    env: EnvConfig
+    num_slots: int
+    arena: ArenaHandle
+    video: VideoConfig
+    shared_arena: Arena | None = None
+    """Inline mode: the driver's own arena object."""
+
+
+@dataclass
+class _Tape:
+    recorder: VideoRecorder
+    keep: str
+    steps: int = 0
+    success: bool = False
+
+
+class EnvWorker:
+    """Slots 0..num_slots-1 of one environment in this process."""
+
+    def __init__(self, init: EnvWorkerInit) -> None:
+        self._init = init
+        self._owns_arena = init.shared_arena is None
+        self._arena = init.shared_arena or Arena.attach(init.arena)
+        factory = ENVS.get(init.env.env_type)
+        self._env: Env = factory.make(init.env, init.num_slots)
+        self._tapes: dict[int, _Tape] = {}
+        self._problems: list[Recording] = []
+        self._render_s = 0.0
+        self.info = f"{self._env.spec.name}, {init.num_slots} slots"
+
+    def handle(self, order: EnvOrders) -> Iterator[EnvReport]:
+        """Run the chunks, then the resets, of one stage."""
+        self._render_s = 0.0
+        started = time.perf_counter()
+        recordings = self._step(order.steps) if order.steps else []
+        stepped = time.perf_counter()
+        step_render_s = self._render_s
+        if order.resets:
+            self._reset(order.resets)
+        ended = time.perf_counter()
+        yield EnvReport(
+            sequence=order.sequence,
+            stage=order.stage,
+            sim_s=stepped - started - step_render_s,
+            render_s=self._render_s,
+            reset_s=ended - stepped - (self._render_s - step_render_s),
+            recordings=tuple(recordings + self._take_problems()),
+        )
+
+    def _step(self, orders: tuple[StepOrder, ...]) -> list[Recording]:
+        arena = self._arena
+        slots = [o.slot for o in orders]
+        records = arena.read([o.source for o in orders])
+        result = self._env.step_chunk(slots, arena["action"][records], after_step=self._film if self._tapes else None)
+        arena["reward"][records] = result.reward
+        arena["terminated"][records] = result.terminated
+        arena["truncated"][records] = result.truncated
+        arena["valid"][records] = result.valid
+        arena["success"][records] = result.success
+        for i, slot in enumerate(slots):
+            if slot in self._tapes:
+                self._tapes[slot].success |= bool(result.success[i].any())
+        self._observe(slots, [o.target for o in orders])
+        return [
+            self._end_tape(slot) for slot, done in zip(slots, result.done, strict=True) if done and slot in self._tapes
+        ]
+
+    def _reset(self, orders: tuple[ResetOrder, ...]) -> None:
+        for order in orders:
+            if (tape := self._tapes.pop(order.slot, None)) is not None:
+                tape.recorder.discard()  # its episode was cut or dropped
+        slots = [o.slot for o in orders]
+        self._env.reset(slots, [o.start for o in orders])
+        for order in orders:
+            if order.video_stem is not None:
+                self._start_tape(order)
+        self._observe(slots, [o.target for o in orders])
+
+    def _observe(self, slots: list[int], targets: list[Ticket]) -> None:
+        """Render into the records. A record stays unreadable until its observation is complete."""
+        arena = self._arena
+        started = time.perf_counter()
+        for slot, target in zip(slots, targets, strict=True):
+            with arena.write(target) as record:
+                out = ObservationOut(images=arena["images"][record], state=arena["observed_state"][record])
+                self._env.observe([slot], [out])
+                row = arena["instruction"]
+                row[record] = encode_instruction(self._env.instruction(slot), row.shape[1])
+        self._render_s += time.perf_counter() - started
+
+    def _start_tape(self, order: ResetOrder) -> None:
+        assert order.video_stem is not None
+        video = self._init.video
+        try:
+            recorder = VideoRecorder(
+                order.video_stem,
+                fps=video.fps,
+                instruction=self._env.instruction(order.slot),
+                info=video.info_on_video,
+            )
+        except (EmbodyError, OSError) as error:
+            self._problems.append(Recording(slot=order.slot, path=None, problem=str(error)))
+            return
+        self._tapes[order.slot] = _Tape(recorder, order.keep_video)
+
+    def _film(self, slot: int) -> None:
+        tape = self._tapes.get(slot)
+        if tape is None:
+            return
+        started = time.perf_counter()
+        tape.steps += 1
+        frame: np.ndarray = self._env.render(slot)
+        try:
+            tape.recorder.add(frame, tape.steps, tape.success)
+        except (EmbodyError, OSError) as error:
+            del self._tapes[slot]
+            self._problems.append(Recording(slot=slot, path=None, problem=str(error)))
+        self._render_s += time.perf_counter() - started
+
+    def _end_tape(self, slot: int) -> Recording:
+        tape = self._tapes.pop(slot)
+        if tape.keep == "failures" and tape.success:
+            tape.recorder.discard()
+            return Recording(slot=slot, path=None)
+        try:
+            path = tape.recorder.finish("success" if tape.success else "fail")
+        except (EmbodyError, OSError) as error:
+            return Recording(slot=slot, path=None, problem=str(error))
+        return Recording(slot=slot, path=str(path))
+
+    def _take_problems(self) -> list[Recording]:
+        problems, self._problems = self._problems, []
+        return problems
+
+    def close(self) -> None:
+        """Stop recordings and free the simulators."""
+        for tape in self._tapes.values():
+            tape.recorder.discard()
+        self._tapes.clear()
+        self._env.close()
+        if self._owns_arena:
+            self._arena.close()

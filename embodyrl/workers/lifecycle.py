@@ -1,0 +1,130 @@
+"""The life of a worker process: set-up, the order loop, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from embodyrl.channels.channel import PipeChannel
+from embodyrl.errors import ChannelClosed, EmbodyError
+from embodyrl.workers.messages import WorkerFailed, WorkerReady
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_IDLE_LIMIT_S = 24 * 3600.0  # a driver that is silent for a day is hung; its own death is noticed at once
+
+
+class Worker(Protocol):
+    """What runs in a worker process: orders in, replies out."""
+
+    def handle(self, order: Any) -> Iterable[Any]:
+        """Carry out one order; yield its replies."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """How to build a worker: `entry` is "module:callable", called with `init`."""
+
+    name: str
+    entry: str
+    init: Any
+    environ: dict[str, str] = field(default_factory=dict)
+    restartable: bool = False
+
+    def build(self) -> Worker:
+        module, _, attribute = self.entry.partition(":")
+        return getattr(importlib.import_module(module), attribute)(self.init)
+
+
+def describe_failure(error: BaseException) -> WorkerFailed:
+    """Turn an exception into the message that reports it."""
+    text = str(error) if isinstance(error, EmbodyError) else f"{type(error).__name__}: {error}"
+    code = error.exit_code if isinstance(error, EmbodyError) else 1
+    return WorkerFailed(error=text, traceback=traceback.format_exc(), exit_code=code)
+
+
+def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) -> None:
+    """Entry of a spawned process."""
+    _set_up_process(spec, log_path)
+    channel = PipeChannel(connection)
+    worker: Worker | None = None
+    try:
+        worker = spec.build()
+        channel.put(WorkerReady(pid=os.getpid(), info=getattr(worker, "info", "")))
+        while (order := channel.get(_IDLE_LIMIT_S)) is not None:
+            for reply in worker.handle(order):
+                channel.put(reply)
+    except ChannelClosed:
+        pass  # the driver is gone: nobody is left to tell
+    except BaseException as error:  # process boundary: everything is reported, then the process ends
+        traceback.print_exc()
+        try:
+            channel.put(describe_failure(error))
+        except ChannelClosed:
+            pass
+        _leave(worker, 1)
+    _leave(worker, 0)
+
+
+def _leave(worker: Worker | None, code: int) -> None:
+    try:
+        if worker is not None:
+            worker.close()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Renderers print errors from destructors at interpreter exit; everything worth saving is saved.
+        os._exit(code)
+
+
+def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
+    os.environ.update(spec.environ)
+    if log_path is not None:
+        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
+        sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
+    # Ctrl-C reaches the whole process group; only the driver decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NAME, f"embodyrl:{spec.name}"[:15].encode(), 0, 0, 0)
+    # Two watches on the driver: the kernel's also reaches a worker that is stuck in C with the interpreter lock held.
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def log_tail(path: Path, lines: int = 15) -> str:
+    """Return the last lines of a worker's log."""
+    if not path.exists():
+        return ""
+    text = path.read_bytes()[-8192:].decode("utf-8", errors="replace")
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,156 @@
+"""Messages between the driver and its workers: small, frozen, picklable; arrays stay in the arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodyrl.channels.arena import Ticket
+from embodyrl.types import EpisodeStart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReady:
+    """The worker is built; `info` is a line for people."""
+
+    pid: int
+    info: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFailed:
+    """The worker raised; it exits after this message."""
+
+    error: str
+    traceback: str
+    exit_code: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOrder:
+    """Run the chunk in `source` on a slot; the observation after it goes to `target`."""
+
+    slot: int
+    source: Ticket
+    target: Ticket
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResetOrder:
+    """Begin an episode on a slot; its first observation goes to `target`."""
+
+    slot: int
+    start: EpisodeStart
+    target: Ticket
+    video_stem: str | None = None
+    """Record every env step to <stem>_<outcome>_<steps>steps.mp4."""
+    keep_video: str = "all"
+    """all | failures: which outcomes keep the recording."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOrders:
+    """Work for one stage of an env worker."""
+
+    sequence: int
+    stage: int
+    steps: tuple[StepOrder, ...] = ()
+    resets: tuple[ResetOrder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A finished recording, or why there is none."""
+
+    slot: int
+    path: str | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvReport:
+    """All orders of one stage are carried out; results are in the arena."""
+
+    sequence: int
+    stage: int
+    sim_s: float
+    render_s: float
+    reset_s: float
+    recordings: tuple[Recording, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferItem:
+    """One observation that wants an action."""
+
+    ticket: Ticket
+    noise_seed: int
+    chunk: int
+    row: int
+    """Row of the padded batch (deterministic mode); -1: any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferOrder:
+    """Choose actions for a batch; they are written beside the observations."""
+
+    sequence: int
+    items: tuple[InferItem, ...]
+    greedy: bool
+    version: int
+    padded_size: int = 0
+    """Fixed batch size; 0: as many rows as items."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOrder:
+    """Write the value of each observation into its record."""
+
+    sequence: int
+    tickets: tuple[Ticket, ...]
+    padded_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreOrder:
+    """Write the reference policy's log-probabilities into each record."""
+
+    sequence: int
+    tickets: tuple[Ticket, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOrder:
+    """Train on a replay batch whose advantages lie in the records."""
+
+    sequence: int
+    step: int
+    tickets: tuple[Ticket, ...]
+    episode: tuple[int, ...]
+    """Episode id of each ticket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOrder:
+    """Write policy (and, with `training_state`, optimizer and RNG state) below `folder`."""
+
+    sequence: int
+    folder: str
+    training_state: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOrder:
+    """Load what a SaveOrder wrote."""
+
+    sequence: int
+    folder: str
+    training_state: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Reply to a policy order."""
+
+    sequence: int
+    seconds: float
+    metrics: dict[str, float]

@@ -1,0 +1,102 @@
+"""The rollout worker: reads observations in place and writes actions, log-probabilities and values beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena
+from embodyrl.errors import EnvError
+from embodyrl.policies.protocol import Policy
+from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation, decode_instruction
+from embodyrl.workers.messages import InferOrder, ValueOrder
+from embodyrl.workers.noise import token_noise
+
+
+def convert_gripper(actions: FloatArray, source: GripperConvention | None, target: GripperConvention | None) -> None:
+    """Rewrite the gripper dimension of actions [..., A] in place from the policy's meaning to the environment's."""
+    if source is None or target is None:
+        return
+    openness = (actions[..., source.index] - source.closed) / (source.open - source.closed)
+    if target.binary:
+        openness = (openness > 0.5).astype(actions.dtype)
+    actions[..., target.index] = target.closed + openness * (target.open - target.closed)
+
+
+def read_observation(arena: Arena, records: IntArray) -> Observation:
+    """Gather a batch of stored observations."""
+    return Observation(
+        images=arena["images"][records],
+        state=arena["observed_state"][records],
+        instructions=tuple(decode_instruction(row) for row in arena["instruction"][records]),
+    )
+
+
+class RolloutWorker:
+    """Acts with the policy that it shares with the actor."""
+
+    def __init__(self, policy: Policy, arena: Arena, gripper: GripperConvention | None) -> None:
+        self._policy = policy
+        self._arena = arena
+        self._gripper = gripper
+
+    def infer(self, order: InferOrder) -> None:
+        """Choose one chunk per item and write it beside its observation."""
+        arena, policy = self._arena, self._policy
+        records = arena.read([item.ticket for item in order.items])
+        rows = _rows([item.row for item in order.items], order.padded_size)
+        noise = None
+        if not order.greedy:
+            keys = [(item.noise_seed, item.chunk) for item in order.items]
+            noise = _pad(token_noise(keys, policy.spec.tokens_per_chunk), rows, order.padded_size)
+        out = policy.act(read_observation(arena, _pad(records, rows, order.padded_size)), noise=noise)
+        actions = out.actions[rows]
+        if not np.isfinite(actions).all():
+            raise EnvError("The policy produced a non-finite action. Likely cause: diverged weights or bad statistics.")
+        convert_gripper(actions, policy.spec.gripper, self._gripper)
+        arena["action"][records] = actions
+        arena["tokens"][records] = out.tokens[rows]
+        arena["logprob"][records] = out.logprob[rows]
+        arena["value"][records] = out.value[rows]
+        arena["version"][records] = order.version
+
+    def values(self, order: ValueOrder) -> None:
+        """Write value estimates of final observations, for bootstrapping."""
+        size = order.padded_size or 32
+        for start in range(0, len(order.tickets), size):
+            records = self._arena.read(order.tickets[start : start + size])
+            rows = np.arange(len(records))
+            padded = _pad(records, rows, order.padded_size)
+            self._arena["value"][records] = self._policy.values(read_observation(self._arena, padded))[rows]
+
+
+def _rows(wanted: Sequence[int], padded_size: int) -> IntArray:
+    if not padded_size:
+        return np.arange(len(wanted))
+    rows = np.asarray(wanted, dtype=np.int64)
+    assert len(set(wanted)) == len(wanted), f"two items want the same row: {wanted}"
+    assert rows.max() < padded_size, f"row {rows.max()} of {padded_size}"
+    return rows
+
+
+def _pad(values: np.ndarray, rows: IntArray, padded_size: int) -> np.ndarray:
+    """Place values at their rows of a batch of fixed size; the other rows repeat the first value."""
+    if not padded_size:
+        return values
+    padded = np.repeat(values[:1], padded_size, axis=0)
+    padded[rows] = values
+    return padded
+
+
+def even_parts(total: int, largest: int) -> list[int]:
+    """Split `total` into the fewest parts of at most `largest`, as equal as possible.
+
+    >>> even_parts(10, 4)
+    [4, 3, 3]
+    """
+    if total == 0:
+        return []
+    count = math.ceil(total / largest)
+    return [total // count + (i < total % count) for i in range(count)]
