@@ -1,0 +1,336 @@
+"""The JSON files of a public OpenVLA-OFT checkpoint as frozen records; imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embodyrl.errors import CheckpointError
+from embodyrl.registry import closest
+
+CONFIG_FILE = "config.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
+STATISTICS_FILE = "dataset_statistics.json"
+TOKENIZER_FILE = "tokenizer.json"
+INDEX_FILE = "model.safetensors.index.json"
+TINY_VIT_FILE = "tiny_vit_specs.json"
+RANDOM_INIT_KEY = "embodyrl_init"
+VALUE_HIDDEN = (512, 128)
+
+_KNOWN_VITS: dict[str, dict[str, Any]] = {
+    "vit_large_patch14_reg4_dinov2.lvd142m": {
+        "patch_size": 14,
+        "embed_dim": 1024,
+        "depth": 24,
+        "num_heads": 16,
+        "mlp_ratio": 4.0,
+        "class_token": True,
+        "reg_tokens": 4,
+        "init_values": 1e-5,
+        "global_pool": "token",
+    },
+    "vit_so400m_patch14_siglip_224": {
+        "patch_size": 14,
+        "embed_dim": 1152,
+        "depth": 27,
+        "num_heads": 16,
+        "mlp_ratio": 3.7362,
+        "class_token": False,
+        "reg_tokens": 0,
+        "init_values": None,
+        "global_pool": "map",
+    },
+}
+
+# transformers' LlamaConfig stores only what differs from these.
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA_ONLY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rope_scaling": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitSpec:
+    """One vision tower."""
+
+    image_size: int
+    patch_size: int
+    width: int
+    depth: int
+    heads: int
+    mlp_hidden: int
+    class_token: bool
+    reg_tokens: int
+    layer_scale: bool
+    attn_pool: bool
+    """The checkpoint holds an (unused) attention pool."""
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_prefix(self) -> int:
+        return int(self.class_token) + self.reg_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaSpec:
+    """The language model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    rms_norm_eps: float
+    rope_theta: float
+    bos_token_id: int
+    eos_token_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelNorm:
+    """Normalisation of one tower's pixels in 0..1."""
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionStatistics:
+    """Bounds of the training actions, length A; where `mask` is false an action is not normalised."""
+
+    q01: tuple[float, ...]
+    q99: tuple[float, ...]
+    mask: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OftConfig:
+    """Everything that the JSON files of a checkpoint folder say."""
+
+    folder: Path
+    towers: tuple[VitSpec, VitSpec]
+    """DINOv2 first, then SigLIP: the order of the image channels."""
+    pixel_norms: tuple[PixelNorm, PixelNorm]
+    llama: LlamaSpec
+    pad_token_id: int
+    action_vocab_end: int
+    """Vd: one past the highest action id; rows above pad the embedding table."""
+    n_bins: int
+    statistics: Mapping[str, ActionStatistics]
+    random_init: bool
+    """The folder asks for random initial weights instead of holding some."""
+
+    @property
+    def image_size(self) -> int:
+        return self.towers[0].image_size
+
+    @property
+    def action_vocab_start(self) -> int:
+        """Lowest action id."""
+        return self.action_vocab_end - self.n_bins
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the checkpoint, the value head excluded."""
+        return sum(map(_vit_parameters, self.towers)) + _projector_parameters(self) + _llama_parameters(self.llama)
+
+    def action_statistics(self, *keys: str | None) -> ActionStatistics:
+        """Return the statistics of the first key that is given, or else of the only data set there is.
+
+        Raises:
+            CheckpointError: neither the key nor `<key>_no_noops` exists.
+        """
+        wanted = next((key for key in keys if key), None)
+        if wanted is None and len(self.statistics) == 1:
+            return next(iter(self.statistics.values()))
+        known = ", ".join(sorted(self.statistics))
+        if wanted is None:
+            raise CheckpointError(
+                f"model.unnorm_key is not set and the environment names no data set. Statistics in "
+                f"{self.folder}: {known}. Set model.unnorm_key to the one the checkpoint was trained with."
+            )
+        for key in (wanted, f"{wanted}_no_noops"):
+            if key in self.statistics:
+                return self.statistics[key]
+        raise CheckpointError(
+            f"No action statistics '{wanted}' (nor '{wanted}_no_noops') in {self.folder}."
+            f"{closest(wanted, self.statistics)} Known: {known}. The checkpoint was probably trained on another "
+            f"benchmark; set model.unnorm_key or model.path."
+        )
+
+
+def read_config(folder: Path) -> OftConfig:
+    """Read config.json, preprocessor_config.json and dataset_statistics.json of a checkpoint folder.
+
+    Raises:
+        CheckpointError: a file or field is missing, malformed, or asks for an architecture that this is not.
+    """
+    config = _read_json(folder / CONFIG_FILE)
+    where = folder / CONFIG_FILE
+    ids = _field(config, "timm_model_ids", where)
+    sizes = _field(config, "image_sizes", where)
+    if len(ids) != 2 or len(set(sizes)) != 1:
+        raise CheckpointError(
+            f"{where}: timm_model_ids {ids} with image_sizes {sizes}; OpenVLA-OFT has two vision towers of one image "
+            f"size (DINOv2 and SigLIP). This is another model; pick an OpenVLA-OFT checkpoint."
+        )
+    llama = _read_llama(_field(config, "text_config", where), where)
+    statistics = folder / STATISTICS_FILE
+    raw = _read_json(statistics) if statistics.exists() else _field(config, "norm_stats", where)
+    return OftConfig(
+        folder=folder,
+        towers=(_read_vit(ids[0], sizes[0], folder), _read_vit(ids[1], sizes[1], folder)),
+        pixel_norms=_read_pixel_norms(folder),
+        llama=llama,
+        pad_token_id=int(_field(config, "pad_token_id", where)),
+        action_vocab_end=llama.vocab_size - int(_field(config, "pad_to_multiple_of", where)),
+        n_bins=int(_field(config, "n_action_bins", where)),
+        statistics={key: _read_statistics(key, value, folder) for key, value in raw.items()},
+        random_init=config.get(RANDOM_INIT_KEY) == "random",
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing. The folder is not a checkpoint in the public OpenVLA-OFT layout, or its download is "
+            f"incomplete; fetch the whole repository again."
+        ) from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object. Fetch the file again.")
+    return content
+
+
+def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
+    if name not in data:
+        raise CheckpointError(
+            f"{where} has no field '{name}'.{closest(name, data)} It is not of an OpenVLA-OFT checkpoint, or cut off; "
+            f"fetch it again."
+        )
+    return data[name]
+
+
+def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
+    full = {**_LLAMA_DEFAULTS, **text}
+    expected = {**_LLAMA_ONLY, "num_key_value_heads": full["num_attention_heads"]}
+    for name, only in expected.items():
+        if text.get(name, only) != only:
+            raise CheckpointError(
+                f"{where}: text_config.{name} is {text[name]!r}; OpenVLA-OFT's Llama-2 has {only!r}. "
+                f"This language model is not supported; pick a checkpoint with a Llama-2 backbone."
+            )
+    return LlamaSpec(
+        vocab_size=int(full["vocab_size"]),
+        hidden_size=int(full["hidden_size"]),
+        intermediate_size=int(full["intermediate_size"]),
+        num_layers=int(full["num_hidden_layers"]),
+        num_heads=int(full["num_attention_heads"]),
+        rms_norm_eps=float(full["rms_norm_eps"]),
+        rope_theta=float(full["rope_theta"]),
+        bos_token_id=int(full["bos_token_id"]),
+        eos_token_id=int(full["eos_token_id"]),
+    )
+
+
+def _read_vit(name: str, image_size: int, folder: Path) -> VitSpec:
+    known = dict(_KNOWN_VITS)
+    if (folder / TINY_VIT_FILE).exists():
+        known |= _read_json(folder / TINY_VIT_FILE)
+    if name not in known:
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: unknown vision tower '{name}'.{closest(name, known)} Known: {', '.join(known)}; "
+            f"others need their dimensions in {TINY_VIT_FILE} beside config.json."
+        )
+    spec = known[name]
+    return VitSpec(
+        image_size=image_size,
+        patch_size=spec["patch_size"],
+        width=spec["embed_dim"],
+        depth=spec["depth"],
+        heads=spec["num_heads"],
+        mlp_hidden=int(spec["embed_dim"] * spec["mlp_ratio"]),
+        class_token=spec["class_token"],
+        reg_tokens=spec["reg_tokens"],
+        layer_scale=spec["init_values"] is not None,
+        attn_pool=spec["global_pool"] == "map",
+    )
+
+
+def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
+    """Prefer `tvf_normalize_params`: they are what the processor of the public code really applies."""
+    where = folder / PREPROCESSOR_FILE
+    data = _read_json(where)
+    params = data.get("tvf_normalize_params")
+    means = [p["mean"] for p in params] if params else _field(data, "means", where)
+    stds = [p["std"] for p in params] if params else _field(data, "stds", where)
+    if [len(x) for x in (*means, *stds)] != [3] * 4:
+        raise CheckpointError(f"{where}: wants mean and std of three channels for two towers. Fetch the file again.")
+    first, second = (PixelNorm(mean=tuple(m), std=tuple(s)) for m, s in zip(means, stds, strict=True))
+    return first, second
+
+
+def _read_statistics(key: str, raw: Mapping[str, Any], folder: Path) -> ActionStatistics:
+    action = raw.get("action", {})
+    try:
+        q01, q99 = tuple(map(float, action["q01"])), tuple(map(float, action["q99"]))
+        mask = tuple(map(bool, action.get("mask", [True] * len(q01))))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder / STATISTICS_FILE}: data set '{key}' has no usable action q01/q99 ({error!r}). Fetch it again."
+        ) from error
+    if not len(q01) == len(q99) == len(mask):
+        raise CheckpointError(
+            f"{folder / STATISTICS_FILE}: data set '{key}' has q01, q99 and mask of different length."
+        )
+    return ActionStatistics(q01=q01, q99=q99, mask=mask)
+
+
+def _vit_parameters(vit: VitSpec) -> int:
+    w, h = vit.width, vit.mlp_hidden
+    mlp = 2 * w * h + h + w
+    block = 4 * w + 4 * w * (w + 1) + mlp + (2 * w if vit.layer_scale else 0)
+    pool = w + 4 * w * (w + 1) + 2 * w + mlp if vit.attn_pool else 0
+    embed = w * (3 * vit.patch_size**2 + 1) + w * (vit.num_patches + vit.num_prefix)
+    return embed + vit.depth * block + 2 * w + pool
+
+
+def _projector_parameters(config: OftConfig) -> int:
+    vision, llm = sum(t.width for t in config.towers), config.llama.hidden_size
+    return 4 * vision * (vision + 1) + llm * (4 * vision + 1) + llm * (llm + 1)
+
+
+def _llama_parameters(llama: LlamaSpec) -> int:
+    w = llama.hidden_size
+    layer = 4 * w * w + 3 * w * llama.intermediate_size + 2 * w
+    return 2 * llama.vocab_size * w + llama.num_layers * layer + w
+
+
+def value_head_parameters(width: int, value_dim: int) -> int:
+    """Parameters of the value head on hidden rows of `width`; 0 for value_dim 0."""
+    first, second = VALUE_HIDDEN
+    return first * (width + 1) + second * (first + 1) + second * value_dim if value_dim else 0

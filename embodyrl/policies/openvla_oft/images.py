@@ -1,0 +1,155 @@
+"""From stored camera pixels to model input. Acting and training run the same code on the same uint8 pixels."""
+
+from __future__ import annotations
+
+import io
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from embodyrl.policies.openvla_oft.config import PixelNorm
+from embodyrl.types import ByteArray
+
+JPEG_QUALITY = 95
+CROP_AREA = 0.9
+LANCZOS_RADIUS = 3.0
+
+
+def preprocess(
+    images: ByteArray,
+    *,
+    rotation_deg: int,
+    pipeline: str,
+    size: int,
+    norms: tuple[PixelNorm, PixelNorm],
+    device: torch.device,
+) -> Tensor:
+    """Turn stored frames into the model's pixels.
+
+    Args:
+        images: [B, C, H, W, 3] uint8 in the simulator's orientation.
+        rotation_deg: 0 or 180, what brings them to the orientation of the training data.
+        pipeline: `rlinf` or `official`, the recipe that the checkpoint was trained with.
+        size: S, side of the model's square input, pixels.
+        norms: normalisation of the two towers.
+        device: where to compute.
+
+    Returns:
+        [B, 6*C, S, S] float32; per camera the channels of DINOv2, then of SigLIP.
+    """
+    batch, cameras = images.shape[:2]
+    if rotation_deg == 180:
+        images = images[:, :, ::-1, ::-1]
+    else:
+        assert rotation_deg == 0, rotation_deg
+    frames = np.ascontiguousarray(images.reshape(-1, *images.shape[2:]))
+    with torch.no_grad():
+        if pipeline == "official":
+            resized = official_pixels(frames, size, device)
+        else:
+            assert pipeline == "rlinf", pipeline
+            resized = rlinf_pixels(frames, size, device)
+        unit = resized / 255.0
+        towers = [_normalise(unit, norm) for norm in norms]
+        return torch.cat(towers, dim=1).reshape(batch, 6 * cameras, size, size)
+
+
+def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
+    """Resize as RLinf's processor does: bicubic with antialias in float32, then clamp and round half to even.
+
+    The same call on uint8 runs a fixed-point kernel that is up to 9 levels away.
+
+    Args:
+        frames: [N, H, W, 3] uint8.
+        size: S.
+        device: where to compute.
+
+    Returns:
+        [N, 3, S, S] float32 with whole numbers 0..255.
+    """
+    pixels = torch.from_numpy(frames).to(device).permute(0, 3, 1, 2).float()
+    if pixels.shape[-2:] == (size, size):
+        return pixels
+    resized = F.interpolate(pixels, size=(size, size), mode="bicubic", align_corners=False, antialias=True)
+    return resized.clamp_(0.0, 255.0).round_()
+
+
+def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
+    """Resize as the official evaluation does: JPEG round trip, lanczos3, then a centre crop of 0.9 of the area.
+
+    Args:
+        frames: [N, H, W, 3] uint8.
+        size: S.
+        device: where to compute all but the JPEG round trip.
+
+    Returns:
+        [N, 3, S, S] float32 with whole numbers 0..255.
+    """
+    decoded = np.stack([jpeg_round_trip(frame) for frame in frames])
+    pixels = torch.from_numpy(decoded).to(device).permute(0, 3, 1, 2).float()
+    return centre_crop(lanczos_resize(pixels, size))
+
+
+def jpeg_round_trip(frame: ByteArray) -> ByteArray:
+    """Encode and decode [H, W, 3] uint8 (quality 95, 4:2:0): the training data were JPEG files."""
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0")
+    return np.asarray(Image.open(buffer).convert("RGB"))
+
+
+def lanczos_resize(pixels: Tensor, size: int) -> Tensor:
+    """Resize [N, 3, H, W] (0..255) to [N, 3, S, S]: antialiased lanczos3, rows first, rounded half to even."""
+    rows = _lanczos_matrix(pixels.shape[2], size).to(pixels.device)
+    columns = _lanczos_matrix(pixels.shape[3], size).to(pixels.device)
+    return ((rows @ pixels) @ columns.T).round_().clamp_(0.0, 255.0)
+
+
+def centre_crop(pixels: Tensor) -> Tensor:
+    """Cut out the central 0.9 of the area of [N, 3, S, S] (0..255) and stretch it to S x S.
+
+    Formula of TensorFlow's `crop_and_resize`: plain bilinear between corner pixels, no antialias.
+    """
+    size = pixels.shape[-1]
+    low, high, weight = (t.to(pixels.device) for t in _crop_coordinates(size))
+    unit = pixels * torch.tensor(1.0 / 255.0, dtype=torch.float32)
+    left, right = unit[..., low], unit[..., high]
+    across = left + (right - left) * weight
+    top, bottom = across[..., low, :], across[..., high, :]
+    value = top + (bottom - top) * weight[:, None]
+    return (value.clamp_(0.0, 1.0) * 255.5).floor_().clamp_(max=255.0)
+
+
+@lru_cache(maxsize=8)
+def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
+    """Weights [size_out, size_in], float32, every row sums to 1."""
+    scale = size_in / size_out
+    stretch = max(scale, 1.0)
+    centre = (np.arange(size_out) + 0.5) * scale
+    x = np.abs(np.arange(size_in)[None, :] + 0.5 - centre[:, None]) / stretch
+    weights = np.where(x < LANCZOS_RADIUS, np.sinc(x) * np.sinc(x / LANCZOS_RADIUS), 0.0)
+    return torch.from_numpy((weights / weights.sum(axis=1, keepdims=True)).astype(np.float32))
+
+
+@lru_cache(maxsize=8)
+def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower and upper source pixel (int64) and the weight of the upper one (float32) for each of S outputs."""
+    side = np.float32(math.sqrt(CROP_AREA))
+    start = (np.float32(1.0) - side) / np.float32(2.0)
+    step = side * np.float32(size - 1) / np.float32(size - 1)
+    position = start * np.float32(size - 1) + np.arange(size, dtype=np.float32) * step
+    low = np.floor(position)
+    return (
+        torch.from_numpy(low.astype(np.int64)),
+        torch.from_numpy(np.minimum(np.ceil(position), size - 1).astype(np.int64)),
+        torch.from_numpy((position - low).astype(np.float32)),
+    )
+
+
+def _normalise(unit: Tensor, norm: PixelNorm) -> Tensor:
+    mean, std = (torch.tensor(x, dtype=torch.float32, device=unit.device)[:, None, None] for x in (norm.mean, norm.std))
+    return (unit - mean) / std

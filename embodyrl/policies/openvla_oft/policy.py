@@ -1,0 +1,142 @@
+"""OpenVLA-OFT as a policy: acting and scoring are one code path, so that their log-probabilities agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.policies.openvla_oft.actions import ActionTokenizer, unnormalise
+from embodyrl.policies.openvla_oft.checkpoint import load_into, read_side_files, save_from
+from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig
+from embodyrl.policies.openvla_oft.images import preprocess
+from embodyrl.policies.openvla_oft.model import OpenVlaOft
+from embodyrl.policies.openvla_oft.prompt import PromptEncoder
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+
+class OpenVlaOftPolicy:
+    """A checkpoint bound to an environment's orientation, tasks and statistics; implements `Policy`."""
+
+    def __init__(self, cfg: ModelConfig, config: OftConfig, spec: PolicySpec, request: PolicyRequest) -> None:
+        self.spec = spec
+        self.module = build_module(cfg, config, spec, request)
+        self._config = config
+        self._temperature = request.temperature
+        self._device = torch.device(request.device)
+        self._rotation_deg = request.env.image_rotation_deg
+        self._pipeline = cfg.image_pipeline
+        self._side_files = read_side_files(config.folder)
+        self._statistics = config.action_statistics(cfg.unnorm_key, request.env.unnorm_key)
+        self._actions = ActionTokenizer(vocab_end=config.action_vocab_end, n_bins=config.n_bins)
+        self._prompts = PromptEncoder(
+            config.folder / TOKENIZER_FILE, bos_token_id=config.llama.bos_token_id, tasks=request.env.tasks
+        )
+        self._autocast = cfg.precision == Precision.bf16 and request.trainable
+
+    @torch.no_grad()
+    def act(self, obs: Observation, *, noise: FloatArray | None) -> PolicyOutput:
+        """Choose a chunk for each observation (see `Policy.act`).
+
+        Token ids are absolute ids of the vocabulary, as the public code stores them.
+        """
+        logits, value = self._forward(obs)
+        scaled = logits / self._temperature
+        if noise is None:
+            choice = logits.argmax(dim=-1)
+        else:
+            choice = sample_inverse_cdf(scaled, torch.from_numpy(noise).to(self._device))
+        logprob = scaled.log_softmax(dim=-1).gather(-1, choice[..., None])[..., 0]
+        tokens = (choice + self._config.action_vocab_start).cpu().numpy()
+        shape = (len(obs), self.spec.num_action_chunks, self.spec.action_dim)
+        return PolicyOutput(
+            actions=unnormalise(self._actions.decode(tokens).reshape(shape), self._statistics),
+            tokens=tokens,
+            logprob=logprob.cpu().numpy(),
+            value=value.cpu().numpy(),
+        )
+
+    @torch.no_grad()
+    def values(self, obs: Observation) -> FloatArray:
+        """Value estimates [B, V]."""
+        return self._forward(obs)[1].cpu().numpy()
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
+        logits, value = self._forward(obs)
+        choice = torch.from_numpy(tokens).to(self._device) - self._config.action_vocab_start
+        return score_tokens(logits / self._temperature, choice, value)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights in the public layout, in the dtype they are kept in (fp32 while training)."""
+        save_from(self.module, folder, self._side_files)
+
+    def load_weights(self, folder: Path) -> None:
+        """Replace the weights in place (see `Policy.load_weights`); without a saved value head, ours stays."""
+        load_into(self.module, folder)
+
+    def _forward(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        pixels = preprocess(
+            obs.images[:, : self.spec.num_images],
+            rotation_deg=self._rotation_deg,
+            pipeline=self._pipeline,
+            size=self._config.image_size,
+            norms=self._config.pixel_norms,
+            device=self._device,
+        )
+        ids, lengths = (torch.from_numpy(x).to(self._device) for x in self._prompts.batch(obs.instructions))
+        dtype = self.module.projector.fc1.weight.dtype
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
+            return self.module(pixels.to(dtype), ids, lengths)
+
+
+def build_module(cfg: ModelConfig, config: OftConfig, spec: PolicySpec, request: PolicyRequest) -> OpenVlaOft:
+    """Build the model on the meta device, give it memory once, and fill it from the checkpoint or at random."""
+    with torch.device("meta"):
+        module = OpenVlaOft(
+            config,
+            num_action_tokens=spec.tokens_per_chunk,
+            append_stop=cfg.append_stop,
+            value_dim=request.value_dim,
+        )
+    if not request.trainable:
+        module.requires_grad_(False)
+        if cfg.precision == Precision.bf16:
+            module.to(torch.bfloat16)
+            if module.value_head is not None:
+                module.value_head.float()
+    module.to_empty(device=request.device)
+    module.init_value_head(request.seed)
+    if config.random_init:
+        module.init_weights(request.seed)
+    else:
+        load_into(module, config.folder)
+    return module
+
+
+def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
+    """Draw one bin per token: the first whose cumulative probability exceeds the uniform number.
+
+    Args:
+        scaled: [B, L, bins] logits divided by the temperature.
+        noise: [B, L] uniform in [0, 1).
+
+    Returns:
+        [B, L] int64. The sum runs in float64: in float32 it loses the rare bins.
+    """
+    cdf = scaled.double().softmax(dim=-1).cumsum(dim=-1)
+    found = torch.searchsorted(cdf, noise.double()[..., None], right=True)[..., 0]
+    return found.clamp_(max=scaled.shape[-1] - 1)
+
+
+def score_tokens(scaled: Tensor, choice: Tensor, value: Tensor) -> PolicyScores:
+    """Log-probability and entropy (nat) of chosen bins [B, L] under logits [B, L, bins] divided by the temperature."""
+    log_probs = scaled.log_softmax(dim=-1)
+    return PolicyScores(
+        logprob=log_probs.gather(-1, choice[..., None])[..., 0],
+        entropy=-(log_probs.exp() * log_probs).sum(dim=-1),
+        value=value,
+    )

@@ -1,0 +1,152 @@
+"""The two vision towers and the projector: plain PyTorch with the parameter names of the public checkpoints."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embodyrl.policies.openvla_oft.config import VitSpec
+
+LAYER_NORM_EPS = 1e-6
+
+
+class PatchEmbed(nn.Module):
+    """Non-overlapping convolution: [B, 3, S, S] to [B, patches, width], row by row."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, spec.width, spec.patch_size, stride=spec.patch_size)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.proj(pixels).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Full self-attention with a fused qkv projection."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.heads = spec.heads
+        self.qkv = nn.Linear(spec.width, 3 * spec.width)
+        self.proj = nn.Linear(spec.width, spec.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(out.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Mlp(nn.Module):
+    """Linear, exact GELU, linear."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class LayerScale(nn.Module):
+    """Learned factor per channel; the checkpoints call it `scale_factor` where timm says `gamma`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale_factor = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale_factor
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.attn = Attention(spec)
+        self.ls1 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
+        self.norm2 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.mlp = Mlp(spec.width, spec.mlp_hidden)
+        self.ls2 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.mlp(self.norm2(x)))
+
+
+class AttentionPool(nn.Module):
+    """SigLIP's pooling weights: OpenVLA never runs them, but a checkpoint holds them."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.latent = nn.Parameter(torch.empty(1, 1, spec.width))
+        self.q = nn.Linear(spec.width, spec.width)
+        self.kv = nn.Linear(spec.width, 2 * spec.width)
+        self.proj = nn.Linear(spec.width, spec.width)
+        self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.mlp = Mlp(spec.width, spec.mlp_hidden)
+
+
+class Vit(nn.Module):
+    """One tower; its features are the output of the last but one block, without final norm and prefix tokens."""
+
+    def __init__(self, spec: VitSpec) -> None:
+        super().__init__()
+        self.num_prefix = spec.num_prefix
+        if spec.class_token:
+            self.cls_token = nn.Parameter(torch.empty(1, 1, spec.width))
+        if spec.reg_tokens:
+            self.reg_token = nn.Parameter(torch.empty(1, spec.reg_tokens, spec.width))
+        self.pos_embed = nn.Parameter(torch.empty(1, spec.num_patches, spec.width))
+        self.patch_embed = PatchEmbed(spec)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.depth))
+        self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        if spec.attn_pool:
+            self.attn_pool = AttentionPool(spec)
+        for name, parameter in self.named_parameters():
+            # These never influence the output; the optimizer must not see them, a saved checkpoint must.
+            unused = name.startswith((f"blocks.{spec.depth - 1}.", "norm.", "attn_pool."))
+            parameter.requires_grad_(not unused)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map normalised pixels [B, 3, S, S] to patch features [B, patches, width]."""
+        x = self.patch_embed(pixels) + self.pos_embed
+        prefix = [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]
+        if prefix:
+            x = torch.cat([*(p.expand(len(x), -1, -1) for p in prefix), x.to(prefix[0].dtype)], dim=1)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return x[:, self.num_prefix :]
+
+
+class VisionBackbone(nn.Module):
+    """DINOv2 and SigLIP side by side."""
+
+    def __init__(self, towers: tuple[VitSpec, VitSpec]) -> None:
+        super().__init__()
+        self.featurizer = Vit(towers[0])
+        self.fused_featurizer = Vit(towers[1])
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Map [B, 6*images, S, S] (per image: DINOv2 rgb, SigLIP rgb) to [B, images*patches, width of both]."""
+        batch, channels, height, width = pixels.shape
+        single = pixels.reshape(batch * channels // 6, 6, height, width)
+        dino, siglip = self.featurizer(single[:, :3]), self.fused_featurizer(single[:, 3:])
+        return torch.cat([dino, siglip], dim=-1).reshape(batch, -1, dino.shape[-1] + siglip.shape[-1])
+
+
+class Projector(nn.Module):
+    """Three linear layers from vision width to language width, exact GELU between them."""
+
+    def __init__(self, vision_width: int, llm_width: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(vision_width, 4 * vision_width)
+        self.fc2 = nn.Linear(4 * vision_width, llm_width)
+        self.fc3 = nn.Linear(llm_width, llm_width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
