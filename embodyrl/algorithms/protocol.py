@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from embodyrl.config.schema import AlgorithmConfig
 from embodyrl.registry import Registry
-from embodyrl.types import Episode, PolicyScores, PreparedBatch
+from embodyrl.types import Episode, FloatArray, PolicyScores, PreparedBatch
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,8 @@ class LossInputs:
     valid: torch.Tensor
     """[B, K] bool"""
     weight: torch.Tensor
-    """[B, K] weight of each action in the policy loss; sums to 1 over the whole optimizer step, so that micro-batch
-    losses add up to the global aggregate whatever the split."""
+    """[B, K] weight of each action in the policy loss, taken over the whole optimizer step, so that micro-batch losses
+    add up to the global aggregate whatever the split; sums to 1 for the mean modes of `loss_agg_func`."""
     value_weight: torch.Tensor
     """[B, V] weight of each value target; sums to 1 over the optimizer step."""
 
@@ -48,24 +48,88 @@ class Algorithm(Protocol):
     needs_reference: bool
 
     def prepare(self, episodes: Sequence[Episode]) -> PreparedBatch:
-        """Turn finished episodes into advantages and value targets."""
+        """Turn finished episodes into advantages and value targets.
+
+        Raises:
+            NonFiniteError: a reward, value or advantage is not finite; names the episode.
+        """
         ...
 
-    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> tuple[object, object]:
-        """Return (weight [n, K], value_weight [n, V]) float32 arrays of the samples of one optimizer step."""
+    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+        """Return (weight [n, K], value_weight [n, V]) float32 of one optimizer step, all ranks."""
         ...
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a micro-batch (a share of the optimizer step's loss) and detached metric shares."""
+        """Return the loss of a micro-batch (a share of the optimizer step's loss) and detached metric shares.
+
+        `metrics.merge_metrics` joins the shares of all micro-batches and ranks of one optimizer step.
+        """
         ...
 
 
-ADVANTAGES: Registry[object] = Registry("adv_type", group="embodyrl.advantages")
-LOSSES: Registry[object] = Registry("loss_type", group="embodyrl.losses")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """What an estimator says about one episode."""
+
+    advantage: FloatArray
+    """[T, K]; entries of actions that were not executed are ignored."""
+    returns: FloatArray
+    """[T, V] value targets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageEstimator:
+    """What `adv_type` names."""
+
+    compute: Callable[[Sequence[Episode], AlgorithmConfig], list[Credit]]
+    """Credits aligned with the episodes of one training step."""
+    consumes: frozenset[str]
+    """Keys below `algorithm` that this estimator reads besides the common ones."""
+    needs_groups: bool
+    needs_values: bool
+    counts_chunk_steps: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """A policy loss before aggregation; tensors have the shape of the log-probabilities given."""
+
+    loss: torch.Tensor
+    ratio: torch.Tensor
+    """Probability ratio new / old."""
+    clipped: torch.Tensor
+    """bool, the clip removed the gradient of this entry."""
+
+
+class PolicyLossFn(Protocol):
+    """Unit-wise policy loss; a unit is a token, an action or a chunk (`logprob_type`)."""
+
+    def __call__(
+        self, logprob: torch.Tensor, old_logprob: torch.Tensor, advantage: torch.Tensor, cfg: AlgorithmConfig
+    ) -> LossTerms:
+        """`advantage` has the rank of `logprob` and broadcasts over its last axis."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """What `loss_type` names."""
+
+    compute: PolicyLossFn
+    consumes: frozenset[str]
+    """Keys below `algorithm` that this loss reads besides the common ones."""
+
+
+ADVANTAGES: Registry[AdvantageEstimator] = Registry("adv_type", group="embodyrl.advantages")
+LOSSES: Registry[PolicyLoss] = Registry("loss_type", group="embodyrl.losses")
 
 
 def build_algorithm(cfg: AlgorithmConfig) -> Algorithm:
-    """Bind the estimator and the loss named in the config."""
+    """Bind the estimator and the loss named in the config.
+
+    Raises:
+        ConfigError: unknown names or combinations that make no sense.
+    """
     from embodyrl.algorithms.policy_gradient import PolicyGradient
 
     return PolicyGradient(cfg)

@@ -1,0 +1,99 @@
+"""Element-wise losses on torch tensors. Tensor methods only, so that declaring a loss needs no torch import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_LOG_RATIO = 20.0
+"""exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
+MAX_KL = 10.0
+
+
+def ppo_clip(
+    logprob: torch.Tensor,
+    old_logprob: torch.Tensor,
+    advantage: torch.Tensor,
+    *,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clipped surrogate max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logprob - old) (arXiv 1707.06347).
+
+    `high` > `low` is clip-higher (arXiv 2503.14476). `dual` > 1 bounds the loss of negative advantages by -A dual
+    (arXiv 1912.09729).
+
+    Returns:
+        (loss, ratio, clipped), all of the broadcast shape; `clipped` marks entries without a gradient.
+    """
+    ratio = (logprob - old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    plain, bounded = -advantage * ratio, -advantage * ratio.clamp(1.0 - low, 1.0 + high)
+    loss = plain.maximum(bounded)
+    clipped = bounded > plain
+    if dual is not None:
+        ceiling = (-advantage * dual).expand_as(loss)
+        capped = (advantage < 0) & (ceiling < loss)
+        loss, clipped = ceiling.where(capped, loss), clipped | capped
+    return loss, ratio, clipped
+
+
+def value_loss(
+    value: torch.Tensor,
+    old_value: torch.Tensor,
+    returns: torch.Tensor,
+    *,
+    clip: float | None,
+    huber_delta: float | None,
+) -> torch.Tensor:
+    """Half squared error, or Huber, of the worse of the value and the value clipped around the old one.
+
+    1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2); shapes are equal.
+    """
+
+    def error(estimate: torch.Tensor) -> torch.Tensor:
+        gap = estimate - returns
+        square = 0.5 * gap.square()
+        if huber_delta is None:
+            return square
+        return square.where(gap.abs() <= huber_delta, huber_delta * (gap.abs() - 0.5 * huber_delta))
+
+    plain = error(value)
+    if clip is None:
+        return plain
+    return plain.maximum(error(old_value + (value - old_value).clamp(-clip, clip)))
+
+
+def _low_var_kl(gap: torch.Tensor) -> torch.Tensor:
+    gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return ((-gap).exp() + gap - 1.0).clamp(-MAX_KL, MAX_KL)
+
+
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda gap: gap,
+    "abs": lambda gap: gap.abs(),
+    "k2": lambda gap: 0.5 * gap.square(),
+    "low_var_kl": _low_var_kl,
+    "k3": _low_var_kl,
+}
+"""Estimators of KL(p || q) from gap = log p - log q at samples of p (joschu.net/blog/kl-approx.html)."""
+
+
+def kl(logprob: torch.Tensor, other_logprob: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimate KL(policy || other) per entry.
+
+    k1 = d, abs = |d|, k2 = d^2 / 2, low_var_kl = k3 = exp(-d) + d - 1, with d = logprob - other; k3 clamps d to +-20
+    and its value to +-10.
+    """
+    return KL_ESTIMATORS[kind](logprob - other_logprob)
+
+
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of a categorical distribution: logsumexp(z) - sum_v p_v z_v over the last axis [..., V].
+
+    `logits` are already divided by the temperature and masked to the allowed vocabulary (finite values).
+    """
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)

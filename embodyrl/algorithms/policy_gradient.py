@@ -1,0 +1,247 @@
+"""An advantage estimator and a policy loss bound to one config: the `Algorithm` of every policy-gradient method."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodyrl.algorithms.aggregation import SUM_MODES, action_weights
+from embodyrl.algorithms.checks import problems
+from embodyrl.algorithms.losses import kl, value_loss
+from embodyrl.algorithms.metrics import WEIGHT_SUM
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs
+from embodyrl.config.schema import AlgorithmConfig, TokenLevel
+from embodyrl.errors import ConfigError, NonFiniteError
+from embodyrl.types import Episode, FloatArray, PolicyScores, PreparedBatch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class PolicyGradient:
+    """Loss = policy loss + value_coef * value loss + kl_beta * KL(policy || reference) - entropy_bonus * entropy.
+
+    Policy loss, KL and entropy share the weights of `loss_agg_func`; the value loss is a mean over value targets.
+    """
+
+    def __init__(self, cfg: AlgorithmConfig) -> None:
+        """Bind the config.
+
+        Raises:
+            ConfigError: unknown names or combinations that make no sense.
+        """
+        if found := problems(cfg):
+            raise ConfigError(found)
+        self._cfg = cfg
+        self._estimator = ADVANTAGES.get(cfg.adv_type)
+        self._loss = LOSSES.get(cfg.loss_type)
+        self.needs_groups = self._estimator.needs_groups
+        self.needs_values = self._estimator.needs_values
+        self.counts_chunk_steps = self._estimator.counts_chunk_steps
+        self.needs_reference = cfg.kl_beta > 0
+
+    def prepare(self, episodes: Sequence[Episode]) -> PreparedBatch:
+        """Turn episodes into a flat batch of chunk samples, episode by episode, chunk by chunk.
+
+        Groups outside `filter_rewards` are left out. Chunks without an executed action are left out.
+
+        Raises:
+            NonFiniteError: a reward, value or advantage is NaN or infinite; names the episode.
+        """
+        assert episodes, "a step without episodes"
+        for episode in episodes:
+            _require_finite(episode, "reward", episode.reward[episode.valid])
+            _require_finite(episode, "value", episode.value)
+            _require_finite(episode, "bootstrap value", episode.bootstrap_value)
+        kept = self._filter(episodes)
+        credits = self._estimator.compute(kept, self._cfg) if kept else []
+        for episode, credit in zip(kept, credits, strict=True):
+            _require_finite(episode, "advantage", credit.advantage[episode.valid])
+            _require_finite(episode, "value target", credit.returns)
+        pairs = list(zip(kept, credits, strict=True))
+        actions = episodes[0].valid.shape[1]
+        targets = episodes[0].value.shape[1] if self.needs_values else 0
+        ran = [episode.valid.any(axis=1) for episode in kept]
+
+        def stack(parts: Sequence[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
+            empty = np.zeros((0, *shape), dtype=dtype)
+            return np.concatenate([empty, *(part[m] for part, m in zip(parts, ran, strict=True))]).astype(dtype)
+
+        return PreparedBatch(
+            records=stack([e.records for e in kept], (), np.int64),
+            episode=stack([np.full(len(e.valid), e.spec.episode_id) for e in kept], (), np.int64),
+            advantage=stack([np.where(e.valid, c.advantage, 0.0) for e, c in pairs], (actions,), np.float32),
+            returns=stack([c.returns for c in credits], (targets,), np.float32),
+            valid=stack([e.valid for e in kept], (actions,), np.bool_),
+            has_signal=self._has_signal(kept, credits),
+            metrics=_metrics(episodes, pairs) | (_value_metrics(pairs) if pairs and self.needs_values else {}),
+        )
+
+    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+        """Return (weight [n, K], value_weight [n, V]) of the n samples of one whole optimizer step.
+
+        `samples` are indices into the batch and must cover all ranks: where gradients are averaged over R ranks,
+        multiply the loss by R.
+        """
+        rows = np.asarray(samples, dtype=np.int64)
+        assert rows.size, "an optimizer step without samples"
+        valid = batch.valid[rows]
+        weight = action_weights(
+            self._cfg.loss_agg_func,
+            batch.episode[rows],
+            valid,
+            level=self._cfg.logprob_type,
+            longest_episode=int(np.unique(batch.episode, return_counts=True)[1].max()),
+        )
+        targets = batch.returns.shape[1]
+        counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
+        return weight, (counted / max(int(counted.sum()), 1)).astype(np.float32)
+
+    def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return a micro-batch's share of the loss and of the metrics; `metrics.merge_metrics` joins the shares.
+
+        Shares: loss, policy_loss, value_loss (with a value head), ref_kl (where kl_beta > 0), kl (low-variance
+        estimate of KL(old || policy)), entropy, ratio, ratio_max, clip_fraction, logprob_gap (mean |new - old| of a
+        token), weight_sum.
+        """
+        cfg, valid = self._cfg, inputs.valid
+        assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
+        assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
+        new = _units(scores.logprob, valid, cfg.logprob_type)
+        old = _units(inputs.old_logprob, valid, cfg.logprob_type)
+        terms = self._loss.compute(new, old, _unit_advantage(inputs.advantage, valid, cfg.logprob_type), cfg)
+        entropy = _units(scores.entropy, valid, cfg.entropy_type)
+        policy_loss = self._aggregate(terms.loss, inputs.weight)
+        loss = policy_loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
+        gap = _units((scores.logprob - inputs.old_logprob).abs(), valid, TokenLevel.token_level)
+        metrics = {
+            "policy_loss": policy_loss,
+            "kl": _mean_share(kl(old, new, "low_var_kl"), inputs.weight),
+            "entropy": _mean_share(entropy, inputs.weight),
+            "ratio": _mean_share(terms.ratio, inputs.weight),
+            "ratio_max": terms.ratio.amax(),
+            "clip_fraction": _mean_share(terms.clipped.to(new.dtype), inputs.weight),
+            "logprob_gap": _mean_share(gap, inputs.weight),
+            WEIGHT_SUM: inputs.weight.sum(),
+        }
+        if self.needs_reference:
+            assert inputs.ref_logprob is not None, "kl_beta > 0 without reference log-probabilities"
+            ref_kl = kl(new, _units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
+            loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
+            metrics["ref_kl"] = _mean_share(ref_kl, inputs.weight)
+        if self.needs_values:
+            value = self._value_loss(scores, inputs)
+            loss = loss + cfg.value_coef * value
+            metrics["value_loss"] = value
+        return loss, {name: share.detach() for name, share in {"loss": loss, **metrics}.items()}
+
+    def _value_loss(self, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:
+        assert scores.value.shape == inputs.returns.shape == inputs.old_value.shape == inputs.value_weight.shape
+        error = value_loss(
+            scores.value,
+            inputs.old_value,
+            inputs.returns,
+            clip=self._cfg.value_clip,
+            huber_delta=self._cfg.huber_delta,
+        )
+        return (error * inputs.value_weight).sum()
+
+    def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of units [B, K, D], [B, K, 1] or [B, 1, 1]."""
+        share = _mean_share(units, weight)
+        return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share
+
+    def _filter(self, episodes: Sequence[Episode]) -> list[Episode]:
+        if self._cfg.filter_rewards is None:
+            return list(episodes)
+        low, high = self._cfg.filter_rewards
+        success: dict[int, list[bool]] = defaultdict(list)
+        for episode in episodes:
+            success[episode.spec.group_id].append(episode.success_once)
+        kept = {group for group, members in success.items() if low <= np.mean(members) <= high}
+        return [episode for episode in episodes if episode.spec.group_id in kept]
+
+    def _has_signal(self, episodes: Sequence[Episode], credits: Sequence[Credit]) -> bool:
+        if not episodes:
+            return False
+        cfg = self._cfg
+        other_terms = (self.needs_values and cfg.value_coef > 0) or cfg.kl_beta > 0 or cfg.entropy_bonus != 0
+        return other_terms or any(_carries_signal(e, c) for e, c in zip(episodes, credits, strict=True))
+
+
+def _units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid."""
+    batch, actions = valid.shape
+    assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
+    # `where` and not a product: what the policy says about actions that never ran may be anything, NaN included.
+    grid = token_values.reshape(batch, actions, -1)
+    grid = grid.where(valid[:, :, None], grid.new_zeros(()))
+    if level == TokenLevel.token_level:
+        return grid
+    return grid.sum(2, keepdim=True) if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
+
+
+def _unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Advantage [B, K] as [B, K, 1], or [B, 1, 1] at chunk level, where the executed actions share one value."""
+    if level != TokenLevel.chunk_level:
+        return advantage[:, :, None]
+    return ((advantage * valid).sum(1) / valid.sum(1))[:, None, None]
+
+
+def _mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over actions (or chunks) of the mean over the tokens of each."""
+    per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
+    return (units.mean(2) * per_row).sum()
+
+
+def _require_finite(episode: Episode, what: str, values: FloatArray) -> None:
+    bad = values[~np.isfinite(values)]
+    if not bad.size:
+        return
+    spec = episode.spec
+    cure = (
+        "The simulator returned it: check the environment with `embodyrl check-env`."
+        if what == "reward"
+        else "Likely cause: rewards or value errors that grew without bound; lower actor.optim.value_lr, .lr "
+        "or env.reward_coef."
+    )
+    raise NonFiniteError(
+        f"{what} is {bad[0]} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
+        f"{spec.seed}, {episode.length} env steps); the weights were not touched. {cure}"
+    )
+
+
+def _carries_signal(episode: Episode, credit: Credit) -> bool:
+    return bool((credit.advantage[episode.valid] != 0).any())
+
+
+def _metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
+    groups = {episode.spec.group_id for episode in episodes}
+    kept = {episode.spec.group_id for episode, _ in pairs}
+    loud = {episode.spec.group_id for episode, credit in pairs if _carries_signal(episode, credit)}
+    metrics = {
+        "train/groups_without_signal": 1.0 - len(loud) / len(groups),
+        "train/groups_filtered": 1.0 - len(kept) / len(groups),
+    }
+    if pairs:
+        advantage = np.concatenate([c.advantage[e.valid] for e, c in pairs]).astype(np.float64)
+        metrics["train/advantage_mean"] = float(advantage.mean())
+        metrics["train/advantage_std"] = float(advantage.std())
+        metrics["train/advantage_abs_max"] = float(np.abs(advantage).max())
+    return metrics
+
+
+def _value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
+    """Return the means of values and targets, and the share of the targets' variance that the values explain."""
+    ran = [e.valid if c.returns.shape == e.valid.shape else e.valid.any(axis=1, keepdims=True) for e, c in pairs]
+    value = np.concatenate([e.value[m] for (e, _), m in zip(pairs, ran, strict=True)]).astype(np.float64)
+    returns = np.concatenate([c.returns[m] for (_, c), m in zip(pairs, ran, strict=True)]).astype(np.float64)
+    spread = returns.var()
+    return {
+        "train/value_mean": float(value.mean()),
+        "train/value_target_mean": float(returns.mean()),
+        "train/explained_variance": float(1.0 - (returns - value).var() / spread) if spread > 0 else 0.0,
+    }

@@ -1,0 +1,404 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from algorithm_cases import (
+    GAE_RAW,
+    GAE_RETURNS,
+    GAE_WHITENED,
+    GRPO_REFERENCE,
+    LENGTHS,
+    VALID,
+    make_episode,
+    reference_episodes,
+)
+
+from embodyrl.algorithms import build_algorithm, merge_metrics
+from embodyrl.algorithms.aggregation import MODES
+from embodyrl.algorithms.protocol import Algorithm, LossInputs
+from embodyrl.config.schema import AlgorithmConfig, RewardLevel, TokenLevel
+from embodyrl.errors import ConfigError, NonFiniteError
+from embodyrl.types import Episode, PolicyScores, PreparedBatch
+
+K, D = 3, 2
+
+
+def gae_config(**changes) -> AlgorithmConfig:
+    return AlgorithmConfig(adv_type="gae", group_size=1, gamma=0.9, gae_lambda=0.8, **changes)
+
+
+def ragged_episodes(value_dim: int) -> list[Episode]:
+    """Four episodes in two groups with K = 3; the last ends after the first action of its second chunk."""
+    rng = np.random.default_rng(3)
+    episodes = []
+    for i, chunks in enumerate((2, 1, 3, 2)):
+        valid = np.ones((chunks, K), dtype=bool)
+        valid[-1, 1:] = i != 3
+        episodes.append(
+            make_episode(
+                np.where(valid, rng.normal(size=(chunks, K)), 0),
+                episode_id=i,
+                group=i // 2,
+                valid=valid,
+                value=rng.normal(size=(chunks, value_dim)),
+                bootstrap=rng.normal(size=value_dim),
+                terminated=i != 2,
+                first_record=10 * i,
+            )
+        )
+    return episodes
+
+
+def scores_of(batch: PreparedBatch, value_dim: int) -> tuple[torch.Tensor, PolicyScores]:
+    """A differentiable policy output for every sample; the leaf is [B, 3, L]."""
+    size, tokens = len(batch.records), K * D
+    raw = torch.randn(size, 3, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    leaf = (0.2 * raw).requires_grad_()
+    return leaf, PolicyScores(logprob=leaf[:, 0] - 1.0, entropy=leaf[:, 1] + 1.0, value=leaf[:, 2, :value_dim])
+
+
+def inputs_of(algorithm: Algorithm, batch: PreparedBatch, value_dim: int) -> LossInputs:
+    generator = torch.Generator().manual_seed(1)
+    size, tokens = len(batch.records), K * D
+    weight, value_weight = algorithm.weights(batch, range(size))
+
+    def noise(*shape: int) -> torch.Tensor:
+        return 0.2 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return LossInputs(
+        old_logprob=noise(size, tokens) - 1.0,
+        ref_logprob=noise(size, tokens) - 1.0,
+        advantage=torch.from_numpy(batch.advantage).double(),
+        returns=torch.from_numpy(batch.returns).double(),
+        old_value=noise(size, value_dim),
+        valid=torch.from_numpy(batch.valid),
+        weight=torch.from_numpy(weight).double(),
+        value_weight=torch.from_numpy(value_weight).double(),
+    )
+
+
+def rows(inputs: LossInputs, part: list[int]) -> LossInputs:
+    fields = ("old_logprob", "ref_logprob", "advantage", "returns", "old_value", "valid", "weight", "value_weight")
+    return LossInputs(**{name: getattr(inputs, name)[part] for name in fields})
+
+
+def run_split(algorithm: Algorithm, batch: PreparedBatch, value_dim: int, parts: list[list[int]]):
+    leaf, scores = scores_of(batch, value_dim)
+    inputs = inputs_of(algorithm, batch, value_dim)
+    shares, total = [], torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        own = PolicyScores(logprob=scores.logprob[part], entropy=scores.entropy[part], value=scores.value[part])
+        loss, metrics = algorithm.loss(own, rows(inputs, part))
+        total = total + loss
+        shares.append({name: value.item() for name, value in metrics.items()})
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return total.item(), gradient, merge_metrics(shares)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", list(TokenLevel))
+def test_loss_gradient_and_metrics_do_not_depend_on_the_split(mode: str, level: TokenLevel):
+    cfg = gae_config(
+        loss_agg_func=mode, logprob_type=level, entropy_type=level, kl_beta=0.1, entropy_bonus=0.01, huber_delta=0.5
+    )
+    algorithm = build_algorithm(cfg)
+    batch = algorithm.prepare(ragged_episodes(1))
+    assert len(batch.records) == 8
+    whole = run_split(algorithm, batch, 1, [list(range(8))])
+    for parts in ([[i] for i in range(8)], [[5, 0, 7], [1, 6], [4, 3, 2]]):
+        loss, gradient, metrics = run_split(algorithm, batch, 1, parts)
+        assert loss == pytest.approx(whole[0], abs=1e-12)
+        torch.testing.assert_close(gradient, whole[1], atol=1e-12, rtol=1e-9)
+        assert metrics == pytest.approx(whole[2], abs=1e-12)
+    assert whole[1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("level", list(TokenLevel))
+def test_tokens_of_actions_that_never_ran_have_no_influence(level: TokenLevel):
+    cfg = gae_config(logprob_type=level, entropy_type=level, kl_beta=0.1, entropy_bonus=0.01)
+    algorithm = build_algorithm(cfg)
+    batch = algorithm.prepare(ragged_episodes(1))
+    leaf, scores = scores_of(batch, 1)
+    inputs = inputs_of(algorithm, batch, 1)
+    dead = ~torch.from_numpy(batch.valid).repeat_interleave(D, dim=1)
+    assert dead.sum() == 2 * D
+    with_nan = LossInputs(
+        **{name: getattr(inputs, name) for name in inputs.__slots__ if name != "old_logprob"},
+        old_logprob=inputs.old_logprob.masked_fill(dead, float("nan")),
+    )
+    loss, _ = algorithm.loss(scores, inputs)
+    poisoned, _ = algorithm.loss(scores, with_nan)
+    assert poisoned.item() == loss.item()
+    (gradient,) = torch.autograd.grad(poisoned, leaf)
+    assert (gradient[:, 0][dead] == 0).all()
+    assert (gradient[:, 0][~dead] != 0).any()
+
+
+def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, float]:
+    """One episode of two chunks, K = D = 2; the second chunk ended after one action; no clipping."""
+    cfg = AlgorithmConfig(logprob_type=level, loss_agg_func=mode, clip_ratio_low=0.99, clip_ratio_high=99.0)
+    algorithm = build_algorithm(cfg)
+    episodes = [
+        make_episode([[0, 0], [1, 0]], valid=[[True, True], [True, False]], episode_id=0),
+        make_episode([[0, 0]], episode_id=1, first_record=5),
+    ]
+    batch = algorithm.prepare(episodes)
+    weight, value_weight = algorithm.weights(batch, range(2))  # the optimizer step holds episode 0 only
+    new = torch.log(torch.tensor([[2.0, 1.0, 1.0, 3.0], [0.5, 1.0, 9.0, 9.0]], dtype=torch.float64))
+    inputs = LossInputs(
+        old_logprob=torch.zeros(2, 4, dtype=torch.float64),
+        ref_logprob=None,
+        advantage=torch.from_numpy(batch.advantage[:2]).double(),
+        returns=torch.zeros(2, 0),
+        old_value=torch.zeros(2, 0),
+        valid=torch.from_numpy(batch.valid[:2]),
+        weight=torch.from_numpy(weight).double(),
+        value_weight=torch.from_numpy(value_weight).double(),
+    )
+    scores = PolicyScores(logprob=new, entropy=torch.ones(2, 4).double(), value=torch.zeros(2, 0))
+    loss, metrics = algorithm.loss(scores, inputs)
+    return {"total": loss.item(), **merge_metrics([{k: v.item() for k, v in metrics.items()}])}
+
+
+ADVANTAGE = (1 - 0.5) / (math.sqrt(0.5) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "ratio_sum"),
+    [
+        # tokens 2 1 1 3 | 0.5 1; actions 2 3 | 0.5; chunks 6 | 0.5
+        (TokenLevel.token_level, "token-mean", (2 + 1 + 1 + 3 + 0.5 + 1) / 6),
+        (TokenLevel.action_level, "token-mean", (2 + 3 + 0.5) / 3),
+        (TokenLevel.chunk_level, "token-mean", (6 + 0.5) / 2),
+        (TokenLevel.token_level, "token-sum", 8.5),
+        (TokenLevel.action_level, "token-sum", 5.5),
+        (TokenLevel.chunk_level, "token-sum", 6.5),
+        (TokenLevel.token_level, "seq-mean-token-sum-norm", 8.5 / 8),
+        (TokenLevel.action_level, "seq-mean-token-sum-norm", 5.5 / 4),
+        (TokenLevel.chunk_level, "seq-mean-token-sum-norm", 6.5 / 2),
+    ],
+)
+def test_levels_by_hand(level: TokenLevel, mode: str, ratio_sum: float):
+    metrics = two_sample_loss(level, mode)
+    assert metrics["total"] == pytest.approx(-ADVANTAGE * ratio_sum, rel=1e-6)
+
+
+def test_reported_means_do_not_depend_on_the_aggregation_being_a_sum():
+    mean, total = (two_sample_loss(TokenLevel.token_level, mode) for mode in ("token-mean", "token-sum"))
+    for name in ("ratio", "kl", "entropy", "logprob_gap", "clip_fraction"):
+        assert total[name] == pytest.approx(mean[name], rel=1e-6)
+    assert mean["ratio"] == pytest.approx(8.5 / 6)
+    assert mean["ratio_max"] == pytest.approx(3.0)
+    assert mean["logprob_gap"] == pytest.approx((math.log(2) * 2 + math.log(3)) / 6)
+    assert mean["kl"] == pytest.approx(8.5 / 6 - 1 - (math.log(2) + math.log(3) - math.log(2)) / 6)
+
+
+@pytest.mark.parametrize(
+    ("entropy_type", "expected"),
+    [(TokenLevel.token_level, 1.0), (TokenLevel.action_level, 2.0), (TokenLevel.chunk_level, 3.0)],
+)
+def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
+    """K = D = 2: two chunks of entropy 1 per token, one with both actions executed and one with the first only."""
+    episodes = [
+        make_episode([[0, 1]], episode_id=0),
+        make_episode([[0, 0]], episode_id=1, valid=[[True, False]], first_record=1),
+    ]
+    losses = []
+    for bonus in (0.0, 0.5):
+        cfg = AlgorithmConfig(logprob_type=TokenLevel.chunk_level, entropy_type=entropy_type, entropy_bonus=bonus)
+        algorithm = build_algorithm(cfg)
+        batch = algorithm.prepare(episodes)
+        weight, value_weight = algorithm.weights(batch, [0, 1])
+        zeros, empty = torch.zeros(2, 4), torch.zeros(2, 0)
+        loss, metrics = algorithm.loss(
+            PolicyScores(logprob=zeros, entropy=torch.ones(2, 4), value=empty),
+            LossInputs(
+                old_logprob=zeros,
+                ref_logprob=None,
+                advantage=torch.from_numpy(batch.advantage),
+                returns=empty,
+                old_value=empty,
+                valid=torch.from_numpy(batch.valid),
+                weight=torch.from_numpy(weight),
+                value_weight=torch.from_numpy(value_weight),
+            ),
+        )
+        losses.append(loss.item())
+        assert metrics["entropy"].item() == pytest.approx(expected)
+    assert losses[1] - losses[0] == pytest.approx(-0.5 * expected, abs=1e-6)
+
+
+def test_grpo_prepare_reference():
+    batch = build_algorithm(AlgorithmConfig(group_size=3)).prepare(reference_episodes())
+    expected = np.repeat(GRPO_REFERENCE, LENGTHS)[:, None]
+    np.testing.assert_allclose(batch.advantage, expected, atol=1e-5)
+    np.testing.assert_array_equal(batch.episode, np.repeat(np.arange(6), LENGTHS))
+    np.testing.assert_array_equal(batch.records[:8], [0, 1, 2, 3, 4, 10, 11, 12])
+    assert batch.returns.shape == (20, 0)
+    assert batch.has_signal
+    assert batch.metrics["train/groups_without_signal"] == 0
+
+
+@pytest.mark.parametrize(("normalize", "expected"), [(False, GAE_RAW), (True, GAE_WHITENED)])
+def test_gae_prepare_reference(normalize: bool, expected: list[list[float]]):
+    batch = build_algorithm(gae_config(normalize_advantages=normalize)).prepare(reference_episodes())
+    np.testing.assert_allclose(batch.advantage[:, 0], np.array(expected)[VALID], atol=1e-5)
+    np.testing.assert_allclose(batch.returns[:, 0], np.array(GAE_RETURNS)[VALID], atol=1e-5)
+
+
+def test_gae_action_level_values_flow_across_chunks_and_stop_mid_chunk():
+    """T = 2, K = 2, the second chunk stops after one action; the hand computation runs over three steps."""
+    for terminated, after in ((True, 0.0), (False, 4.0)):
+        episode = make_episode(
+            [[1, 2], [3, 0]],
+            valid=[[True, True], [True, False]],
+            value=[[0.1, 0.2], [0.3, 99]],
+            bootstrap=[4, 77],
+            terminated=terminated,
+        )
+        cfg = gae_config(reward_type=RewardLevel.action_level, normalize_advantages=False)
+        batch = build_algorithm(cfg).prepare([episode])
+        a2 = 3 + 0.9 * after - 0.3
+        a1 = 2 + 0.9 * 0.3 - 0.2 + 0.72 * a2
+        a0 = 1 + 0.9 * 0.2 - 0.1 + 0.72 * a1
+        np.testing.assert_allclose(batch.advantage, [[a0, a1], [a2, 0]], rtol=1e-6)
+        np.testing.assert_allclose(batch.returns, [[a0 + 0.1, a1 + 0.2], [a2 + 0.3, 0]], rtol=1e-6)
+        _, value_weight = build_algorithm(cfg).weights(batch, [0, 1])
+        np.testing.assert_allclose(value_weight, [[1 / 3, 1 / 3], [1 / 3, 0]], rtol=1e-6)
+
+
+def test_gae_chunk_level_sums_rewards_and_shares_one_advantage():
+    for terminated, after in ((True, 0.0), (False, 4.0)):
+        episode = make_episode(
+            [[1, 2], [3, 0]],
+            valid=[[True, True], [True, False]],
+            value=[[0.1], [0.3]],
+            bootstrap=[4],
+            terminated=terminated,
+        )
+        batch = build_algorithm(gae_config(normalize_advantages=False)).prepare([episode])
+        a1 = 3 + 0.9 * after - 0.3
+        a0 = 3 + 0.9 * 0.3 - 0.1 + 0.72 * a1
+        np.testing.assert_allclose(batch.advantage, [[a0, a0], [a1, 0]], rtol=1e-6)
+        np.testing.assert_allclose(batch.returns, [[a0 + 0.1], [a1 + 0.3]], rtol=1e-6)
+
+
+def success_groups(*wins: int) -> list[Episode]:
+    """Groups of four with the given number of successes."""
+    return [
+        make_episode([[float(i < won)]], episode_id=4 * g + i, group=g, success=i < won, first_record=4 * g + i)
+        for g, won in enumerate(wins)
+        for i in range(4)
+    ]
+
+
+def test_filter_keeps_groups_within_the_bounds():
+    batch = build_algorithm(AlgorithmConfig(filter_rewards=[0.3, 0.8])).prepare(success_groups(0, 1, 2, 3, 4))
+    np.testing.assert_array_equal(np.unique(batch.episode // 4), [2, 3])
+    assert batch.metrics["train/groups_filtered"] == pytest.approx(3 / 5)
+    assert batch.metrics["train/groups_without_signal"] == pytest.approx(3 / 5)
+
+
+def test_filter_that_drops_everything_leaves_an_empty_batch_without_signal():
+    cfg = AlgorithmConfig(filter_rewards=[0.3, 0.8], entropy_bonus=0.1)
+    batch = build_algorithm(cfg).prepare(success_groups(0, 4))
+    assert batch.advantage.shape == (0, 1)
+    assert not batch.has_signal
+    assert batch.metrics["train/groups_without_signal"] == 1.0
+
+
+def test_groups_without_signal_still_count_in_the_denominator():
+    batch = build_algorithm(AlgorithmConfig()).prepare(success_groups(0, 2))
+    assert batch.metrics["train/groups_without_signal"] == 0.5
+    assert batch.has_signal
+    assert len(batch.records) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "signal"), [({}, False), ({"kl_beta": 0.1}, True), ({"entropy_bonus": 0.01}, True)]
+)
+def test_constant_groups_have_signal_only_through_other_terms(changes: dict, signal: bool):
+    batch = build_algorithm(AlgorithmConfig(**changes)).prepare(success_groups(0, 4))
+    assert batch.has_signal is signal
+    assert batch.metrics["train/groups_without_signal"] == 1.0
+
+
+def test_value_loss_is_a_signal_and_no_value_coefficient_is_none():
+    episode = make_episode([[0.0], [0.0]], value=[[0.0], [0.0]], bootstrap=[0.0])
+    for coefficient, signal in ((0.5, True), (0.0, False)):
+        assert build_algorithm(gae_config(value_coef=coefficient)).prepare([episode]).has_signal is signal
+
+
+@pytest.mark.parametrize("level", list(TokenLevel))
+def test_a_batch_without_signal_really_has_a_zero_gradient(level: TokenLevel):
+    algorithm = build_algorithm(AlgorithmConfig(logprob_type=level))
+    flat = [make_episode(np.ones((2, K)) / K, episode_id=i, first_record=2 * i) for i in range(3)]
+    batch = algorithm.prepare(flat)
+    assert not batch.has_signal
+    leaf, scores = scores_of(batch, 0)
+    loss, _ = algorithm.loss(scores, inputs_of(algorithm, batch, 0))
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("reward", {"reward": [[float("nan")]]}),
+        ("value", {"value": [[float("inf")]]}),
+        ("bootstrap value", {"bootstrap": [float("-inf")]}),
+    ],
+)
+def test_non_finite_input_names_the_episode(field: str, changes: dict):
+    episodes = [
+        make_episode([[0.0]], value=[[0.0]], episode_id=0),
+        make_episode(**({"reward": [[0.0]], "value": [[0.0]], "bootstrap": [0.0]} | changes), episode_id=41, group=5),
+    ]
+    with pytest.raises(NonFiniteError, match=rf"{field} is .*episode 41 .*reset id 105"):
+        build_algorithm(gae_config()).prepare(episodes)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_overflowing_advantage_is_caught():
+    episode = make_episode([[3e38], [3e38]], value=[[0.0], [0.0]], episode_id=7)
+    with pytest.raises(NonFiniteError, match="advantage is inf in episode 7"):
+        build_algorithm(gae_config(normalize_advantages=False)).prepare([episode])
+
+
+def test_rewards_of_actions_that_never_ran_are_ignored():
+    episode = make_episode([[1.0, float("nan")]], valid=[[True, False]], value=[[0.0]])
+    batch = build_algorithm(gae_config(normalize_advantages=False)).prepare([episode])
+    np.testing.assert_array_equal(batch.advantage, [[1.0, 0.0]])
+
+
+def test_kl_without_reference_is_our_own_bug():
+    algorithm = build_algorithm(AlgorithmConfig(kl_beta=0.1))
+    assert algorithm.needs_reference
+    batch = algorithm.prepare(ragged_episodes(0))
+    _, scores = scores_of(batch, 0)
+    inputs = inputs_of(algorithm, batch, 0)
+    without = LossInputs(**{name: getattr(inputs, name) for name in inputs.__slots__} | {"ref_logprob": None})
+    with pytest.raises(AssertionError, match="without reference"):
+        algorithm.loss(scores, without)
+
+
+def test_reference_kl_enters_the_loss_with_its_weight():
+    losses = []
+    for beta in (0.0, 0.3):
+        algorithm = build_algorithm(AlgorithmConfig(kl_beta=beta))
+        batch = algorithm.prepare(ragged_episodes(0))
+        _, scores = scores_of(batch, 0)
+        inputs = inputs_of(algorithm, batch, 0)
+        loss, metrics = algorithm.loss(scores, inputs)
+        losses.append(loss.item())
+    mask = inputs.valid.repeat_interleave(D, dim=1)
+    gap = (scores.logprob - inputs.ref_logprob)[mask]
+    expected = (torch.exp(-gap) + gap - 1).mean().item()
+    assert metrics["ref_kl"].item() == pytest.approx(expected, rel=1e-6)
+    assert losses[1] - losses[0] == pytest.approx(0.3 * expected, rel=1e-5)
+
+
+def test_a_bad_combination_is_refused():
+    with pytest.raises(ConfigError, match="logprob_type=chunk_level"):
+        build_algorithm(gae_config(reward_type=RewardLevel.action_level, logprob_type=TokenLevel.chunk_level))
