@@ -1,0 +1,151 @@
+"""The table of commands: what each takes and where it lives. Light: it is imported for every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One `--flag` and its argparse options."""
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One command of the program."""
+
+    summary: str
+    target: str
+    """`module:function`; called with the parsed arguments, returns the exit code."""
+    usage: str
+    words: str = "override"
+    words_help: str = "group=option or key=value"
+    flags: tuple[Flag, ...] = ()
+    examples: tuple[str, ...] = ()
+    long_help: bool = False
+    """Add groups and the commonest keys to the help."""
+
+    def epilog(self) -> str:
+        """Text below the flags in `--help`."""
+        text = "examples:\n" + "\n".join(f"  {e}" for e in self.examples)
+        if self.long_help:
+            from embodyrl.cli.help import groups_and_keys
+
+            text += "\n\n" + groups_and_keys()
+        return text
+
+
+def _switch(name: str, text: str) -> Flag:
+    return Flag(name, {"action": "store_true", "help": text})
+
+
+_JSON = _switch("--json", "print JSON")
+_CONFIG_DIR = Flag(
+    "--config-dir",
+    {"action": "append", "default": [], "metavar": "DIR", "help": "further folder with YAML groups; repeatable"},
+)
+_RUN_FLAGS = (
+    _switch("--print-config", "print the composed config as YAML (with --json as JSON) and stop"),
+    _switch("--dry-run", "check everything, print what would run, and stop"),
+    _switch("--json", "with --print-config: JSON instead of YAML"),
+    _CONFIG_DIR,
+)
+_LISTS: tuple[str, ...] = ("envs", "models", "algorithms", "launchers", "experiments", "runs")
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        summary="Train a policy by reinforcement learning inside a simulator.",
+        target="embodyrl.cli.run:train",
+        usage="embodyrl train [group=option ...] [key=value ...] [flags]",
+        flags=(
+            *_RUN_FLAGS,
+            Flag(
+                "--resume", {"metavar": "RUN", "help": "continue a run folder with its own config; auto = newest run"}
+            ),
+        ),
+        examples=(
+            "embodyrl train",
+            "embodyrl train experiment=libero_laptop",
+            "embodyrl train env=libero_object algorithm=ppo env.train.task_ids=[0,3] seed=1",
+            "embodyrl train env=libero_10 model=openvla_oft model.path=checkpoints/openvla-oft --dry-run",
+            "embodyrl train --resume runs/my_run runner.max_steps=200",
+        ),
+        long_help=True,
+    ),
+    "eval": Command(
+        summary="Measure the success of a policy; no training.",
+        target="embodyrl.cli.run:evaluate",
+        usage="embodyrl eval [group=option ...] [key=value ...] [flags]",
+        flags=_RUN_FLAGS,
+        examples=(
+            "embodyrl eval",
+            "embodyrl eval ckpt=runs/my_run env=libero_10",
+            "embodyrl eval ckpt=runs/my_run/checkpoints/step_000200 eval.episodes_per_task=50",
+            "embodyrl eval env=libero_object eval.episodes=20 video=failures",
+            "embodyrl eval env=libero_10 model=openvla_oft model.path=checkpoints/openvla-oft --dry-run",
+        ),
+        long_help=True,
+    ),
+    "list": Command(
+        summary="List what there is to choose from, and the runs so far.",
+        target="embodyrl.cli.discover:list_things",
+        usage=f"embodyrl list {{{','.join(_LISTS)}}} [--json]",
+        words="what",
+        words_help=f"one of {', '.join(_LISTS)}; for runs also runner.output_dir=DIR",
+        flags=(_JSON, _CONFIG_DIR),
+        examples=("embodyrl list envs", "embodyrl list experiments --json", "embodyrl list runs"),
+    ),
+    "show": Command(
+        summary="Show keys: type, value after composition, default, meaning, and where the value comes from.",
+        target="embodyrl.cli.discover:show",
+        usage="embodyrl show [group | group=option | key | train] [overrides] [--json]",
+        words="what",
+        words_help="a group, a group with an option, a key, or train for all keys; overrides may follow",
+        flags=(_JSON, _CONFIG_DIR),
+        examples=(
+            "embodyrl show env=libero_10",
+            "embodyrl show algorithm",
+            "embodyrl show train experiment=libero_laptop",
+        ),
+    ),
+    "doctor": Command(
+        summary="Check whether this machine can run it: Python, torch, memory, rendering, folders.",
+        target="embodyrl.cli.doctor:doctor",
+        usage="embodyrl doctor [overrides] [--json] [--clean-shm]",
+        flags=(
+            _JSON,
+            _CONFIG_DIR,
+            _switch("--clean-shm", "remove shared-memory segments whose owner is dead"),
+        ),
+        examples=("embodyrl doctor", "embodyrl doctor experiment=libero_laptop", "embodyrl doctor --json"),
+    ),
+}
+
+
+def overview() -> str:
+    """Text of `embodyrl --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    examples = [f"  {COMMANDS[name].examples[0]}" for name in ("train", "eval", "list", "doctor")]
+    examples.insert(1, f"  {COMMANDS['train'].examples[1]}")
+    return "\n".join(
+        (
+            "usage: embodyrl <command> [group=option ...] [key=value ...] [flags]",
+            "",
+            "Reinforcement learning for vision-language-action policies inside simulators.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "examples:",
+            *examples,
+            "",
+            "`embodyrl <command> --help` shows the flags and settings of a command.",
+            "Exit codes: 0 ok, 1 failed, 2 usage or configuration, 3 a check failed, 4 workers beyond their restart",
+            "budget, 5 non-finite numbers, 6 unusable checkpoint, 130 Ctrl-C.",
+        )
+    )

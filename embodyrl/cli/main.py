@@ -1,0 +1,113 @@
+"""The command `embodyrl`: finds the command, runs it, and turns errors into lines and exit codes.
+
+Nothing heavy is imported here: each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from embodyrl.cli.commands import COMMANDS, overview
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.registry import closest
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports usage mistakes the way configuration mistakes are reported."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. `{self.prog} --help` shows the usage.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program name; default `sys.argv[1:]`.
+
+    Returns:
+        The exit code: 0 ok, 1 failed, 2 usage or configuration, 3 a check failed, 4 workers beyond their restart
+        budget, 5 non-finite, 6 unusable checkpoint, 128 + n on signal n.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output (head, less) is gone; keep the interpreter from complaining at exit as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("embodyrl: interrupted.", file=sys.stderr)
+        return 130
+    except EmbodyError as error:
+        _report(str(error).splitlines() or [type(error).__name__], arguments)
+        return error.exit_code
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        _report(
+            [f"unexpected {type(error).__name__}: {reason}. Run it again with --traceback and report it."], arguments
+        )
+        return 1
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(overview())
+        return 0
+    if name == "--version":
+        from embodyrl import __version__
+
+        print(f"embodyrl {__version__}")
+        return 0
+    if name not in COMMANDS:
+        hint = closest(name, COMMANDS)
+        if not hint and "=" in name:
+            hint = f" Overrides come after the command: embodyrl train {name}."
+        raise ConfigError(f"unknown command '{name}'.{hint} Commands: {', '.join(COMMANDS)}.")
+    command = COMMANDS[name]
+    parser = _Parser(
+        prog=f"embodyrl {name}",
+        usage=command.usage,
+        description=command.summary,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("words", nargs="*", metavar=command.words, help=command.words_help)
+    for flag in command.flags:
+        parser.add_argument(flag.name, **flag.options)
+    parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+    parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
+    if {"-h", "--help"} & set(arguments[1:]):
+        parser.epilog = command.epilog()
+        print(parser.format_help(), end="")
+        return 0
+    parsed, unknown = parser.parse_known_intermixed_args(arguments[1:])
+    if unknown:
+        flags = [f.name for f in command.flags]
+        raise ConfigError(
+            f"unknown flag '{unknown[0]}'.{closest(unknown[0], flags)} "
+            f"embodyrl {name} takes: {', '.join([*flags, '--traceback', '--help'])}; settings are key=value."
+        )
+    module, _, function = command.target.partition(":")
+    return getattr(importlib.import_module(module), function)(parsed)
+
+
+def _report(lines: list[str], arguments: list[str]) -> None:
+    if "--traceback" in arguments:
+        traceback.print_exc()
+    for line in lines:
+        print(f"embodyrl: error: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""What `doctor` looks at: one function per fact about this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+SHM = Path("/dev/shm")
+_SEGMENT = re.compile(r"embodyrl-(?P<uid>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    level: str
+    """ok, warn or FAIL."""
+    text: str
+    fix: str = ""
+
+
+def probe_python() -> Finding:
+    """Python version."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info < (3, 11):
+        return Finding("python", "FAIL", version, "install Python 3.11 or newer")
+    return Finding("python", "ok", f"{version} ({sys.executable})")
+
+
+def probe_torch() -> Finding:
+    """Torch version and the devices that it sees."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        return Finding("torch", "FAIL", f"cannot be imported: {reason}", "pip install 'torch>=2.11'")
+    if not torch.cuda.is_available():
+        return Finding("torch", "ok", f"{torch.__version__}, CPU only")
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
+    return Finding("torch", "ok", f"{torch.__version__}, {len(names)} CUDA devices ({', '.join(names)}), {bf16}")
+
+
+def probe_memory() -> Finding:
+    """Free memory per usable core; a LIBERO worker needs 1 to 2 GiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    cores = len(os.sched_getaffinity(0))
+    text = f"{free / _GIB:.1f} GiB free, {cores} cores ({free / cores / _GIB:.1f} GiB per core)"
+    if free / cores < 1.5 * _GIB:
+        workers = max(1, int(free // (2 * _GIB)))
+        return Finding("memory", "warn", text, f"launcher.env_workers={workers}, or close other programs")
+    return Finding("memory", "ok", text)
+
+
+def probe_shm_size() -> Finding:
+    """Size of /dev/shm, which simulators and torch use between processes."""
+    if not SHM.is_dir():
+        return Finding("/dev/shm", "warn", "does not exist", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm")
+    usage = shutil.disk_usage(SHM)
+    text = f"{usage.total / _GIB:.2f} GiB, {usage.free / _GIB:.2f} GiB free"
+    if usage.free < 32 * 2**20:
+        return Finding("/dev/shm", "warn", text, "free it, or start the container with --shm-size=2g")
+    return Finding("/dev/shm", "ok", text)
+
+
+def stale_segments(folder: Path = SHM) -> list[Path]:
+    """Shared-memory segments of this user whose owner is dead.
+
+    Their names are `embodyrl-<uid>-<pid>-<start time>-<k>`; the start time (clock ticks since boot, field 22 of
+    /proc/<pid>/stat) tells an owner from a later process that got the same pid.
+    """
+    found = []
+    for path in sorted(folder.glob("embodyrl-*")):
+        match = _SEGMENT.fullmatch(path.name)
+        if match and int(match["uid"]) == os.getuid() and _start_time(int(match["pid"])) != match["start"]:
+            found.append(path)
+    return found
+
+
+def _start_time(pid: int) -> str | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field, the command, may hold blanks and parentheses; it ends at the last one.
+    return stat.rpartition(")")[2].split()[19]
+
+
+def probe_stale_segments(*, clean: bool) -> Finding:
+    """Left-over shared memory of dead processes; `clean` removes it."""
+    stale = stale_segments()
+    if not stale:
+        return Finding("stale shared memory", "ok", "none")
+    size = sum(path.stat().st_size for path in stale)
+    text = f"{len(stale)} segments of dead processes, {size / _GIB:.2f} GiB"
+    if not clean:
+        return Finding("stale shared memory", "warn", text, "embodyrl doctor --clean-shm")
+    for path in stale:
+        path.unlink(missing_ok=True)
+    return Finding("stale shared memory", "ok", f"removed {text}")
+
+
+def probe_open_files() -> Finding:
+    """Limit of open files; every worker takes a few dozen."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < 1024:
+        return Finding("ulimit -n", "warn", str(soft), f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")
+    return Finding("ulimit -n", "ok", str(soft))
+
+
+def probe_folders(folders: Sequence[Path]) -> list[Finding]:
+    """Output folders can be written and their disk has room; nothing is left there."""
+    findings = []
+    for folder in folders:
+        absolute = folder.absolute()
+        place = next(p for p in (absolute, *absolute.parents) if p.exists())
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(b"\0")
+        except OSError as error:
+            fix = "choose another place with runner.output_dir=DIR and video_cfg.base_dir=DIR"
+            findings.append(Finding(f"folder {folder}", "FAIL", f"cannot write to {place}: {error.strerror}", fix))
+            continue
+        free = shutil.disk_usage(place).free
+        text = f"writable, {free / _GIB:.1f} GiB free on its disk"
+        if free < 2 * _GIB:
+            findings.append(Finding(f"folder {folder}", "warn", text, "free some space, or lower checkpoint.keep"))
+        else:
+            findings.append(Finding(f"folder {folder}", "ok", text))
+    return findings
+
+
+def probe_extras() -> list[Finding]:
+    """Versions of the required packages and of each optional set."""
+    extras: dict[str, list[Requirement]] = {}
+    for text in metadata.requires("embodyrl") or []:
+        requirement = Requirement(text)
+        named = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
+        extras.setdefault(named[1] if named else "", []).append(requirement)
+    return [_judge_extra(name, requirements) for name, requirements in extras.items()]
+
+
+def _judge_extra(name: str, requirements: Iterable[Requirement]) -> Finding:
+    have, wrong = [], []
+    for requirement in requirements:
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        have.append(f"{requirement.name} {version}")
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version} instead of {requirement.specifier}")
+    title = f"extra {name}" if name else "packages"
+    if not wrong:
+        return Finding(title, "ok", ", ".join(have))
+    level = "warn" if name else "FAIL"
+    return Finding(
+        title, level, "; ".join(wrong), f"pip install 'embodyrl[{name}]'" if name else "pip install embodyrl"
+    )

@@ -1,0 +1,82 @@
+"""Two probes of `doctor` that start a program: render one real frame, run the video encoder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib import metadata
+
+from embodyrl.cli.probes import Finding
+
+_TIMEOUT_S = 60.0
+_APT = {
+    "osmesa": "apt-get install libosmesa6",
+    "egl": "apt-get install libegl1 libgl1-mesa-dri; on a headless CPU machine use MUJOCO_GL=osmesa",
+}
+_SCENE = """
+import mujoco, numpy
+model = mujoco.MjModel.from_xml_string('''<mujoco><worldbody><light pos="0 0 3"/>
+<geom type="plane" size="1 1 .1" rgba=".2 .3 .4 1"/><geom type="box" size=".2 .2 .2" pos="0 0 .2" rgba="1 0 0 1"/>
+</worldbody></mujoco>''')
+data = mujoco.MjData(model)
+mujoco.mj_forward(model, data)
+with mujoco.Renderer(model, 64, 64) as renderer:
+    renderer.update_scene(data)
+    frame = renderer.render()
+print("distinct values:", len(numpy.unique(frame)))
+"""
+
+
+def probe_rendering() -> Finding:
+    """Render one MuJoCo frame in a process of its own: a broken driver may crash or hang, and it must not take us along.
+
+    The backend is `MUJOCO_GL`, or osmesa, which needs no display and no GPU.
+    """
+    backend = os.environ.get("MUJOCO_GL") or "osmesa"
+    try:
+        version = metadata.version("mujoco")
+    except metadata.PackageNotFoundError:
+        return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")
+    code, output = _run([sys.executable, "-c", _SCENE], {**os.environ, "MUJOCO_GL": backend})
+    name = f"mujoco {version} with MUJOCO_GL={backend}"
+    fix = _APT.get(backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
+    if code is None:
+        return Finding("rendering", "FAIL", f"{name} did not finish a frame in {_TIMEOUT_S:.0f} s", fix)
+    last = (output.strip().splitlines() or ["no output"])[-1]
+    if code != 0:
+        how = signal.Signals(-code).name if code < 0 else last
+        return Finding("rendering", "FAIL", f"{name} cannot render: {how}", fix)
+    if int(last.rpartition(" ")[2]) < 2:
+        return Finding("rendering", "FAIL", f"{name} renders a frame of one colour", fix)
+    return Finding("rendering", "ok", f"{name} renders")
+
+
+def probe_video() -> Finding:
+    """The encoder that imageio brings along starts."""
+    fix = "pip install 'imageio[ffmpeg]'"
+    try:
+        from imageio_ffmpeg import get_ffmpeg_exe, get_ffmpeg_version
+
+        version, program = get_ffmpeg_version(), get_ffmpeg_exe()
+    except (ImportError, RuntimeError, OSError) as error:
+        return Finding("video", "FAIL", f"no ffmpeg: {error}", fix)
+    return Finding("video", "ok", f"ffmpeg {version} ({program})")
+
+
+def _run(command: list[str], env: dict[str, str]) -> tuple[int | None, str]:
+    """Return (exit code, output); the code is None after the timeout."""
+    try:
+        done = subprocess.run(
+            command,
+            env=env,
+            timeout=_TIMEOUT_S,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return done.returncode, done.stdout

@@ -1,0 +1,89 @@
+"""The commands `train` and `eval`: compose, check, then hand over to the runtime."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from embodyrl.cli.runs import newest_run
+from embodyrl.config.load import dump_config, load_config, load_saved_config
+from embodyrl.config.schema import Config
+from embodyrl.errors import ConfigError
+
+
+def train(args: argparse.Namespace) -> int:
+    """Run `embodyrl train`."""
+    cfg, resume = _train_config(args)
+    if _only_look(args, cfg):
+        return 0
+    if cfg.runner.only_eval:
+        return _evaluate(cfg, args.words)
+    from embodyrl.runtime.train import train as run
+
+    run(cfg, overrides=args.words, resume=resume)
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Run `embodyrl eval`."""
+    cfg = load_config("eval", args.words, config_dirs=_folders(args))
+    return 0 if _only_look(args, cfg) else _evaluate(cfg, args.words)
+
+
+def _evaluate(cfg: Config, overrides: list[str]) -> int:
+    from embodyrl.runtime.evaluate import evaluate as run
+
+    run(cfg, overrides=overrides)
+    return 0
+
+
+def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
+    """Compose the config and find the run to resume.
+
+    A named run brings its own config. `auto` means "start this experiment or go on with it", so there the command
+    line defines the config, and a missing run is a fresh start.
+    """
+    marker = "runner.resume_dir="
+    asked = [args.resume] if args.resume else [w.removeprefix(marker) for w in args.words if w.startswith(marker)]
+    resume = asked[-1] if asked and asked[-1] != "null" else None
+    words = [w for w in args.words if not w.startswith(marker)]
+    if resume is not None and resume != "auto":
+        if args.config_dir:
+            raise ConfigError("--config-dir has no effect with --resume: the run brings its own config; leave it out.")
+        if any(w.startswith("ckpt=") for w in words):
+            raise ConfigError("ckpt cannot be combined with --resume: a resumed run has weights of its own; drop one.")
+        run = Path(resume)
+        return load_saved_config(run, words), run if run.is_dir() else run.parent
+    cfg = load_config("train", words, config_dirs=_folders(args))
+    if resume is None and cfg.runner.resume_dir is None:
+        return cfg, None
+    return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
+
+
+def _only_look(args: argparse.Namespace, cfg: Config) -> bool:
+    """Check the config against its components and serve the flags that stop before anything runs."""
+    if args.json and not args.print_config:
+        raise ConfigError("--json goes with --print-config here; results are written to the run folder as JSON.")
+    from embodyrl.runtime.checks import check_components
+
+    check_components(cfg)
+    if args.print_config:
+        print(_config_json(cfg) if args.json else dump_config(cfg).rstrip("\n"))
+        return True
+    if args.dry_run:
+        from embodyrl.runtime.planning import describe
+
+        print(describe(cfg))
+        return True
+    return False
+
+
+def _config_json(cfg: Config) -> str:
+    import yaml
+
+    return json.dumps(yaml.safe_load(dump_config(cfg)), indent=2)
+
+
+def _folders(args: argparse.Namespace) -> list[Path]:
+    return [Path(d) for d in args.config_dir]

@@ -1,0 +1,62 @@
+"""What the runs in an output folder tell about themselves, read from their files only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run folder."""
+
+    id: str
+    path: str
+    started: str
+    """Local time, minutes."""
+    step: int | None
+    """Last logged training step; None before the first."""
+    success: float | None
+    """Newest success rate of a validation, 0 to 1."""
+
+
+def list_runs(output_dir: Path) -> list[Run]:
+    """Return the runs below a folder, newest first."""
+    folders = sorted(_run_folders(output_dir), key=_started, reverse=True)
+    return [_read(folder) for folder in folders]
+
+
+def newest_run(output_dir: Path, experiment_name: str | None) -> Path | None:
+    """Return the newest run of an experiment (any experiment for None), or None if there is none."""
+    for folder in sorted(_run_folders(output_dir), key=_started, reverse=True):
+        saved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        if experiment_name is None or saved["runner"]["experiment_name"] == experiment_name:
+            return folder
+    return None
+
+
+def _run_folders(output_dir: Path) -> list[Path]:
+    return [file.parent for file in output_dir.glob("*/config.yaml")]
+
+
+def _started(folder: Path) -> float:
+    return (folder / "config.yaml").stat().st_mtime
+
+
+def _read(folder: Path) -> Run:
+    step, success = None, None
+    metrics = folder / "metrics.jsonl"
+    if metrics.is_file():
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the last line of a killed run may be cut
+            step = row.get("step", step)
+            success = row.get("eval/success_once", success)
+    started = datetime.fromtimestamp(_started(folder)).strftime("%Y-%m-%d %H:%M")
+    return Run(id=folder.name, path=str(folder), started=started, step=step, success=success)
