@@ -77,7 +77,7 @@ class RunnerConfig:
     """Passes over the training reset ids; -1: no limit."""
     only_eval: bool = False
     """Evaluate `ckpt` (or the model's own weights) and stop."""
-    val_check_interval: int = 10
+    val_check_interval: int = -1
     """Training steps between validations; also before the first and after the last step; -1: never."""
     save_interval: int = 50
     """Training steps between checkpoints; the last step is always saved; -1: only the last."""

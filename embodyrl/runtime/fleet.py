@@ -99,8 +99,10 @@ class Fleet:
         self._restarts[name] = count + 1
         self._starting.add(name)
         self._restart_at[name] = time.monotonic() + delay
-        self._say(f"worker {name} {died.reason}; restarting it ({count + 1} of "
-                  f"{self._faults.max_restarts_per_worker}), its running episodes are dropped.{where}")
+        self._say(
+            f"worker {name} {died.reason}; restarting it ({count + 1} of "
+            f"{self._faults.max_restarts_per_worker}), its running episodes are dropped.{where}"
+        )
 
     @contextmanager
     def signals(self) -> Iterator[None]:

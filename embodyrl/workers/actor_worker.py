@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from embodyrl.algorithms.metrics import merge_metrics
 from embodyrl.algorithms.protocol import Algorithm, LossInputs
 from embodyrl.channels.arena import Arena
 from embodyrl.config.schema import ActorConfig, OnNonfinite
@@ -96,9 +96,8 @@ class ActorWorker:
     def _optimizer_step(self, batch: PreparedBatch, samples: Sequence[int]) -> dict[str, float] | None:
         """Accumulate gradients over micro-batches and step; None if a non-finite gradient was skipped."""
         weight, value_weight = self._algorithm.weights(batch, samples)
-        weight, value_weight = np.asarray(weight), np.asarray(value_weight)
         self.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, list[float]] = defaultdict(list)
+        parts: list[dict[str, float]] = []
         size = self._cfg.micro_batch_size
         for start in range(0, len(samples), size):
             part = np.asarray(samples[start : start + size])
@@ -109,18 +108,14 @@ class ActorWorker:
             if not torch.isfinite(loss):
                 return self._refuse(f"loss {float(loss)}")
             loss.backward()
-            totals["loss"].append(float(loss.detach()))
-            for name, value in metrics.items():
-                totals[name].append(float(value))
+            parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())})
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         grad_norm = torch.nn.utils.clip_grad_norm_(params, self._cfg.optim.clip_grad)
         if not torch.isfinite(grad_norm):
             return self._refuse(f"gradient norm {float(grad_norm)}")
         self.optimizer.step()
         self.scheduler.step()
-        metrics = {name: max(v) if name.endswith("_max") else math.fsum(v) for name, v in totals.items()}
-        metrics["grad_norm"] = float(grad_norm)
-        return metrics
+        return merge_metrics(parts) | {"grad_norm": float(grad_norm)}
 
     def _refuse(self, what: str) -> None:
         """Leave the weights as they are when something is not finite."""

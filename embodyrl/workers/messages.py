@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from embodyrl.channels.arena import Ticket
 from embodyrl.types import EpisodeStart
 
+POLICY_FOLDER = "policy"
+"""Where a SaveOrder puts the policy below its folder."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady:

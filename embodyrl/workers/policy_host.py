@@ -6,7 +6,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,17 @@ from embodyrl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig, On
 from embodyrl.policies.protocol import POLICIES, PolicyRequest
 from embodyrl.types import GripperConvention
 from embodyrl.workers.actor_worker import ActorWorker
-from embodyrl.workers.messages import Done, InferOrder, LoadOrder, SaveOrder, ScoreOrder, UpdateOrder, ValueOrder
+from embodyrl.workers.messages import (
+    POLICY_FOLDER,
+    Done,
+    InferOrder,
+    LoadOrder,
+    SaveOrder,
+    ScoreOrder,
+    UpdateOrder,
+    ValueOrder,
+)
 from embodyrl.workers.rollout_worker import RolloutWorker
-
-POLICY_FOLDER = "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +69,8 @@ class PolicyHost:
         self._owns_arena = init.shared_arena is None
         self._arena = init.shared_arena or Arena.attach(init.arena)
         factory = POLICIES.get(init.model.model_type)
-        self._policy = factory.build(init.model, init.request)
+        request = replace(init.request, device="cuda" if torch.cuda.is_available() else "cpu")
+        self._policy = factory.build(init.model, request)
         if init.start_from is not None:
             self._policy.load_weights(Path(init.start_from))
         self._rollout = RolloutWorker(self._policy, self._arena, init.gripper)
@@ -71,7 +79,7 @@ class PolicyHost:
             algorithm = build_algorithm(init.algorithm)
             reference = None
             if algorithm.needs_reference:
-                reference = factory.build(init.model, init.request)
+                reference = factory.build(init.model, request)
                 if init.start_from is not None:
                     reference.load_weights(Path(init.start_from))
                 reference.module.requires_grad_(False)

@@ -1,0 +1,262 @@
+"""Joins environment, policy, algorithm and workers; every mismatch is found before a process starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from embodyrl.algorithms.protocol import Algorithm, build_algorithm
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import RecordLayout, record_layout
+from embodyrl.config.schema import Config, RewardLevel
+from embodyrl.envs import ENVS
+from embodyrl.errors import ConfigError
+from embodyrl.launch import LAUNCHERS
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset_ids
+from embodyrl.runtime.fleet import Fleet
+from embodyrl.runtime.policy_client import PolicyClient
+from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
+from embodyrl.types import EnvSpec, PolicySpec
+from embodyrl.workers.env_worker import EnvWorkerInit
+from embodyrl.workers.lifecycle import WorkerSpec
+
+POLICY_WORKER = "policy"
+
+# Simulators and renderers spin up a thread per core each unless told otherwise; with several worker processes these
+# threads fight (measured: 5 to 15 times slower).
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """A run, fully described but not started."""
+
+    cfg: Config
+    env: EnvSpec
+    policy: PolicySpec
+    algorithm: Algorithm | None
+    """None: evaluation only."""
+    layout: RecordLayout
+    capacity: int
+    """Records of the arena: the largest rollout that can be under way."""
+    seats: tuple[EnvSeat, ...]
+    total_steps: int
+    """Training steps."""
+    optimizer_steps_per_step: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.seats[-1].slots.stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crew:
+    """The running workers of a run."""
+
+    fleet: Fleet
+    arena: Arena
+    rollouts: Rollouts
+    policy: PolicyClient
+
+    def close(self) -> None:
+        """End all workers and free the arena."""
+        self.fleet.stop()
+        self.arena.close()
+
+
+def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
+    """Describe the run.
+
+    Raises:
+        ConfigError: parts that do not fit together, one line each.
+        MissingDependencyError: the environment's packages or libraries are missing.
+    """
+    env = ENVS.get(cfg.env.env_type).spec(cfg.env)
+    algorithm = build_algorithm(cfg.algorithm) if training else None
+    value_dim = 0
+    if algorithm is not None and algorithm.needs_values:
+        value_dim = 1 if cfg.algorithm.reward_type == RewardLevel.chunk_level else cfg.model.num_action_chunks
+    policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
+    problems = mismatches(cfg, env, policy)
+    if algorithm is not None and algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
+        problems.append(
+            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
+            "reset id; set it to true."
+        )
+    if problems:
+        raise ConfigError(problems)
+    for split in (cfg.env.train, cfg.env.eval):
+        selected_reset_ids(env, split)
+    seats = deal_slots(_count_slots(cfg, env, training=training), _count_env_workers(cfg, env, training=training))
+    layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
+    return Blueprint(
+        cfg=cfg,
+        env=env,
+        policy=policy,
+        algorithm=algorithm,
+        layout=layout,
+        capacity=_capacity(cfg, algorithm, seats[-1].slots.stop),
+        seats=seats,
+        total_steps=_total_steps(cfg, env) if training else 0,
+        optimizer_steps_per_step=cfg.algorithm.update_epoch
+        * max(1, _max_samples(cfg, algorithm) // cfg.actor.global_batch_size),
+    )
+
+
+def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """Compare what the environment gives with what the policy takes; one line per mismatch."""
+    problems = []
+    if env.action_dim != policy.action_dim:
+        problems.append(
+            f"env '{env.name}' takes {env.action_dim}-dimensional actions, model '{policy.name}' gives "
+            f"{policy.action_dim}; set model.action_dim={env.action_dim} or choose another model."
+        )
+    if policy.num_images > len(env.cameras):
+        problems.append(
+            f"model '{policy.name}' reads {policy.num_images} camera images, env '{env.name}' gives "
+            f"{len(env.cameras)} ({', '.join(env.cameras) or 'none'}); set model.num_images_in_input or the cameras."
+        )
+    if policy.uses_state and not env.state_dim:
+        problems.append(f"model '{policy.name}' reads proprioception, env '{env.name}' has none.")
+    if (env.gripper is None) != (policy.gripper is None):
+        has, lacks = ("env", "model") if env.gripper else ("model", "env")
+        problems.append(f"the {has} declares a gripper convention, the {lacks} does not; they do not fit together.")
+    return problems
+
+
+def start_crew(
+    blueprint: Blueprint, log_dir: Path, say: Callable[[str], None], *, start_from: Path | None = None
+) -> Crew:
+    """Create the arena, start all workers and wait until they are ready."""
+    # The policy process imports torch; the driver of an evaluation never has to.
+    from embodyrl.workers.policy_host import PolicyHostInit
+
+    cfg = blueprint.cfg
+    arena = Arena.create(blueprint.layout, blueprint.capacity)
+    inline = cfg.launcher.name == "inline"
+    fleet = Fleet(LAUNCHERS.get(cfg.launcher.name)(log_dir), cfg.faults, say)
+    policy = PolicyClient(fleet, POLICY_WORKER, timeout_s=cfg.faults.update_timeout_s)
+    training = blueprint.algorithm is not None
+    rules = RolloutRules(
+        stages=cfg.rollout.pipeline_stage_num,
+        deterministic=cfg.runner.deterministic,
+        needs_values=training and blueprint.algorithm is not None and blueprint.algorithm.needs_values,
+        step_timeout_s=cfg.faults.step_timeout_s,
+        total_slots=blueprint.num_slots,
+        value_dim=blueprint.policy.value_dim,
+    )
+    rollouts = Rollouts(fleet, arena, blueprint.seats, policy, rules)
+    shared = arena if inline else None
+    host = PolicyHostInit(
+        model=cfg.model,
+        request=PolicyRequest(
+            env=blueprint.env,
+            value_dim=blueprint.policy.value_dim,
+            temperature=cfg.algorithm.sampling_params.temperature,
+            device="auto",
+            seed=cfg.seed,
+            trainable=training,
+        ),
+        arena=arena.handle,
+        gripper=blueprint.env.gripper,
+        algorithm=cfg.algorithm if training else None,
+        actor=cfg.actor,
+        total_steps=blueprint.total_steps * blueprint.optimizer_steps_per_step,
+        seed=cfg.seed,
+        deterministic=cfg.runner.deterministic,
+        on_nonfinite=cfg.faults.on_nonfinite,
+        threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
+        start_from=str(start_from) if start_from else None,
+        shared_arena=shared,
+    )
+    specs = {
+        POLICY_WORKER: (
+            WorkerSpec(
+                name=POLICY_WORKER,
+                entry="embodyrl.workers.policy_host:PolicyHost",
+                init=host,
+                environ={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            ),
+            policy.on_message,
+        )
+    }
+    for seat in blueprint.seats:
+        init = EnvWorkerInit(
+            env=cfg.env, num_slots=len(seat.slots), arena=arena.handle, video=cfg.video_cfg, shared_arena=shared
+        )
+        spec = WorkerSpec(
+            name=seat.name,
+            entry="embodyrl.workers.env_worker:EnvWorker",
+            init=init,
+            environ=_ONE_THREAD,
+            restartable=True,
+        )
+        specs[seat.name] = (spec, _callback(rollouts, seat.name))
+    try:
+        fleet.start(specs)
+    except BaseException:
+        fleet.stop()
+        arena.close()
+        raise
+    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy)
+
+
+def _callback(rollouts: Rollouts, name: str) -> Callable[[object], None]:
+    return lambda message: rollouts.on_message(name, message)
+
+
+def deal_slots(num_slots: int, num_workers: int) -> tuple[EnvSeat, ...]:
+    """Give neighbouring slots (members of one group) to the same worker, as evenly as possible."""
+    seats, start = [], 0
+    for worker in range(num_workers):
+        size = num_slots // num_workers + (worker < num_slots % num_workers)
+        seats.append(EnvSeat(name=f"env_{worker}", slots=range(start, start + size)))
+        start += size
+    return tuple(seats)
+
+
+def _count_slots(cfg: Config, env: EnvSpec, *, training: bool) -> int:
+    evaluating = not training or cfg.runner.val_check_interval != -1
+    eval_slots = eval_plan(cfg, env).num_slots if evaluating else 0
+    return max(eval_slots, cfg.env.train.total_num_envs if training else 0)
+
+
+def _count_env_workers(cfg: Config, env: EnvSpec, *, training: bool) -> int:
+    slots = _count_slots(cfg, env, training=training)
+    if cfg.launcher.env_workers != "auto":
+        return min(int(cfg.launcher.env_workers), slots)
+    return 1 if cfg.launcher.name == "inline" else max(1, min(os.cpu_count() or 1, slots))
+
+
+def _max_samples(cfg: Config, algorithm: Algorithm | None) -> int:
+    """Chunk samples of one training step, at most."""
+    split = cfg.env.train
+    steps = split.max_episode_steps
+    if algorithm is not None and algorithm.counts_chunk_steps:
+        steps = split.max_steps_per_rollout_epoch or steps
+    return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.model.num_action_chunks)
+
+
+def _capacity(cfg: Config, algorithm: Algorithm | None, num_slots: int) -> int:
+    in_flight = 2 * num_slots
+    if algorithm is None:
+        return in_flight
+    samples = _max_samples(cfg, algorithm)
+    finals = 0
+    if algorithm.needs_values:
+        # One more record per episode that is truncated or cut, for the value of its last observation.
+        per_episode = -(-cfg.env.train.max_episode_steps // cfg.model.num_action_chunks)
+        finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch
+    return samples + finals + in_flight
+
+
+def _total_steps(cfg: Config, env: EnvSpec) -> int:
+    steps = cfg.runner.max_steps
+    if cfg.runner.max_epochs >= 0:
+        ids = len(selected_reset_ids(env, cfg.env.train))
+        steps = min(steps, -(-cfg.runner.max_epochs * ids // groups_per_step(cfg)))
+    return steps

@@ -1,0 +1,87 @@
+"""Evaluation as a command of its own: no optimizer, a table, and videos."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from embodyrl import __version__
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.config.schema import Config
+from embodyrl.monitor import Fanout, RunInfo, build_monitor
+from embodyrl.runtime.build import draw_blueprint, start_crew
+from embodyrl.runtime.evaluation import EvalResult, TaskResult, run_evaluation
+from embodyrl.runtime.planning import facts
+from embodyrl.runtime.rundir import open_run, resolve_weights
+
+
+def evaluate(cfg: Config, *, overrides: Sequence[str] = ()) -> EvalResult:
+    """Evaluate `ckpt`, or the model's own weights, and write results into a run folder of its own.
+
+    Raises:
+        EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
+    """
+    blueprint = draw_blueprint(cfg, training=False)
+    weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
+    step = _step_of(weights)
+    folder = open_run(cfg, "eval", overrides, None)
+    monitor = build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
+    try:
+        lines = facts(blueprint)
+        monitor.open(folder.root, RunInfo(run_id=folder.run_id, project=cfg.runner.logger.project_name))
+        source = cfg.ckpt or cfg.model.path
+        monitor.banner(
+            [f"embodyrl {__version__} · eval · {folder.run_id} · weights {source}"]
+            + [f"  {name:<10} {text}" for name, text in lines]
+            + [f"  {'output':<10} {folder.root}"]
+        )
+        crew = start_crew(blueprint, folder.logs, monitor.text, start_from=weights)
+        try:
+            with crew.fleet.signals():
+                result = run_evaluation(
+                    blueprint,
+                    crew,
+                    folder=folder.eval_folder(step),
+                    videos=folder.videos,
+                    step=step,
+                    progress=monitor.progress,
+                    warn=monitor.text,
+                )
+        finally:
+            crew.close()
+        _print_table(result, monitor)
+        return result
+    finally:
+        monitor.close()
+        folder.unlock()
+
+
+def _step_of(weights: Path | None) -> int:
+    """Training step of the evaluated weights; 0 where they are no checkpoint of ours."""
+    if weights is None or not (weights.parent / "manifest.json").is_file():
+        return 0
+    CheckpointStore(weights.parent.parent).verify(weights.parent)
+    return int(json.loads((weights.parent / "loop.json").read_text(encoding="utf-8"))["step"])
+
+
+def _print_table(result: EvalResult, monitor: Fanout) -> None:
+    width = max(len(row.task) for row in (*result.tasks, result.overall))
+    monitor.text(f"  {'task':<{width}}   success          95 % interval    mean steps")
+    for row in (*result.tasks, result.overall):
+        monitor.text(_table_line(row, width))
+    if result.dropped:
+        monitor.text(f"  {result.dropped} episodes were lost to crashed env workers and are not counted")
+    speed = result.env_steps / result.wall_s if result.wall_s else 0.0
+    monitor.text(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")
+    monitor.text(f"  results  {result.folder}/eval.json, episodes.jsonl")
+    for path in result.videos[:10]:
+        monitor.text(f"  video    {path}")
+    if len(result.videos) > 10:
+        monitor.text(f"  video    {len(result.videos) - 10} more in {Path(result.videos[0]).parent}")
+
+
+def _table_line(row: TaskResult, width: int) -> str:
+    share = f"{row.successes}/{row.episodes}"
+    interval = f"[{100 * row.low:.1f}, {100 * row.high:.1f}]"
+    return f"  {row.task:<{width}}   {share:>7} {100 * row.success_once:5.1f} %  {interval:<15}  {row.mean_steps:8.0f}"

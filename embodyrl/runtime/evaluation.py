@@ -1,0 +1,193 @@
+"""One evaluation: fixed episodes, results per task with intervals, videos whose names say what happened."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from embodyrl.config.schema import OnVideoError
+from embodyrl.errors import EmbodyError
+from embodyrl.monitor.intervals import wilson
+from embodyrl.runtime.build import Blueprint, Crew
+from embodyrl.runtime.episodes import RolloutPlan, eval_plan
+from embodyrl.runtime.files import write_atomically
+from embodyrl.runtime.rollouts import Collection, VideoChoice, require_videos
+from embodyrl.types import Episode, EpisodeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """Success of one task (or of all) with its Wilson 95 % interval."""
+
+    task_id: int
+    """-1: all tasks together."""
+    task: str
+    episodes: int
+    successes: int
+    success_once: float
+    low: float
+    high: float
+    success_at_end: float
+    mean_return: float
+    mean_steps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """An evaluation's table and files."""
+
+    overall: TaskResult
+    tasks: tuple[TaskResult, ...]
+    dropped: int
+    folder: Path
+    videos: tuple[str, ...]
+    wall_s: float
+    env_steps: int
+
+    def metrics(self) -> dict[str, float]:
+        """Flat metrics for the monitor."""
+        rows = {
+            "eval/success_once": self.overall.success_once,
+            "eval/success_at_end": self.overall.success_at_end,
+            "eval/return": self.overall.mean_return,
+            "eval/episode_len": self.overall.mean_steps,
+            "eval/episodes": float(self.overall.episodes),
+        }
+        return rows | {f"eval/task_{row.task_id}/success_once": row.success_once for row in self.tasks}
+
+
+def run_evaluation(
+    blueprint: Blueprint,
+    crew: Crew,
+    *,
+    folder: Path,
+    videos: Path,
+    step: int,
+    progress: Callable[[int, int, str], None],
+    warn: Callable[[str], None],
+) -> EvalResult:
+    """Evaluate the weights the crew holds and write `eval.json` and `episodes.jsonl` into `folder`.
+
+    Raises:
+        EmbodyError: recordings failed and `faults.on_video_error=stop`, or no episode could be finished.
+    """
+    cfg = blueprint.cfg
+    plan = eval_plan(cfg, blueprint.env)
+    folder.mkdir(parents=True, exist_ok=True)
+    if cfg.video != "none":
+        _check_writable(videos)
+    finished = 0
+    with open(folder / "episodes.jsonl", "w", encoding="utf-8") as log:
+
+        def note(episode: Episode) -> None:
+            nonlocal finished
+            finished += 1
+            log.write(json.dumps(_episode_row(episode)) + "\n")
+            log.flush()
+            progress(finished, plan.num_episodes, "eval")
+
+        collection = crew.rollouts.collect(
+            plan,
+            version=step,
+            greedy=not cfg.eval.sampling_params.do_sample,
+            keep_records=False,
+            video=video_choice(cfg.video, plan, blueprint, videos, step),
+            on_episode=note,
+        )
+    if collection.video_problems and cfg.faults.on_video_error == OnVideoError.stop:
+        require_videos(collection.video_problems)
+    for problem in collection.video_problems[:3]:
+        warn(f"a recording failed: {problem}")
+    if not collection.episodes:
+        raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
+    result = _summarise(collection, blueprint.env.tasks, folder)
+    table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
+    write_atomically(folder / "eval.json", json.dumps(table, indent=2) + "\n")
+    return result
+
+
+def video_choice(pattern: str, plan: RolloutPlan, blueprint: Blueprint, videos: Path, step: int) -> VideoChoice | None:
+    """Turn `none | failures | first:N | all` into the choice per episode."""
+    if pattern == "none":
+        return None
+    order = [e.episode_id for wave in plan.waves for queue in wave.queues for e in queue]
+    wanted = set(sorted(order)[: int(pattern.removeprefix("first:"))]) if pattern.startswith("first:") else set(order)
+    keep = "failures" if pattern == "failures" else "all"
+
+    def choose(spec: EpisodeSpec) -> tuple[str, str] | None:
+        if spec.episode_id not in wanted:
+            return None
+        task = re.sub(r"[^a-z0-9]+", "_", blueprint.env.tasks[spec.task_id].lower()).strip("_")[:48]
+        _, state = blueprint.env.task_of(spec.reset_id)
+        stem = f"step{step:06d}_task{spec.task_id:02d}_{task}_state{state:02d}_seed{spec.seed}_ep{spec.episode_id:03d}"
+        return str(videos / stem), keep
+
+    return choose
+
+
+def summarise_task(task_id: int, task: str, episodes: Sequence[Episode]) -> TaskResult:
+    """Aggregate finished episodes (cut ones must be left out by the caller)."""
+    count = len(episodes)
+    successes = sum(e.success_once for e in episodes)
+    low, high = wilson(successes, count)
+    return TaskResult(
+        task_id=task_id,
+        task=task,
+        episodes=count,
+        successes=successes,
+        success_once=successes / count,
+        low=low,
+        high=high,
+        success_at_end=sum(e.success_at_end for e in episodes) / count,
+        mean_return=sum(e.episode_return for e in episodes) / count,
+        mean_steps=sum(e.length for e in episodes) / count,
+    )
+
+
+def _summarise(collection: Collection, tasks: Sequence[str], folder: Path) -> EvalResult:
+    by_task: dict[int, list[Episode]] = {}
+    for episode in collection.episodes:
+        by_task.setdefault(episode.spec.task_id, []).append(episode)
+    return EvalResult(
+        overall=summarise_task(-1, "overall", collection.episodes),
+        tasks=tuple(summarise_task(task, tasks[task], by_task[task]) for task in sorted(by_task)),
+        dropped=collection.dropped,
+        folder=folder,
+        videos=tuple(e.video for e in collection.episodes if e.video),
+        wall_s=collection.wall_s,
+        env_steps=collection.env_steps,
+    )
+
+
+def _episode_row(episode: Episode) -> dict[str, object]:
+    return {
+        "episode": episode.spec.episode_id,
+        "task_id": episode.spec.task_id,
+        "task": episode.instruction,
+        "reset_id": episode.spec.reset_id,
+        "seed": episode.spec.seed,
+        "success_once": episode.success_once,
+        "success_at_end": episode.success_at_end,
+        "return": episode.episode_return,
+        "steps": episode.length,
+        "terminated": episode.terminated,
+        "truncated": episode.truncated,
+        "seconds": round(episode.duration_s, 3),
+        "video": episode.video,
+    }
+
+
+def _check_writable(folder: Path) -> None:
+    """Find out before any rollout whether recordings can be written."""
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise EmbodyError(
+            f"Cannot write recordings to {folder}: {error.strerror}. Choose another video_cfg.base_dir, or video=none."
+        ) from error

@@ -1,0 +1,56 @@
+"""Flat metrics of one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from embodyrl.runtime.rollouts import Collection
+from embodyrl.types import Episode
+
+_CLOCK_DEPENDENT = frozenset({"env/steps_per_s", "rollout/infer_batch_size"})
+"""Depend on the machine's speed; in deterministic mode they move below `time/`, where nothing is compared."""
+
+
+def rollout_metrics(collection: Collection, *, num_workers: int, restarts: int) -> dict[str, float]:
+    """Success, return and length of the finished episodes; how fast and where the time went."""
+    c = collection
+    # Episodes cut by the quota say nothing about success, unless there are no others.
+    finished = [e for e in c.episodes if not e.cut] or c.episodes
+    metrics = {
+        "train/episodes": float(len(finished)),
+        "env/steps_per_s": c.env_steps / c.wall_s if c.wall_s else 0.0,
+        "env/steps": float(c.env_steps),
+        "env/restarts": float(restarts),
+        "env/dropped_episodes": float(c.dropped),
+        "rollout/infer_batch_size": c.inferred / c.inferences if c.inferences else 0.0,
+        "time/rollout": c.wall_s,
+        # Seconds of the average env worker, so that they compare with wall time.
+        "time/simulate": c.sim_s / num_workers,
+        "time/render": c.render_s / num_workers,
+        "time/reset": c.reset_s / num_workers,
+        "time/infer": c.infer_s,
+    }
+    if finished:
+        metrics |= _episode_metrics(finished, "train")
+    return metrics
+
+
+def _episode_metrics(episodes: Sequence[Episode], prefix: str) -> dict[str, float]:
+    count = len(episodes)
+    metrics = {
+        f"{prefix}/success_once": sum(e.success_once for e in episodes) / count,
+        f"{prefix}/success_at_end": sum(e.success_at_end for e in episodes) / count,
+        f"{prefix}/return": sum(e.episode_return for e in episodes) / count,
+        f"{prefix}/episode_len": sum(e.length for e in episodes) / count,
+    }
+    for task in sorted({e.spec.task_id for e in episodes}):
+        own = [e.success_once for e in episodes if e.spec.task_id == task]
+        metrics[f"{prefix}/task_{task}/success_once"] = sum(own) / len(own)
+    return metrics
+
+
+def settle(metrics: Mapping[str, float], *, deterministic: bool) -> dict[str, float]:
+    """Move clock-dependent metrics below `time/` where runs are compared to the last digit."""
+    if not deterministic:
+        return dict(metrics)
+    return {f"time/{name}" if name in _CLOCK_DEPENDENT else name: value for name, value in metrics.items()}

