@@ -1,0 +1,163 @@
+"""The terminal: a progress bar and one line per step on a TTY, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.protocol import RunInfo, TaskResult
+
+PROGRESS_PERIOD_S = 30.0
+"""Least time between two progress lines where there is no TTY."""
+
+_FIELDS: tuple[tuple[str, str], ...] = (
+    ("time/step", "{:.1f} s"),
+    ("eval/success_once", "eval {:.3f}"),
+    ("train/success_once", "success {:.3f}"),
+    ("train/return", "return {:.2f}"),
+    ("actor/loss", "loss {:.4f}"),
+    ("actor/kl", "kl {:.4f}"),
+    ("actor/grad_norm", "gn {:.2f}"),
+    ("env/steps_per_s", "{:.0f} env steps/s"),
+    ("env/restarts", "restarts {:.0f}"),
+)
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
+    """Return the line of one step; metrics that are absent are left out.
+
+    >>> step_line(3, 100, {"time/step": 12.41, "train/success_once": 0.25})
+    'step 3/100 | 12.4 s | success 0.250'
+    """
+    parts = [f"step {step}/{total}" if total else f"step {step}"]
+    parts += [form.format(metrics[name]) for name, form in _FIELDS if name in metrics]
+    if shares := _time_shares(metrics):
+        parts.append(shares)
+    return " | ".join(parts)
+
+
+def _time_shares(metrics: Mapping[str, float]) -> str:
+    """Return the three longest phases, `time/*`, as shares of the step."""
+    whole = metrics.get("time/step", 0.0)
+    phases = {name[5:]: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step"}
+    if not whole > 0 or not phases:
+        return ""
+    longest = sorted(phases.items(), key=lambda item: -item[1])[:3]
+    return " ".join(f"{name} {100 * value / whole:.0f}%" for name, value in longest if value / whole >= 0.005)
+
+
+def rate(successes: int, n: int) -> str:
+    """Return a success rate with its 95 % Wilson interval, for example '0.80 [0.49, 0.94] (8/10)'."""
+    if n == 0:
+        return "-"
+    low, high = wilson(successes, n)
+    return f"{successes / n:.2f} [{low:.2f}, {high:.2f}] ({successes}/{n})"
+
+
+class ConsoleMonitor:
+    """Writes to a text stream, standard output by default; colours follow NO_COLOR."""
+
+    def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream or sys.stdout
+        self._console = Console(file=self._stream, highlight=False)
+        self._clock = clock
+        self._live = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._total = 0
+        self._bar: Progress | None = None
+        self._steps: TaskID | None = None
+        self._phase: TaskID | None = None
+        self._quiet_since = clock()
+
+    def open(self, run_dir: Path, info: RunInfo) -> None:
+        self._total = info.total_steps
+        self._quiet_since = self._clock()
+        if not self._live:
+            return
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+            transient=True,
+        )
+        self._steps = self._bar.add_task(
+            "training", total=info.total_steps or None, completed=info.resume_step or 0, visible=info.total_steps > 0
+        )
+        self._phase = self._bar.add_task("", total=None, visible=False)
+        self._bar.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._write(step_line(step, self._total, metrics))
+        if self._bar is not None and self._steps is not None and self._phase is not None:
+            self._bar.update(self._steps, completed=step)
+            self._bar.update(self._phase, visible=False)
+
+    def video(self, step: int, path: Path) -> None:
+        self._write(f"video of step {step}: {path}")
+
+    def text(self, line: str) -> None:
+        self._write(line)
+
+    def banner(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._write(line)
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        if self._bar is not None and self._phase is not None:
+            running = done < total
+            self._bar.update(self._phase, description=escape(what), completed=done, total=total, visible=running)
+        elif self._clock() - self._quiet_since >= PROGRESS_PERIOD_S:
+            self._write(f"{what}: {done}/{total}")
+
+    def summary(self, rows: Sequence[TaskResult]) -> None:
+        cells = [(row.task, rate(*row.first), rate(*row.last), _change(row)) for row in rows]
+        if len(rows) > 1:
+            whole = TaskResult(
+                task="all", first=_total(row.first for row in rows), last=_total(row.last for row in rows)
+            )
+            cells.append((whole.task, rate(*whole.first), rate(*whole.last), _change(whole)))
+        head = ("task", "first validation", "last validation", "change")
+        if not self._live:
+            widths = [max(len(line[i]) for line in [head, *cells]) for i in range(4)]
+            for line in [head, *cells]:
+                self._write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            return
+        table = Table(*head)
+        for line in cells:
+            table.add_row(*(escape(cell) for cell in line))
+        self._console.print(table)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _write(self, line: str) -> None:
+        self._quiet_since = self._clock()
+        if self._live:
+            self._console.print(line, markup=False, soft_wrap=True)
+        else:
+            # A pipe or a log file wants the line as it is, whatever the width of a terminal.
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+def _total(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    successes, episodes = zip(*parts, strict=True)
+    return sum(successes), sum(episodes)
+
+
+def _change(row: TaskResult) -> str:
+    if not row.first[1] or not row.last[1]:
+        return "-"
+    return f"{row.last[0] / row.last[1] - row.first[0] / row.first[1]:+.2f}"

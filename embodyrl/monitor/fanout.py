@@ -1,0 +1,92 @@
+"""Several monitors behind one face: a backend that fails on start is fatal, later it is dropped with one warning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from embodyrl.errors import ConfigError
+from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo, Screen, TaskResult
+
+_log = logging.getLogger(__name__)
+
+
+def build_monitor(backends: Sequence[str]) -> Fanout:
+    """Build the named backends (`runner.logger.backends`); nothing is opened yet.
+
+    Raises:
+        UnknownNameError: no such backend.
+    """
+    return Fanout({name: MONITORS.get(name)() for name in dict.fromkeys(backends)})
+
+
+class Fanout:
+    """A monitor made of monitors, by backend name."""
+
+    def __init__(self, monitors: Mapping[str, Monitor]) -> None:
+        self._monitors = dict(monitors)
+
+    def names(self) -> list[str]:
+        """Backends that still work."""
+        return list(self._monitors)
+
+    def open(self, run_dir: Path, info: RunInfo) -> None:
+        """Open all backends.
+
+        Raises:
+            ConfigError: a backend failed to start; those opened before it are closed again.
+        """
+        opened: list[Monitor] = []
+        for name, monitor in self._monitors.items():
+            try:
+                monitor.open(run_dir, info)
+            except Exception as error:
+                for earlier in opened:
+                    earlier.close()
+                raise ConfigError(
+                    f"runner.logger.backends: '{name}' cannot start in {run_dir}: {_one_line(error)} "
+                    f"Fix this, or leave '{name}' out of the list."
+                ) from error
+            opened.append(monitor)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each(lambda monitor: monitor.log(step, metrics))
+
+    def video(self, step: int, path: Path) -> None:
+        self._each(lambda monitor: monitor.video(step, path))
+
+    def text(self, line: str) -> None:
+        self._each(lambda monitor: monitor.text(line))
+
+    def close(self) -> None:
+        self._each(lambda monitor: monitor.close())
+
+    def banner(self, lines: Sequence[str]) -> None:
+        self._each_screen(lambda screen: screen.banner(lines))
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        self._each_screen(lambda screen: screen.progress(done, total, what))
+
+    def summary(self, rows: Sequence[TaskResult]) -> None:
+        self._each_screen(lambda screen: screen.summary(rows))
+
+    def _each_screen(self, call: Callable[[Screen], None]) -> None:
+        self._each(lambda monitor: call(monitor) if isinstance(monitor, Screen) else None)
+
+    def _each(self, call: Callable[[Monitor], None]) -> None:
+        failed: list[str] = []
+        for name, monitor in list(self._monitors.items()):
+            try:
+                call(monitor)
+            except Exception as error:
+                del self._monitors[name]
+                failed.append(f"logger '{name}' failed and was dropped, training goes on: {_one_line(error)}")
+        for message in failed:
+            _log.warning(message)
+            # The people at the screen should learn of it too; what fails now is dropped in turn.
+            self.text(f"warning: {message}")
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ") + "."

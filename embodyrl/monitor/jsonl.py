@@ -1,0 +1,76 @@
+"""`metrics.jsonl`: one flat row per step, written line by line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from io import TextIOWrapper
+from pathlib import Path
+
+from embodyrl.monitor.protocol import RunInfo
+
+_log = logging.getLogger(__name__)
+
+
+class JsonlMonitor:
+    """Rows `{"step": 3, "train/return": 0.25, ...}`; a value that is not finite is written as null and named once."""
+
+    file_name = "metrics.jsonl"
+
+    def __init__(self) -> None:
+        self._file: TextIOWrapper | None = None
+        self._named: set[str] = set()
+
+    def open(self, run_dir: Path, info: RunInfo) -> None:
+        """Start the file, or continue it from `info.resume_step`.
+
+        Raises:
+            FileExistsError: the run is not resumed, but the file exists.
+        """
+        path = run_dir / self.file_name
+        if info.resume_step is not None and path.exists():
+            _cut(path, info.resume_step)
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+        else:
+            self._file = path.open("x", buffering=1, encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert self._file is not None, "log before open"
+        row: dict[str, float | int | None] = {"step": step}
+        for name, value in metrics.items():
+            number = value if isinstance(value, int) else float(value)
+            row[name] = number if math.isfinite(number) else None
+            if row[name] is None and name not in self._named:
+                self._named.add(name)
+                _log.warning("metric '%s' is %s at step %d; %s has null instead", name, number, step, self.file_name)
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    def video(self, step: int, path: Path) -> None:
+        """Videos are files already."""
+
+    def text(self, line: str) -> None:
+        """Lines for people do not belong into metrics."""
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _cut(path: Path, step: int) -> None:
+    """Drop the rows of `step` and later, and a last line that was torn by a crash."""
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            _log.warning("%s: dropped a torn row: %.60s", path, line)
+            continue
+        if row["step"] < step:
+            kept.append(line + "\n")
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text("".join(kept), encoding="utf-8")
+    os.replace(scratch, path)

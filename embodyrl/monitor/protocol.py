@@ -1,0 +1,78 @@
+"""The monitor seam: what a metrics backend implements, and one registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from embodyrl.registry import Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What a monitor learns about the run when it opens."""
+
+    run_id: str
+    project: str = "embodyrl"
+    total_steps: int = 0
+    """Training steps of the whole run; 0 if there is no training."""
+    resume_step: int | None = None
+    """First step that this process will log; rows of this and later steps of an earlier process are void."""
+    summary: Mapping[str, str] = field(default_factory=dict)
+    """A few lines about the configuration, name to value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """First against last validation of one task."""
+
+    task: str
+    first: tuple[int, int]
+    """Successes and episodes."""
+    last: tuple[int, int]
+
+
+class Monitor(Protocol):
+    """One backend. Methods may raise: the caller drops the backend and training goes on."""
+
+    def open(self, run_dir: Path, info: RunInfo) -> None:
+        """Start; an error here is fatal for the run."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the flat metrics of one step."""
+        ...
+
+    def video(self, step: int, path: Path) -> None:
+        """A recording was written."""
+        ...
+
+    def text(self, line: str) -> None:
+        """One line for people."""
+        ...
+
+    def close(self) -> None:
+        """Flush and end; idempotent."""
+        ...
+
+
+@runtime_checkable
+class Screen(Protocol):
+    """What a monitor that people watch offers besides."""
+
+    def banner(self, lines: Sequence[str]) -> None:
+        """Lines before the first step."""
+        ...
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        """`done` of `total` parts of a long phase are finished; called often."""
+        ...
+
+    def summary(self, rows: Sequence[TaskResult]) -> None:
+        """First against last validation, at the end."""
+        ...
+
+
+MONITORS: Registry[Callable[[], Monitor]] = Registry("logger", group="embodyrl.monitors")

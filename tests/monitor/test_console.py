@@ -1,0 +1,134 @@
+import os
+import pty
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from embodyrl.monitor import RunInfo, TaskResult
+from embodyrl.monitor.console import PROGRESS_PERIOD_S, ConsoleMonitor, rate, step_line
+
+METRICS = {
+    "time/step": 12.4,
+    "time/rollout": 9.3,
+    "time/update": 2.48,
+    "time/sync": 0.5,
+    "time/log": 0.01,
+    "train/success_once": 0.25,
+    "train/return": 0.25,
+    "actor/loss": 0.0123,
+    "actor/kl": 0.0004,
+    "actor/grad_norm": 0.91,
+    "env/steps_per_s": 45.2,
+    "env/restarts": 0,
+}
+LINE = (
+    "step 3/100 | 12.4 s | success 0.250 | return 0.25 | loss 0.0123 | kl 0.0004 | gn 0.91 | 45 env steps/s"
+    " | restarts 0 | rollout 75% update 20% sync 4%"
+)
+INFO = RunInfo(run_id="r", total_steps=100)
+
+
+def test_step_line():
+    assert step_line(3, 100, METRICS) == LINE
+
+
+def test_step_line_of_a_validation_without_training():
+    assert step_line(0, 0, {"eval/success_once": 0.45}) == "step 0 | eval 0.450"
+
+
+def test_off_tty_lines_are_plain_and_never_wrapped(tmp_path: Path):
+    out = StringIO()
+    monitor = ConsoleMonitor(out)
+    monitor.open(tmp_path, INFO)
+    monitor.log(3, METRICS)
+    monitor.text("[bold]brackets stay[/bold]")
+    monitor.close()
+    assert out.getvalue() == LINE + "\n[bold]brackets stay[/bold]\n"
+
+
+def test_off_tty_progress_is_quiet_for_the_first_period_and_after_each_line(tmp_path: Path):
+    now, out = [0.0], StringIO()
+    monitor = ConsoleMonitor(out, clock=lambda: now[0])
+    monitor.open(tmp_path, INFO)
+    seen = []
+    for tick in range(9):
+        now[0] = tick * PROGRESS_PERIOD_S / 3
+        monitor.progress(tick, 9, "rollout")
+        seen.append(out.getvalue().count("\n"))
+    assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert out.getvalue() == "rollout: 3/9\nrollout: 6/9\n"
+    monitor.log(1, {})
+    now[0] += PROGRESS_PERIOD_S - 1
+    monitor.progress(9, 9, "rollout")
+    assert out.getvalue().endswith("step 1/100\n")
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **environ: str) -> str:
+    """What a real pseudo terminal receives during a short run."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"TERM": "xterm-256color", "COLUMNS": "300"} | environ).items():
+        monkeypatch.setenv(name, value)
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as stream:
+        monitor = ConsoleMonitor(stream)
+        monitor.open(tmp_path, INFO)
+        monitor.progress(1, 8, "rollout")
+        monitor.log(3, METRICS)
+        monitor.summary([TaskResult(task="stack", first=(1, 10), last=(8, 10))])
+        monitor.close()
+        os.set_blocking(reader, False)
+        received = bytearray()
+        try:
+            while part := os.read(reader, 65536):
+                received += part
+        except BlockingIOError:
+            pass
+    os.close(reader)
+    return received.decode()
+
+
+def test_terminal_shows_line_bar_and_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    text = on_terminal(monkeypatch, tmp_path)
+    assert LINE in text
+    assert "training" in text
+    assert "3/100" in text
+    assert "0.80 [0.49, 0.94] (8/10)" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "\x1b[3" in text
+
+
+def test_no_color_is_honoured_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    text = on_terminal(monkeypatch, tmp_path, NO_COLOR="1")
+    assert LINE in text
+    assert "\x1b[3" not in text
+
+
+def test_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    text = on_terminal(monkeypatch, tmp_path, TERM="dumb")
+    assert "\x1b" not in text
+    assert LINE in text
+
+
+def test_summary_adds_a_total_over_tasks(tmp_path: Path):
+    out = StringIO()
+    monitor = ConsoleMonitor(out)
+    monitor.open(tmp_path, INFO)
+    monitor.summary(
+        [
+            TaskResult(task="pick", first=(2, 10), last=(8, 10)),
+            TaskResult(task="place", first=(0, 10), last=(0, 0)),
+        ]
+    )
+    lines = [line.split("  ") for line in out.getvalue().splitlines()]
+    table = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert table == [
+        ["task", "first validation", "last validation", "change"],
+        ["pick", "0.20 [0.06, 0.51] (2/10)", "0.80 [0.49, 0.94] (8/10)", "+0.60"],
+        ["place", "0.00 [0.00, 0.28] (0/10)", "-", "-"],
+        ["all", "0.10 [0.03, 0.30] (2/20)", "0.80 [0.49, 0.94] (8/10)", "+0.70"],
+    ]
+
+
+def test_rate_without_episodes():
+    assert rate(0, 0) == "-"

@@ -1,0 +1,103 @@
+import logging
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.monitor import Fanout, RunInfo, build_monitor
+from embodyrl.monitor.console import ConsoleMonitor
+from embodyrl.monitor.jsonl import JsonlMonitor
+
+
+class Plugin:
+    """A user's backend that breaks at a chosen call."""
+
+    def __init__(self, breaks_at: str) -> None:
+        self.breaks_at = breaks_at
+        self.calls: list[str] = []
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name == self.breaks_at:
+            raise OSError("server\nis down")
+
+    def open(self, run_dir: Path, info: RunInfo) -> None:
+        self._call("open")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call("log")
+
+    def video(self, step: int, path: Path) -> None:
+        self._call("video")
+
+    def text(self, line: str) -> None:
+        self._call("text")
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def test_a_backend_that_cannot_start_is_fatal_with_the_cure(tmp_path: Path):
+    jsonl, late = JsonlMonitor(), Plugin("never")
+    fanout = Fanout({"jsonl": jsonl, "hosted": Plugin("open"), "late": late})
+    with pytest.raises(ConfigError, match=r"runner.logger.backends: 'hosted' .*server is down.*leave 'hosted' out"):
+        fanout.open(tmp_path, RunInfo(run_id="r"))
+    with pytest.raises(AssertionError, match="log before open"):  # it was closed again
+        jsonl.log(0, {})
+    assert late.calls == []
+
+
+@pytest.mark.parametrize("breaks_at", ["log", "video", "text", "close"])
+def test_a_backend_that_fails_later_is_dropped_with_one_warning(
+    breaks_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    plugin, screen = Plugin(breaks_at), StringIO()
+    fanout = Fanout({"hosted": plugin, "jsonl": JsonlMonitor(), "console": ConsoleMonitor(screen)})
+    fanout.open(tmp_path, RunInfo(run_id="r"))
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            fanout.log(step, {"x": 1.0})
+            fanout.video(step, tmp_path / "a.mp4")
+            fanout.text("hello")
+        fanout.close()
+    assert plugin.calls.count(breaks_at) == 1
+    assert fanout.names() == ["jsonl", "console"]
+    assert len(caplog.records) == 1
+    assert "'hosted' failed and was dropped" in caplog.records[0].message
+    assert screen.getvalue().count("'hosted' failed and was dropped") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_all_backends_failing_at_once_still_returns(tmp_path: Path):
+    fanout = Fanout({"a": Plugin("log"), "b": Plugin("text"), "c": Plugin("text")})
+    fanout.open(tmp_path, RunInfo(run_id="r"))
+    fanout.log(0, {})
+    assert fanout.names() == []
+
+
+def test_a_closed_pipe_does_not_stop_training(tmp_path: Path):
+    screen = StringIO()
+    fanout = Fanout({"console": ConsoleMonitor(screen), "jsonl": JsonlMonitor()})
+    fanout.open(tmp_path, RunInfo(run_id="r"))
+    screen.close()
+    fanout.log(0, {"x": 1.0})
+    fanout.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "x": 1.0}\n'
+
+
+def test_banner_and_progress_reach_screens_only(tmp_path: Path):
+    plugin, screen = Plugin("never"), StringIO()
+    fanout = Fanout({"hosted": plugin, "console": ConsoleMonitor(screen)})
+    fanout.open(tmp_path, RunInfo(run_id="r"))
+    fanout.banner(["embodyrl", "run r"])
+    fanout.progress(1, 2, "rollout")
+    assert screen.getvalue() == "embodyrl\nrun r\n"
+    assert plugin.calls == ["open"]
+
+
+def test_build_monitor_by_name(tmp_path: Path):
+    assert build_monitor(["console", "jsonl", "tensorboard", "jsonl"]).names() == ["console", "jsonl", "tensorboard"]
+    with pytest.raises(UnknownNameError, match="Did you mean 'tensorboard'"):
+        build_monitor(["tensorbord"])

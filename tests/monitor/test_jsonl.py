@@ -1,0 +1,63 @@
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from embodyrl.monitor import RunInfo
+from embodyrl.monitor.jsonl import JsonlMonitor
+
+
+def rows(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def opened(run_dir: Path, resume_step: int | None = None) -> JsonlMonitor:
+    monitor = JsonlMonitor()
+    monitor.open(run_dir, RunInfo(run_id="r", resume_step=resume_step))
+    return monitor
+
+
+def test_a_row_is_on_disk_before_close(tmp_path: Path):
+    monitor = opened(tmp_path)
+    monitor.log(0, {"train/return": 0.25, "env/restarts": 0})
+    assert rows(tmp_path) == [{"step": 0, "train/return": 0.25, "env/restarts": 0}]
+    monitor.close()
+    monitor.close()
+
+
+def test_non_finite_values_become_null_and_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    monitor = opened(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        monitor.log(4, {"actor/loss": math.nan, "actor/kl": -math.inf, "ok": 1.0})
+        monitor.log(5, {"actor/loss": math.nan})
+    monitor.close()
+    assert rows(tmp_path) == [
+        {"step": 4, "actor/loss": None, "actor/kl": None, "ok": 1.0},
+        {"step": 5, "actor/loss": None},
+    ]
+    assert [("actor/loss" in r.message, "actor/kl" in r.message) for r in caplog.records] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path):
+    first = opened(tmp_path)
+    for step in range(5):
+        first.log(step, {"x": float(step)})
+    first.close()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 2, "x"')
+    second = opened(tmp_path, resume_step=3)
+    second.log(3, {"x": 30.0})
+    second.close()
+    assert [(row["step"], row["x"]) for row in rows(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_does_not_mix_with_an_old_file(tmp_path: Path):
+    opened(tmp_path).close()
+    with pytest.raises(FileExistsError):
+        opened(tmp_path)
