@@ -63,9 +63,7 @@ COMMANDS: dict[str, Command] = {
         usage="embodyrl train [group=option ...] [key=value ...] [flags]",
         flags=(
             *_RUN_FLAGS,
-            Flag(
-                "--resume", {"metavar": "RUN", "help": "continue a run folder with its own config; auto = newest run"}
-            ),
+            Flag("--resume", {"metavar": "RUN", "help": "continue a run with its own config; auto = the newest run"}),
         ),
         examples=(
             "embodyrl train",

@@ -55,5 +55,6 @@ def _probe_config(cfg: Config) -> list[Finding]:
         check_components(cfg)
         spec = ENVS.get(cfg.env.env_type).spec(cfg.env)
     except ConfigError as error:
-        return [Finding("config", "FAIL", problem, "see the end of that line") for problem in error.problems]
+        fix = "what that line says, or another choice: embodyrl list envs, embodyrl list models"
+        return [Finding("config", "FAIL", problem, fix) for problem in error.problems]
     return [Finding("config", "ok", f"env {spec.name} ({len(spec.tasks)} tasks) with model {cfg.model.model_type}")]

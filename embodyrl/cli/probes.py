@@ -34,8 +34,6 @@ class Finding:
 def probe_python() -> Finding:
     """Python version."""
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < (3, 11):
-        return Finding("python", "FAIL", version, "install Python 3.11 or newer")
     return Finding("python", "ok", f"{version} ({sys.executable})")
 
 
@@ -76,7 +74,7 @@ def probe_shm_size() -> Finding:
     return Finding("/dev/shm", "ok", text)
 
 
-def stale_segments(folder: Path = SHM) -> list[Path]:
+def stale_segments(folder: Path) -> list[Path]:
     """Shared-memory segments of this user whose owner is dead.
 
     Their names are `embodyrl-<uid>-<pid>-<start time>-<k>`; the start time (clock ticks since boot, field 22 of
@@ -101,7 +99,7 @@ def _start_time(pid: int) -> str | None:
 
 def probe_stale_segments(*, clean: bool) -> Finding:
     """Left-over shared memory of dead processes; `clean` removes it."""
-    stale = stale_segments()
+    stale = stale_segments(SHM)
     if not stale:
         return Finding("stale shared memory", "ok", "none")
     size = sum(path.stat().st_size for path in stale)

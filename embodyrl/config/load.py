@@ -239,7 +239,8 @@ def _unresolved(draft: DictConfig, settings: Sequence[_Setting]) -> list[str]:
             continue
         try:
             value = OmegaConf.select(draft, name, throw_on_missing=True)
-            OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=True, throw_on_missing=True)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             problems.append(f"{setting.where}{name} cannot be resolved: {str(error).splitlines()[0]}.")
             OmegaConf.update(draft, name, all_keys()[name].default, merge=False)

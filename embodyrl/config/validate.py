@@ -116,6 +116,8 @@ RULES: dict[str, Rule] = {
     "checkpoint.keep": _COUNT,
     "faults.max_restarts_per_worker": _NOT_NEGATIVE,
     "faults.step_timeout_s": _POSITIVE,
+    "faults.start_timeout_s": _POSITIVE,
+    "faults.update_timeout_s": _POSITIVE,
     "video_cfg.fps": _number(lambda v: 1 <= v <= 240, "between 1 and 240"),
     "video_cfg.base_dir": _PATH,
 }

@@ -1,0 +1,219 @@
+"""The command as a user starts it: real processes, their exit codes and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from embodyrl.cli.commands import COMMANDS
+from embodyrl.cli.main import main
+from embodyrl.config import tree
+
+
+def embodyrl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "embodyrl.cli.main", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("typed", "cure"),
+    [
+        ("env=libero_11", "Did you mean 'libero_10'?"),
+        ("env.train.total_num_env=4", "Did you mean 'env.train.total_num_envs'?"),
+        ("++foo=1", "custom.foo=1"),
+        ("algorithm.group_size=three", "must be an integer"),
+        ("algorithm.group_size=3 env.train.total_num_envs=4", "env.train.total_num_envs=3 or 6"),
+    ],
+)
+def test_wrong_config_exits_2_with_one_line_and_starts_nothing(tmp_path: Path, typed: str, cure: str) -> None:
+    done = embodyrl("train", *typed.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("embodyrl: error: ")
+    assert cure in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+HEAVY = ("torch", "numpy", "gymnasium", "mujoco", "transformers", "rich")
+
+
+@pytest.mark.parametrize(
+    ("code", "also_absent"),
+    [
+        ("import embodyrl.cli.main", ("hydra", "omegaconf", "yaml")),
+        ("from embodyrl.cli.main import main; main(['train', 'env=libero_11'])", ()),
+        ("from embodyrl.cli.main import main; main(['train', '--help'])", ("hydra", "omegaconf")),
+        ("from embodyrl.cli.main import main; main(['list', 'envs'])", ()),
+    ],
+)
+def test_the_way_to_an_error_imports_nothing_heavy(tmp_path: Path, code: str, also_absent: tuple[str, ...]) -> None:
+    script = f"import sys; {code}; print([m for m in {HEAVY + also_absent!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["trian"], "Did you mean 'train'?"),
+        (["env=libero_10"], "embodyrl train env=libero_10"),
+        (["train", "--resum", "x"], "Did you mean '--resume'?"),
+        (["train", "--dry"], "Did you mean '--dry-run'?"),
+        (["train", "--resume"], "expected one argument"),
+        (["train", "--json"], "--json goes with --print-config"),
+        (["train", "--resume", "nowhere"], "no config.yaml there"),
+        (["train", "--config-dir", "nowhere"], "no such folder"),
+        (["list"], "list what?"),
+        (["list", "env"], "Did you mean 'envs'?"),
+        (["list", "envs", "seed=1"], "no further words"),
+        (["show", "algoritm"], "Did you mean 'algorithm'?"),
+        (["show", "env=libero_11"], "Did you mean 'libero_10'?"),
+        (["doctor", "--clean"], "Did you mean '--clean-shm'?"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], fragment: str) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert fragment in captured.err
+
+
+def test_several_problems_are_several_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "sed=1", "algorithm.gamma=2", "env=libero_11"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("embodyrl: error: ") for line in lines)
+
+
+def test_traceback_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "sed=1"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["train", "sed=1", "--traceback"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_flags_and_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: embodyrl {command}")
+    for flag in COMMANDS[command].flags:
+        assert flag.name in text
+    for example in COMMANDS[command].examples:
+        assert example in text
+
+
+def test_train_help_lists_every_option_and_common_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for group in tree.default_options("train"):
+        for option in tree.options(group):
+            assert option in text
+    assert "* openvla_oft_tiny" in text
+    assert "algorithm.group_size: int = 8" in text
+    assert "Episodes that share a reset id." in text
+
+
+def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in COMMANDS)
+
+
+def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    from embodyrl.config.load import load_config
+
+    for name in ("train", "eval"):
+        for example in COMMANDS[name].examples:
+            words = [w for w in example.split()[2:] if "=" in w]
+            load_config(name, words)
+
+
+def saved_config(folder: Path) -> Path:
+    from embodyrl.config.load import load_config, save_config
+
+    folder.mkdir(parents=True)
+    save_config(load_config("train", ["seed=4", "runner.experiment_name=kitchen"]), folder / "config.yaml")
+    return folder
+
+
+def test_list_runs_reads_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = saved_config(tmp_path / "a"), saved_config(tmp_path / "b")
+    os.utime(old / "config.yaml", (1, 1))
+    (new / "metrics.jsonl").write_text('{"step": 1, "eval/success_once": 0.25}\n{"step": 2}\n{"step": 3, "tra')
+    assert main(["list", "runs", f"runner.output_dir={tmp_path}", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)
+    assert [(r["id"], r["step"], r["success"]) for r in runs] == [("b", 2, 0.25), ("a", None, None)]
+
+
+def test_list_says_what_each_option_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "envs", "--json"]) == 0
+    rows = {r["name"]: r["about"] for r in json.loads(capsys.readouterr().out)}
+    assert set(rows) == set(tree.options("env"))
+    assert "basket" in rows["libero_object"]
+
+
+def test_show_tells_value_default_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "env=libero_goal", "env.reward_coef=2", "--json"]) == 0
+    rows = {r["key"]: r for r in json.loads(capsys.readouterr().out)}
+    assert all(key.startswith("env.") for key in rows)
+    steps = rows["env.train.max_episode_steps"]
+    assert (steps["value"], steps["default"], steps["source"]) == (320, 512, "conf/env/libero_goal.yaml")
+    assert rows["env.reward_coef"]["source"] == "command line"
+    assert rows["env.train.auto_reset"]["source"] == "schema default"
+    assert main(["show", "algorithm.group_size"]) == 0
+    assert capsys.readouterr().out.startswith("algorithm.group_size: int = 8  [schema default]\n")
+
+
+def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from embodyrl.config.load import load_config, load_saved_config
+
+    typed = ["experiment=libero_laptop", "custom.x=[1,{a: null}]", "seed=8"]
+    assert main(["train", *typed, "--print-config"]) == 0
+    out = capsys.readouterr().out
+    (tmp_path / "config.yaml").write_text(out)
+    assert load_saved_config(tmp_path, []) == load_config("train", typed)
+    assert main(["train", *typed, "--print-config", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == yaml.safe_load(out)
+
+
+def test_resume_starts_from_the_config_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = saved_config(tmp_path / "run")
+    for arguments in (["--resume", str(run)], [f"runner.resume_dir={run}"]):
+        assert main(["train", *arguments, "runner.max_steps=11", "--print-config"]) == 0
+        cfg = yaml.safe_load(capsys.readouterr().out)
+        assert (cfg["seed"], cfg["runner"]["max_steps"]) == (4, 11)
+    assert main(["train", "--resume", str(run), "env=libero_10"]) == 2
+    assert "no groups" in capsys.readouterr().err
+    assert main(["train", "--resume", str(run), "ckpt=x"]) == 2
+    assert "drop one" in capsys.readouterr().err
+
+
+def test_newest_run_of_an_experiment(tmp_path: Path) -> None:
+    from embodyrl.cli.runs import newest_run
+
+    old, new = saved_config(tmp_path / "a"), saved_config(tmp_path / "b")
+    os.utime(old / "config.yaml", (1, 1))
+    assert newest_run(tmp_path, "kitchen") == new
+    assert newest_run(tmp_path, None) == new
+    assert newest_run(tmp_path, "garage") is None
+    assert newest_run(tmp_path / "nowhere", None) is None
+
+
+def test_closed_pipe_is_silent(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m embodyrl.cli.main show train | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1

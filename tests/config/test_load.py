@@ -1,0 +1,228 @@
+"""Bad configs are refused with the right line; good ones compose to the expected values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from embodyrl.config import tree
+from embodyrl.config.keys import all_keys, leaves
+from embodyrl.config.load import load_config, load_saved_config, save_config, sources
+from embodyrl.config.schema import Precision
+from embodyrl.errors import ConfigError
+
+BAD = [
+    # unknown names
+    ("env=libero_11", ["env=libero_11", "Did you mean 'libero_10'?", "libero_spatial"]),
+    ("model=openvla_otf", ["unknown model", "Did you mean 'openvla_oft'?"]),
+    ("algorithm=gpro", ["Did you mean 'grpo'?"]),
+    ("launcher=ray", ["unknown launcher 'ray'", "inline, local"]),
+    ("experiment=laptop", ["unknown experiment", "libero_laptop"]),
+    ("env=null", ["takes the name of one option"]),
+    ("env=[libero_10,libero_90]", ["takes the name of one option"]),
+    ("env.train.total_num_env=4", ["unknown key", "Did you mean 'env.train.total_num_envs'?"]),
+    ("group_size=4", ["Did you mean 'algorithm.group_size'?"]),
+    ("lr=0.1", ["Did you mean 'actor.optim.lr'?"]),
+    ("qqqqqqqqq=1", ["unknown key", "`embodyrl show train` lists all keys"]),
+    ("hydra.run.dir=x", ["unknown key"]),
+    ("env.init_params={camera_width: 64}", ["Did you mean 'env.init_params.camera_widths'?"]),
+    ("env.train=3", ["env.train is a group of keys"]),
+    # forms
+    ("++foo=1", ["cannot be added", "custom.foo=1"]),
+    ("+env.foo=1", ["cannot be added"]),
+    ("++seed=3", ["without '+': seed=3"]),
+    ("~seed", ["cannot be added or removed"]),
+    ("seed=1,2", ["one value per key"]),
+    ("env@eval_env=libero_10", ["'@' is not supported"]),
+    ("env.id=[1", ["Cannot parse 'env.id=[1'"]),
+    ("seed", ["Cannot parse 'seed'", "key=value"]),
+    # types
+    ("algorithm.group_size=three", ["must be an integer", "Default: 8"]),
+    ("algorithm.group_size=2.5", ["must be an integer"]),
+    ("algorithm.group_size=null", ["must be an integer"]),
+    ("runner.deterministic=3", ["must be true or false"]),
+    ("runner.deterministic=yes", ["must be true or false"]),
+    ("model.path=true", ["must be text or null"]),
+    ("model.precision=fp16", ["must be one of bf16, fp32", "Did you mean 'bf16'?"]),
+    ("rollout.mode=colocated", ["Did you mean 'collocated'?"]),
+    ("env.train.task_ids=3", ["must be a list such as [0,1] or null"]),
+    ("custom=3", ["must be a mapping"]),
+    ("seed=${nowhere}", ["cannot be resolved"]),
+    ("seed=???", ["cannot be resolved"]),
+    # ranges
+    ("env.train.total_num_envs=0", ["must be at least 1"]),
+    ("seed=-1", ["between 0 and"]),
+    ("video=off", ["none, failures, first:N, all"]),
+    ("video=first:0", ["first:N"]),
+    ("algorithm.gamma=1.5", ["between 0 and 1"]),
+    ("algorithm.gamma=nan", ["must be"]),
+    ("actor.optim.lr=inf", ["must be"]),
+    ("env.reward_coef=nan", ["must be"]),
+    ("algorithm.entropy_bonus=nan", ["a finite number"]),
+    ("algorithm.clip_ratio_c=0.9", ["greater than 1, or null"]),
+    ("algorithm.filter_rewards=[0.9,0.1]", ["low < high"]),
+    ("algorithm.filter_rewards=[0.5]", ["two numbers"]),
+    ("env.train.task_ids=[]", ["different task numbers"]),
+    ("env.train.task_ids=[1,1]", ["different task numbers"]),
+    ("launcher.env_workers=0", ["auto or an integer"]),
+    ("runner.logger.backends=[wandb]", ["console, jsonl, tensorboard"]),
+    ("runner.experiment_name=a/b", ["without '/'"]),
+    ("actor.optim.schedule=linaer", ["constant, linear, cosine"]),
+    ("runner.val_check_interval=0", ["at least 1, or -1"]),
+    # not available yet
+    ("launcher.name=ray", ["Ray is not there yet", "local or inline"]),
+    ("rollout.mode=disaggregated", ["not available in this version", "rollout.mode=collocated"]),
+    ("rollout.backend=vllm", ["vLLM is not available"]),
+    ("env.eval.enable_offload=true", ["not available"]),
+    ("actor.fsdp.size=2", ["FSDP2", "actor.fsdp.size=-1 or 1"]),
+    ("algorithm.max_staleness=1", ["asynchronous"]),
+    ("cluster.num_nodes=2", ["more than one host"]),
+    ("cluster.component_placement={env: 0-3}", ["placement is not available"]),
+    ("algorithm.sampling_params.top_k=5", ["text generation"]),
+    ("algorithm.sampling_params.do_sample=false", ["greedy"]),
+    # combinations
+    ("algorithm.group_size=3 env.train.total_num_envs=4", ["total_num_envs=3 or 6", "group_size=2"]),
+    ("algorithm.group_size=16", ["total_num_envs=16,", "group_size=8"]),
+    ("env.train.use_fixed_reset_state_ids=false", ["one initial state", "set it to true"]),
+    ("launcher.env_workers=9", ["env_workers=8"]),
+    ("launcher=inline launcher.env_workers=2", ["env_workers=auto"]),
+    ("actor.micro_batch_size=200", ["micro_batch_size=160"]),
+]
+
+
+def problems_of(overrides: list[str]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config("train", overrides)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(("typed", "fragments"), BAD, ids=[b[0] for b in BAD])
+def test_bad_config_is_one_line_with_its_cure(typed: str, fragments: list[str]) -> None:
+    overrides = [typed] if "{" in typed else typed.split(" ")
+    problems = problems_of(overrides)
+    assert len(problems) == 1, problems
+    assert "\n" not in problems[0]
+    for fragment in fragments:
+        assert fragment in problems[0]
+
+
+def test_all_problems_come_together() -> None:
+    problems = problems_of(
+        ["env=libero_11", "sed=1", "++x=2", "algorithm.group_size=a", "algorithm.gamma=7", "b=[", "seed=${q}"]
+    )
+    text = "\n".join(problems)
+    assert len(problems) == 7, text
+    for fragment in ("libero_11", "'seed'", "++x=2", "an integer", "between 0 and 1", "parse 'b=['", "resolved"):
+        assert fragment in text
+
+
+def test_conflicts_wait_until_single_values_are_right() -> None:
+    problems = problems_of(["env.train.total_num_env=4", "algorithm.group_size=3"])
+    assert len(problems) == 1
+    assert "unknown key" in problems[0]
+
+
+def option_files() -> list[str]:
+    return [f"{group}={option}" for group in tree.default_options("train") for option in tree.options(group)]
+
+
+@pytest.mark.parametrize("override", option_files())
+def test_every_yaml_composes_and_says_what_it_is(override: str) -> None:
+    group, _, option = override.partition("=")
+    file = tree.options(group)[option]
+    load_config("train", [override])
+    assert len(tree.one_line(file)) > 10
+
+
+def test_every_yaml_below_conf_belongs_to_a_group() -> None:
+    grouped = {f for group in tree.default_options("train") for f in tree.options(group).values()}
+    assert set(tree.conf_dir().rglob("*.yaml")) == grouped | {tree.conf_dir() / "train.yaml"}
+
+
+def test_command_line_wins_over_experiment_over_group() -> None:
+    cfg = load_config("train", ["experiment=libero_laptop", "env=libero_goal", "runner.max_steps=7"])
+    assert cfg.env.task_suite_name == "libero_goal"
+    assert cfg.env.train.max_episode_steps == 64
+    assert cfg.runner.max_steps == 7
+    assert cfg.model.precision is Precision.fp32
+
+
+def test_free_mappings_take_anything() -> None:
+    cfg = load_config("train", ["custom.a.b=[1,x]", "env.kwargs={speed: 2}", "custom.c=${seed}", "seed=5"])
+    assert cfg.custom == {"a": {"b": [1, "x"]}, "c": 5}
+    assert cfg.env.kwargs == {"speed": 2}
+
+
+def test_eval_uses_the_same_tree() -> None:
+    assert load_config("eval", ["env=libero_goal"]) == load_config("train", ["env=libero_goal"])
+
+
+def test_config_dir_adds_options_and_is_as_strict(tmp_path: Path) -> None:
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mine.yaml").write_text("# My kitchen\nenv_type: libero\nreward_coef: 5\n")
+    (tmp_path / "env" / "typo.yaml").write_text("env_type: libero\nreward_coeff: 5\n")
+    (tmp_path / "env" / "broken.yaml").write_text("env_type: [\n")
+    assert load_config("train", ["env=mine"], config_dirs=[tmp_path]).env.reward_coef == 5
+    assert sources("train", ["env=mine"], config_dirs=[tmp_path])["env.reward_coef"].endswith("env/mine.yaml")
+    for option, fragment in (("typo", "Did you mean 'env.reward_coef'?"), ("broken", "env=broken")):
+        with pytest.raises(ConfigError) as caught:
+            load_config("train", [f"env={option}"], config_dirs=[tmp_path])
+        assert len(caught.value.problems) == 1
+        assert fragment in caught.value.problems[0]
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_config("train", [], config_dirs=[tmp_path / "nowhere"])
+
+
+def test_sources_name_the_last_writer() -> None:
+    origin = sources("train", ["experiment=libero_laptop", "seed=3"])
+    assert origin["seed"] == "command line"
+    assert origin["env.train.max_episode_steps"] == "conf/experiment/libero_laptop.yaml"
+    assert origin["env.task_suite_name"].startswith("conf/env/")
+    assert "actor.optim.adam_beta1" not in origin
+
+
+def test_saved_config_round_trips(tmp_path: Path) -> None:
+    cfg = load_config(
+        "train", ["algorithm=ppo", "custom.x={a: [1, null]}", "env.train.task_ids=[2,0]", "model.precision=bf16"]
+    )
+    save_config(cfg, tmp_path / "config.yaml")
+    assert load_saved_config(tmp_path, []) == cfg
+    changed = load_saved_config(tmp_path / "config.yaml", ["seed=9"])
+    differences = [(a, b) for a, b in zip(leaves(cfg), leaves(changed), strict=True) if a != b]
+    assert differences == [(("seed", 0), ("seed", 9))]
+
+
+def test_saved_config_is_as_strict(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("sed: 1\nalgorithm: {gamma: x}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_saved_config(tmp_path, ["env=libero_10", "seed=a"])
+    text = str(caught.value)
+    assert len(caught.value.problems) == 4, text
+    for fragment in (f"{file}: unknown key 'sed'", "algorithm.gamma=x must be", "no groups", "seed=a: must be"):
+        assert fragment in text
+    with pytest.raises(ConfigError, match="list runs"):
+        load_saved_config(tmp_path / "nowhere", [])
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "!!python/object/apply:os.system ['touch {marker}']",
+        "!!python/object/new:pathlib.PosixPath [x]",
+        "!!python/name:os.system ''",
+        "!custom x",
+    ],
+)
+def test_yaml_tags_never_construct_anything(tmp_path: Path, tag: str) -> None:
+    marker = tmp_path / "ran"
+    (tmp_path / "config.yaml").write_text(f"seed: 0\ncustom: {{a: {tag.format(marker=marker)}}}\n")
+    with pytest.raises(ConfigError, match=r"config.yaml:2: YAML tag .* is refused"):
+        load_saved_config(tmp_path, [])
+    assert not marker.exists()
+
+
+def test_every_key_is_documented() -> None:
+    missing = [name for name, key in all_keys().items() if len(key.doc) < 5 or not key.doc.endswith(".")]
+    assert missing == []
