@@ -17,7 +17,7 @@ STATES_PER_TASK = 50
 SUITE_TASKS = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-"""Step limits of the OpenVLA-OFT evaluation (longest demonstration of each suite, rounded up), settle steps excluded."""
+"""Step limits of the OpenVLA-OFT evaluation (the longest demonstration, rounded up), settle steps excluded."""
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 

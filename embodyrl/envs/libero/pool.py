@@ -22,7 +22,7 @@ class _Loaded:
 class SimPool:
     """Task models, least recently used evicted first; a slot's state is swapped in when the slot is used.
 
-    A swap costs well under a millisecond, loading a model about three seconds.
+    A swap costs well under a millisecond, loading a model about two seconds.
     """
 
     def __init__(self, build: Callable[[int], TaskSimulator], *, max_models: int) -> None:
@@ -98,7 +98,7 @@ class SimPool:
         self._warned = True
         log.warning(
             "LIBERO: slots of this worker run %d tasks, but memory holds %d model(s); every switch reloads one "
-            "(about 3 s). Use fewer tasks per worker: env.train.task_ids, fewer env slots, or more memory.",
+            "(about 2 s). Use fewer tasks per worker: env.train.task_ids, fewer env slots, or more memory.",
             len(set(self._task.values())),
             self._max_models,
         )

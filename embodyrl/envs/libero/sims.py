@@ -22,7 +22,7 @@ class LiberoSims:
         self._tasks = install.suite_tasks(spec.name)
         self._init_states: dict[int, Any] = {}
         self._slot_task: dict[int, int] = {}
-        self._pool = SimPool(self._build, max_models=max_models)
+        self.pool = SimPool(self._build, max_models=max_models)
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
         """Set initial state `reset_id` and let the objects settle.
@@ -38,15 +38,15 @@ class LiberoSims:
                 f"{self.spec.states_per_task[task]} expected. Cure: {install.INSTALL}"
             )
         self._slot_task[slot] = task
-        self._pool.begin(slot, task).reset(states[index], seed)
+        self.pool.begin(slot, task).reset(states[index], seed)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position and rotation deltas in -1..1 (0.05 m, 0.5 rad), gripper -1 opens."""
-        return self._pool.use(slot).step(action)
+        return self.pool.use(slot).step(action)
 
     def observe(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec, and read proprioception [8], into the views."""
-        self._pool.use(slot).observe(self.spec.cameras, out.images, out.state)
+        self.pool.use(slot).observe(self.spec.cameras, out.images, out.state)
 
     def instruction(self, slot: int) -> str:
         """Language instruction of the slot's task."""
@@ -54,11 +54,11 @@ class LiberoSims:
 
     def render(self, slot: int) -> ByteArray:
         """Return an upright frame of the front camera."""
-        return self._pool.use(slot).frame(PEOPLE_CAMERA, *self.spec.image_size)
+        return self.pool.use(slot).frame(PEOPLE_CAMERA, *self.spec.image_size)
 
     def close(self) -> None:
         """Free all models; idempotent."""
-        self._pool.close()
+        self.pool.close()
 
     def _states(self, task: int) -> Any:
         if task not in self._init_states:

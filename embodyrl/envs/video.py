@@ -1,0 +1,164 @@
+"""Recording of one episode as an MP4 file that people can watch anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from embodyrl.errors import EmbodyError
+from embodyrl.types import ByteArray
+
+MIN_WIDTH = 512
+"""Frames are enlarged to at least this width, so that the text beside them can be read."""
+
+FONT_SIZE = 22
+_LINE = FONT_SIZE + 8
+_MARGIN = 10
+_BAND, _TEXT, _GOOD = (24, 24, 28), (235, 235, 235), (80, 220, 110)
+_FAILURES = (OSError, RuntimeError, ValueError)
+"""What imageio and ffmpeg raise for a missing binary, a full disk, a folder that cannot be written."""
+
+
+class VideoError(EmbodyError):
+    """A recording could not be written; nothing of it is left on disk."""
+
+
+class VideoRecorder:
+    """Encodes frames as they come (H.264, yuv420p) under a temporary name; `finish` gives the file its name.
+
+    With `info`, the instruction stands above the picture, the step and the success mark below it; nothing is drawn
+    over the picture itself.
+    """
+
+    def __init__(self, path_stem: Path, fps: int, instruction: str, info: bool) -> None:
+        self._stem = path_stem
+        self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
+        self._fps = fps
+        self._instruction = instruction
+        self._info = info
+        self._writer: Any = None
+        self._shape: tuple[int, ...] = ()
+        self._font = ImageFont.load_default(FONT_SIZE)
+        self._frames = 0
+        self._step = 0
+
+    def add(self, frame: ByteArray, step: int, success: bool) -> None:
+        """Append a frame [H, W, 3] uint8; `step` counts executed env steps, `success`: the goal holds now.
+
+        Raises:
+            VideoError: the frame has another shape than the first one, or the encoder failed.
+        """
+        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+            self._fail(f"frame {self._frames} is {frame.dtype} {frame.shape}, expected uint8 (H, W, 3)")
+        if self._shape and frame.shape != self._shape:
+            self._fail(f"frame {self._frames} has shape {frame.shape}, the first one had {self._shape}")
+        self._shape = frame.shape
+        picture = self._compose(frame, step, success)
+        try:
+            if self._writer is None:
+                self._writer = self._open()
+            self._writer.append_data(picture)
+        except _FAILURES as error:
+            self._fail(str(error).strip() or type(error).__name__, error)
+        self._frames += 1
+        self._step = step
+
+    def finish(self, outcome: str) -> Path:
+        """Complete the file and return its path `<stem>_<outcome>_<n>steps.mp4`, n being the last step added.
+
+        Raises:
+            VideoError: no frame was added, or the encoder failed.
+        """
+        assert re.fullmatch(r"[\w-]+", outcome), outcome
+        if self._writer is None:
+            self._fail("no frame was added")
+        target = self._stem.with_name(f"{self._stem.name}_{outcome}_{self._step}steps.mp4")
+        try:
+            self._close()
+            written = _count_frames(self._partial)
+            if written != self._frames:
+                self._fail(f"only {written} of {self._frames} frames were written; is the disk full?")
+            os.replace(self._partial, target)
+        except _FAILURES as error:
+            self._fail(str(error).strip() or type(error).__name__, error)
+        return target
+
+    def discard(self) -> None:
+        """Stop and leave nothing behind; idempotent."""
+        # Encoder or folder may be gone already, which is no news for a recording that nobody wants.
+        with contextlib.suppress(*_FAILURES):
+            self._close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink()
+
+    def _open(self) -> Any:
+        import imageio
+
+        self._partial.parent.mkdir(parents=True, exist_ok=True)
+        return imageio.get_writer(
+            self._partial,
+            format="FFMPEG",  # type: ignore[arg-type]
+            mode="I",
+            fps=self._fps,
+            codec="libx264",
+            pixelformat="yuv420p",
+            macro_block_size=2,
+            ffmpeg_log_level="error",
+            # One thread: simulators need the other cores more.
+            output_params=["-threads", "1", "-preset", "veryfast", "-movflags", "+faststart"],
+        )
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        self.discard()
+        raise VideoError(
+            f"video '{self._partial}' was not written: {reason}. Check the space and rights of that folder "
+            "(video_cfg.base_dir), or record nothing with video=none."
+        ) from cause
+
+    def _compose(self, frame: ByteArray, step: int, success: bool) -> ByteArray:
+        scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
+        width, height = frame.shape[1] * scale, frame.shape[0] * scale
+        picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+        lines = self._wrap(width) if self._info else []
+        top = len(lines) * _LINE + _MARGIN if self._info else 0
+        bottom = _LINE + _MARGIN if self._info else 0
+        # yuv420p stores colour for blocks of 2x2 pixels, so both sides are even.
+        canvas = Image.new("RGB", (width + width % 2, (top + height + bottom + 1) // 2 * 2), _BAND)
+        canvas.paste(picture, (0, top))
+        if self._info:
+            draw = ImageDraw.Draw(canvas)
+            for row, line in enumerate(lines):
+                draw.text((_MARGIN, row * _LINE + _MARGIN // 2), line, fill=_TEXT, font=self._font)
+            y = top + height + _MARGIN // 2
+            draw.text((_MARGIN, y), f"step {step}", fill=_TEXT, font=self._font)
+            if success:
+                draw.text((width - _MARGIN, y), "success", fill=_GOOD, font=self._font, anchor="ra")
+        return np.asarray(canvas)
+
+    def _wrap(self, width: int) -> list[str]:
+        """Split the instruction into lines that fit; one word longer than a line stays whole."""
+        lines = [""]
+        for word in self._instruction.split():
+            longer = f"{lines[-1]} {word}".strip()
+            if lines[-1] and self._font.getlength(longer) > width - 2 * _MARGIN:
+                lines.append(word)
+            else:
+                lines[-1] = longer
+        return lines
+
+
+def _count_frames(path: Path) -> int:
+    import imageio_ffmpeg
+
+    return imageio_ffmpeg.count_frames_and_secs(str(path))[0] or 0

@@ -1,0 +1,69 @@
+"""Scripted doubles shared by tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from embodyrl.envs.chunked import SimStep
+from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+
+
+def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminated: Sequence[int] = ()) -> list[SimStep]:
+    """One `SimStep` per reward; `success` and `terminated` name the steps where those flags hold."""
+    return [
+        SimStep(reward=reward, terminated=index in terminated, success=index in success)
+        for index, reward in enumerate(rewards)
+    ]
+
+
+class ScriptedSims:
+    """`SlotSimulators` that play one script of `SimStep`s per reset id; the last step repeats for ever.
+
+    Images hold the number of executed steps in every pixel, the state [2] holds (reset id, executed steps).
+    `log` records every call as ("reset", slot, reset_id, seed) or ("step", slot, first action value).
+    """
+
+    def __init__(self, scripts: Sequence[Sequence[SimStep]], *, states_per_task: int = 1, action_dim: int = 2) -> None:
+        assert len(scripts) % states_per_task == 0
+        num_tasks = len(scripts) // states_per_task
+        self.spec = EnvSpec(
+            name="scripted",
+            action_dim=action_dim,
+            tasks=tuple(f"do thing {task}" for task in range(num_tasks)),
+            states_per_task=(states_per_task,) * num_tasks,
+            cameras=("front",),
+            image_size=(4, 6),
+            state_dim=2,
+            max_episode_steps=max(len(script) for script in scripts),
+        )
+        self.scripts = scripts
+        self.log: list[tuple[object, ...]] = []
+        self.closed = False
+        self._at: dict[int, tuple[int, int]] = {}
+
+    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+        self.log.append(("reset", slot, reset_id, seed))
+        self._at[slot] = (reset_id, 0)
+
+    def step(self, slot: int, action: FloatArray) -> SimStep:
+        assert action.shape == (self.spec.action_dim,)
+        self.log.append(("step", slot, float(action[0])))
+        reset_id, index = self._at[slot]
+        self._at[slot] = (reset_id, index + 1)
+        script = self.scripts[reset_id]
+        return script[min(index, len(script) - 1)]
+
+    def observe(self, slot: int, out: ObservationOut) -> None:
+        out.images[...] = self._at[slot][1]
+        out.state[:] = self._at[slot]
+
+    def instruction(self, slot: int) -> str:
+        return self.spec.tasks[self.spec.task_of(self._at[slot][0])[0]]
+
+    def render(self, slot: int) -> ByteArray:
+        return np.full((*self.spec.image_size, 3), self._at[slot][1], np.uint8)
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,165 @@
+import math
+
+import numpy as np
+import pytest
+from doubles import ScriptedSims, steps_of
+
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.errors import EnvError
+from embodyrl.types import EpisodeStart, ObservationOut
+
+
+def make(*scripts, slots=1, relative=True, coef=1.0, **kwargs):
+    sims = ScriptedSims(scripts, **kwargs)
+    return sims, ChunkedEnv(sims, slots, use_rel_reward=relative, reward_coef=coef)
+
+
+def start(reset_id=0, *, limit=100, ignore=False, seed=0):
+    return EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=limit, ignore_terminations=ignore)
+
+
+def chunk(rows, length, first=0.0):
+    actions = np.zeros((rows, length, 2), np.float32)
+    actions[:, :, 0] = first + np.arange(length)
+    return actions
+
+
+def test_termination_inside_a_chunk_stops_the_slot_there():
+    sims, env = make(steps_of([0, 0, 1, 9], success=[2], terminated=[2]))
+    env.reset([0], [start(seed=5)])
+    result = env.step_chunk([0], chunk(1, 5))
+    assert result.valid.tolist() == [[True, True, True, False, False]]
+    assert result.terminated.tolist() == [[False, False, True, False, False]]
+    assert not result.truncated.any()
+    assert result.success.tolist() == [[False, False, True, False, False]]
+    assert result.reward.tolist() == [[0, 0, 1, 0, 0]]
+    assert result.done.tolist() == [True]
+    assert sims.log == [("reset", 0, 0, 5), ("step", 0, 0.0), ("step", 0, 1.0), ("step", 0, 2.0)]
+
+
+def test_the_time_limit_truncates_across_chunks():
+    sims, env = make(steps_of([0.0]))
+    env.reset([0], [start(limit=5)])
+    first = env.step_chunk([0], chunk(1, 3))
+    assert first.valid.all()
+    assert not first.done.any()
+    second = env.step_chunk([0], chunk(1, 3))
+    assert second.valid.tolist() == [[True, True, False]]
+    assert second.truncated.tolist() == [[False, True, False]]
+    assert not second.terminated.any()
+    assert sum(entry[0] == "step" for entry in sims.log) == 5
+
+
+def test_success_at_the_last_allowed_step_is_terminated_not_truncated():
+    _, env = make(steps_of([0, 0, 1], success=[2], terminated=[2]))
+    env.reset([0], [start(limit=3)])
+    result = env.step_chunk([0], chunk(1, 3))
+    assert result.terminated.tolist() == [[False, False, True]]
+    assert not result.truncated.any()
+
+
+def test_ignored_terminations_only_truncate_and_keep_success_flags():
+    _, env = make(steps_of([0, 1, 0, 1, 1], success=[1, 3, 4], terminated=[1, 3, 4]))
+    env.reset([0], [start(limit=5, ignore=True)])
+    result = env.step_chunk([0], chunk(1, 8))
+    assert result.valid.sum() == 5
+    assert not result.terminated.any()
+    assert result.truncated.tolist()[0] == [False, False, False, False, True, False, False, False]
+    assert result.success.tolist()[0][:5] == [False, True, False, True, True]
+    assert result.reward.tolist()[0][:5] == [0, 1, -1, 1, 0]
+
+
+def test_relative_rewards_telescope_over_chunks_and_restart_with_the_episode():
+    rewards = [0.5, 0.25, 2.0, -1.0, 3.0, 0.75]
+    _, env = make(steps_of(rewards), coef=2.0)
+    for _ in range(2):
+        env.reset([0], [start(limit=6)])
+        parts = [env.step_chunk([0], chunk(1, 2)).reward for _ in range(3)]
+        got = np.concatenate(parts, axis=1)[0]
+        assert got.tolist() == [1.0, -0.5, 3.5, -6.0, 8.0, -4.5]
+        assert got.sum() == 2.0 * rewards[-1]
+
+
+def test_plain_rewards_are_scaled_only():
+    _, env = make(steps_of([0.5, 0.5, 1.0]), relative=False, coef=4.0)
+    env.reset([0], [start()])
+    assert env.step_chunk([0], chunk(1, 3)).reward.tolist() == [[2.0, 2.0, 4.0]]
+
+
+def test_slots_are_independent_and_after_step_follows_executed_steps_only():
+    _, env = make(steps_of([1.0], terminated=[0]), steps_of([0.0, 2.0]), slots=3)
+    env.reset([2, 0], [start(0), start(1, limit=2)])
+    seen = []
+    result = env.step_chunk([2, 0], chunk(2, 3), after_step=seen.append)
+    assert seen == [2, 0, 0]
+    assert result.reward.tolist() == [[1, 0, 0], [0, 2, 0]]
+    assert result.terminated[:, 0].tolist() == [True, False]
+    assert result.truncated[:, 1].tolist() == [False, True]
+    assert (env.instruction(2), env.instruction(0)) == ("do thing 0", "do thing 1")
+
+
+def test_observation_is_written_into_the_given_views():
+    _, env = make(steps_of([0.0]), steps_of([0.0]), slots=2)
+    env.reset([0, 1], [start(0), start(1)])
+    env.step_chunk([1], chunk(1, 3))
+    images, state = np.full((2, 1, 4, 6, 3), 99, np.uint8), np.zeros((2, 2), np.float32)
+    env.observe([1, 0], [ObservationOut(images=images[i], state=state[i]) for i in range(2)])
+    assert (images[0] == 3).all()
+    assert (images[1] == 0).all()
+    assert state.tolist() == [[1, 3], [0, 0]]
+    assert (env.render(1) == 3).all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_reward_names_slot_task_and_value(bad):
+    _, env = make(steps_of([0.0]), steps_of([0.0, bad]), slots=4)
+    env.reset([3], [start(1)])
+    with pytest.raises(EnvError, match=rf"slot 3, task 1 \('do thing 1'\).*step 1.*reward {bad}, expected a finite"):
+        env.step_chunk([3], chunk(1, 4))
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 7), (2, 3, 2), (3, 2), (1, 0, 2)])
+def test_wrong_action_shape_is_refused_before_anything_runs(shape):
+    sims, env = make(steps_of([0.0]))
+    env.reset([0], [start()])
+    with pytest.raises(EnvError, match=r"slots \[0\] on tasks \[0\].*expected \(1, K >= 1, 2\)"):
+        env.step_chunk([0], np.zeros(shape, np.float32))
+    assert len(sims.log) == 1
+
+
+def test_non_finite_action_is_refused_before_anything_runs():
+    sims, env = make(steps_of([0.0]), slots=2)
+    env.reset([0, 1], [start(), start()])
+    actions = chunk(2, 3)
+    actions[1, 2, 1] = np.nan
+    with pytest.raises(EnvError, match=r"slot 1.*action 2 of the chunk is nan in dimension 1"):
+        env.step_chunk([0, 1], actions)
+    assert len(sims.log) == 2
+
+
+def test_misuse_is_an_error_and_never_silence():
+    sims, env = make(steps_of([1.0], terminated=[0]), slots=2)
+    for call in (lambda: env.step_chunk([0], chunk(1, 1)), lambda: env.render(0), lambda: env.instruction(0)):
+        with pytest.raises(EnvError, match="slot 0: no episode; call reset"):
+            call()
+    env.reset([0, 1], [start(), start()])
+    env.step_chunk([0], chunk(1, 1))
+    with pytest.raises(EnvError, match=r"slot 0.*the episode is over"):
+        env.step_chunk([1, 0], chunk(2, 1))
+    assert [entry for entry in sims.log if entry[:2] == ("step", 1)] == []
+    env.reset([0], [start()])
+    assert env.step_chunk([0], chunk(1, 1)).done.all()
+
+
+def test_impossible_starts_are_refused():
+    _, env = make(steps_of([0.0]))
+    with pytest.raises(EnvError, match=r"reset id 1 is outside 0\.\.0"):
+        env.reset([0], [start(1)])
+    with pytest.raises(EnvError, match="max_episode_steps is 0"):
+        env.reset([0], [start(limit=0)])
+
+
+def test_close_reaches_the_simulators():
+    sims, env = make(steps_of([0.0]))
+    env.close()
+    assert sims.closed

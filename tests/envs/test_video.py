@@ -1,0 +1,91 @@
+import imageio.v3 as iio
+import numpy as np
+import pytest
+
+from embodyrl.envs.video import VideoError, VideoRecorder
+
+LONG = "put both the alphabet soup and the tomato sauce in the basket and then close the microwave door gently"
+
+
+def gray(value, size=(128, 160)):
+    return np.full((*size, 3), value, np.uint8)
+
+
+def record(stem, values, *, info, instruction="do it", success_from=None):
+    video = VideoRecorder(stem, 20, instruction, info)
+    for step, value in enumerate(values, start=1):
+        video.add(gray(value), step, success_from is not None and step >= success_from)
+    return video
+
+
+def test_file_plays_and_its_name_tells_outcome_and_steps(tmp_path):
+    stem = tmp_path / "new" / "task0.ep3"
+    path = record(stem, [40, 120, 200, 120, 40], info=True, success_from=4).finish("success")
+    assert path == tmp_path / "new" / "task0.ep3_success_5steps.mp4"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    frames = iio.imread(path)
+    assert frames.shape[0] == 5
+    assert frames.shape[2] >= 512
+    assert frames.shape[1] > frames.shape[2] * 128 / 160, "text bands enlarge the picture"
+    meta = iio.immeta(path)
+    assert (meta["codec"], meta["fps"]) == ("h264", 20.0)
+    assert meta["pix_fmt"].startswith("yuv420p")
+    middle = frames[:, frames.shape[1] // 2, 256].mean(axis=1)
+    np.testing.assert_allclose(middle, [40, 120, 200, 120, 40], atol=6)
+
+
+def test_text_stands_beside_the_picture_and_success_is_green(tmp_path):
+    frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish("failure"))
+    height, width = 128 * 4, 160 * 4
+    top = frames.shape[1] - height - (frames.shape[1] - height) % 2
+    bands = frames[:, -40:]
+    assert (frames[0, :40].max(axis=2) > 180).any(), "the instruction is drawn above"
+    assert (bands[0].max(axis=2) > 180).any(), "the step is drawn below"
+    right = bands[:, :, width // 2 :].astype(int)
+    green = (right[..., 1] - right[..., 0] > 60).any(axis=(1, 2))
+    assert green.tolist() == [False, True]
+    picture = frames[0, top // 2 + 40 : top // 2 + height - 60, 20:-20]
+    assert np.abs(picture.astype(int) - 90).max() < 20, "nothing is drawn over the picture"
+
+
+def test_long_instructions_wrap_and_plain_recordings_have_no_band(tmp_path):
+    short = iio.imread(record(tmp_path / "s", [1], info=True).finish("failure"))
+    long = iio.imread(record(tmp_path / "l", [1], info=True, instruction=LONG).finish("failure"))
+    plain = iio.imread(record(tmp_path / "p", [1], info=False, instruction=LONG).finish("failure"))
+    assert long.shape[1] > short.shape[1] > plain.shape[1]
+    assert plain.shape[1:3] == (128 * 4, 160 * 4)
+
+
+def test_odd_sizes_become_even(tmp_path):
+    video = VideoRecorder(tmp_path / "odd", 10, "x", False)
+    video.add(gray(7, (301, 513)), 1, False)
+    assert iio.imread(video.finish("failure")).shape[1:3] == (302, 514)
+
+
+def test_discard_leaves_nothing(tmp_path):
+    video = record(tmp_path / "gone", [1, 2, 3], info=True)
+    video.discard()
+    video.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_name_the_file_and_remove_it(tmp_path):
+    video = record(tmp_path / "bad", [1], info=True)
+    with pytest.raises(VideoError, match=r"bad\.partial\.mp4.*shape \(5, 6, 3\), the first one had \(128, 160, 3\)"):
+        video.add(gray(0, (5, 6)), 2, False)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(VideoError, match=r"float64 \(4, 4, 3\), expected uint8"):
+        VideoRecorder(tmp_path / "f", 10, "x", True).add(np.zeros((4, 4, 3)), 0, False)
+    with pytest.raises(VideoError, match="no frame was added"):
+        VideoRecorder(tmp_path / "empty", 10, "x", True).finish("failure")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(VideoError, match=r"file/x\.partial\.mp4"):
+        record(tmp_path / "file" / "x", [1], info=True)
+
+
+def test_an_unusable_target_is_an_error_and_leaves_nothing(tmp_path):
+    target = tmp_path / "taken_success_1steps.mp4"
+    target.mkdir()
+    with pytest.raises(VideoError, match=r"taken\.partial\.mp4"):
+        record(tmp_path / "taken", [1], info=True).finish("success")
+    assert list(tmp_path.iterdir()) == [target]

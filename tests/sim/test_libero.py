@@ -1,0 +1,229 @@
+"""The real LIBERO: identity with the benchmark's own environment, exact repetition, exact sharing of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.libero import FACTORY, install
+from embodyrl.types import EpisodeStart, ObservationOut
+
+pytestmark = pytest.mark.sim
+
+STOVE, DRAWER = 7, 0
+SIZE = 128
+CAMERAS = ["agentview", "robot0_eye_in_hand"]
+
+
+@pytest.fixture(scope="module")
+def spec():
+    cfg = EnvConfig(task_suite_name="libero_goal")
+    cfg.init_params.camera_names = CAMERAS
+    cfg.init_params.camera_heights = cfg.init_params.camera_widths = SIZE
+    assert FACTORY.validate(cfg) == []
+    spec = FACTORY.spec(cfg)
+    install.prepare_process()
+    return spec
+
+
+@pytest.fixture(scope="module")
+def roomy(spec):
+    """An environment whose models all fit, with 3 slots."""
+    rig = Rig(spec, slots=3, max_models=2)
+    yield rig
+    rig.env.close()
+
+
+class Rig:
+    """An environment and the simulators below it."""
+
+    def __init__(self, spec, *, slots, max_models):
+        from embodyrl.envs.libero.sims import LiberoSims
+
+        self.spec = spec
+        self.sims = LiberoSims(spec, max_models=max_models)
+        self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0)
+
+    def start(self, slot, task, index, seed=7, ignore=True):
+        start = EpisodeStart(
+            reset_id=self.spec.reset_ids_of(task)[index], seed=seed, max_episode_steps=200, ignore_terminations=ignore
+        )
+        self.env.reset([slot], [start])
+
+    def chunk(self, slot, actions) -> Trace:
+        result = self.env.step_chunk([slot], actions[None])
+        images = np.zeros((len(CAMERAS), SIZE, SIZE, 3), np.uint8)
+        state = np.zeros(8, np.float32)
+        self.env.observe([slot], [ObservationOut(images=images, state=state)])
+        return Trace(images, state, self.sims.pool.use(slot).save().physics, result.success[0], result.reward[0])
+
+    def turn_stove_on(self, slot):
+        open_stove(self.sims.pool.use(slot)._env)
+
+
+@dataclass
+class Trace:
+    images: np.ndarray
+    state: np.ndarray
+    physics: np.ndarray
+    success: np.ndarray
+    reward: np.ndarray
+
+    def assert_equal(self, other: Trace) -> None:
+        for name in ("images", "state", "physics", "success", "reward"):
+            np.testing.assert_array_equal(getattr(self, name), getattr(other, name), err_msg=name, strict=True)
+
+
+def open_stove(env) -> None:
+    """Turn the knob, as a successful robot would; everything else stays."""
+    env.object_states_dict["flat_stove_1"].set_joint(1.0)
+
+
+def actions_of(seed, chunks=2, length=4):
+    noise = np.random.default_rng(seed).normal(size=(chunks, length, 7)) * 0.5
+    return np.clip(noise, -1, 1).astype(np.float32)
+
+
+def play(rig, slot, task, index, actions, stove_on_before=None, seed=7):
+    rig.start(slot, task, index, seed)
+    traces = []
+    for number, chunk in enumerate(actions):
+        if number == stove_on_before:
+            rig.turn_stove_on(slot)
+        traces.append(rig.chunk(slot, chunk))
+    return traces
+
+
+def test_the_five_suites_declare_tasks_states_and_horizons():
+    horizons = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
+    for suite, horizon in horizons.items():
+        spec = FACTORY.spec(EnvConfig(task_suite_name=suite))
+        count = 90 if suite == "libero_90" else 10
+        assert len(spec.tasks) == count
+        assert spec.states_per_task == (50,) * count
+        assert spec.num_reset_ids == 50 * count
+        assert (spec.max_episode_steps, spec.unnorm_key) == (horizon, f"{suite}_no_noops")
+        assert (spec.action_dim, spec.state_dim, spec.image_rotation_deg) == (7, 8, 180)
+        assert (spec.cameras, spec.image_size) == (("agentview",), (256, 256))
+        assert (spec.gripper.open, spec.gripper.closed, spec.gripper.binary) == (-1.0, 1.0, True)
+        assert all(len(install.suite_init_states(suite, task)) == 50 for task in (0, count - 1))
+    assert FACTORY.spec(EnvConfig(task_suite_name="libero_goal")).tasks[STOVE] == "turn on the stove"
+    assert FACTORY.spec(EnvConfig(task_suite_name="libero_10")).tasks[0] == (
+        "put both the alphabet soup and the tomato sauce in the basket"
+    )
+    assert FACTORY.spec(EnvConfig(task_suite_name="libero_90")).tasks[0] == ("close the top drawer of the cabinet")
+
+
+def test_bit_identical_to_the_stock_environment_up_to_official_success(spec, roomy):
+    from libero.libero.envs import OffScreenRenderEnv
+
+    index, actions = 3, actions_of(1, chunks=6, length=1)
+    ours = play(roomy, 0, STOVE, index, actions, stove_on_before=3)
+    assert roomy.env.instruction(0) == "turn on the stove"
+
+    entry = install.suite_tasks("libero_goal")[STOVE]
+    path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+    with install.quiet():
+        stock = OffScreenRenderEnv(
+            bddl_file_name=str(path), camera_names=CAMERAS, camera_heights=SIZE, camera_widths=SIZE
+        )
+        stock.env.object_property_initializers.clear()
+        stock.seed(7)
+        stock.reset()
+    stock.set_init_state(install.suite_init_states("libero_goal", STOVE)[index])
+    for _ in range(10):
+        stock.step([0, 0, 0, 0, 0, 0, -1])
+    rewards = []
+    for number, (chunk, trace) in enumerate(zip(actions, ours, strict=True)):
+        if number == 3:
+            open_stove(stock.env)
+        obs, reward, done, _ = stock.step(chunk[0])
+        rewards.append(reward)
+        assert bool(done) == trace.success[0] == (number >= 3)
+        for camera, image in zip(CAMERAS, trace.images, strict=True):
+            np.testing.assert_array_equal(obs[f"{camera}_image"], image, err_msg=f"step {number} {camera}")
+        np.testing.assert_array_equal(stock_proprio(obs), trace.state)
+        flat = stock.get_sim_state()
+        np.testing.assert_array_equal(flat, trace.physics[: len(flat)])
+    assert rewards == [0, 0, 0, 1, 1, 1]
+    assert np.concatenate([trace.reward for trace in ours]).tolist() == [0, 0, 0, 1, 0, 0]
+    stock.close()
+
+
+def test_official_success_ends_the_episode(roomy):
+    roomy.start(0, STOVE, 0, ignore=False)
+    roomy.turn_stove_on(0)
+    result = roomy.env.step_chunk([0], actions_of(1, length=4)[:1])
+    assert result.valid.tolist() == result.terminated.tolist() == result.success.tolist() == [[True] + [False] * 3]
+
+
+def stock_proprio(obs):
+    """Proprioception as the OpenVLA-OFT evaluation computes it from the benchmark's observation."""
+    from robosuite.utils.transform_utils import quat2axisangle
+
+    parts = [obs["robot0_eef_pos"], quat2axisangle(obs["robot0_eef_quat"].copy()), obs["robot0_gripper_qpos"]]
+    return np.concatenate(parts).astype(np.float32)
+
+
+def test_same_reset_id_and_seed_repeat_exactly_after_other_episodes(roomy):
+    actions = actions_of(2)
+    first = play(roomy, 0, STOVE, 5, actions)
+    play(roomy, 0, STOVE, 6, actions_of(3), stove_on_before=1)
+    other_seed = play(roomy, 1, STOVE, 5, actions)
+    for one, two in zip(first, other_seed, strict=True):
+        one.assert_equal(two)
+    roomy.start(2, STOVE, 5, seed=8)
+    assert (roomy.chunk(2, actions[0]).images != first[0].images).any(), "the seed draws the fixture poses"
+
+
+def test_slots_on_one_model_equal_slots_alone(roomy):
+    first, second = actions_of(4, chunks=3), actions_of(5, chunks=3)
+    alone = [play(roomy, 0, STOVE, 1, first, stove_on_before=1), play(roomy, 1, STOVE, 2, second, seed=9)]
+    roomy.start(0, STOVE, 1)
+    roomy.start(1, STOVE, 2, seed=9)
+    for number in range(3):
+        if number == 1:
+            roomy.turn_stove_on(0)
+        roomy.chunk(0, first[number]).assert_equal(alone[0][number])
+        roomy.chunk(1, second[number]).assert_equal(alone[1][number])
+    assert roomy.sims.pool.num_loaded == 1
+    assert alone[0][2].success.all()
+    assert not alone[1][2].success.any()
+
+
+def test_eviction_and_reload_continue_exactly(spec, roomy):
+    first, second = actions_of(6, chunks=2), actions_of(7, chunks=2)
+    reference = [play(roomy, 0, STOVE, 1, first, stove_on_before=0), play(roomy, 1, DRAWER, 2, second)]
+    assert roomy.sims.pool.num_loaded == 2
+    tight = Rig(spec, slots=2, max_models=1)
+    tight.start(0, STOVE, 1)
+    tight.turn_stove_on(0)
+    tight.chunk(0, first[0]).assert_equal(reference[0][0])
+    tight.start(1, DRAWER, 2)
+    tight.chunk(1, second[0]).assert_equal(reference[1][0])
+    tight.chunk(0, first[1]).assert_equal(reference[0][1])
+    tight.chunk(1, second[1]).assert_equal(reference[1][1])
+    assert tight.sims.pool.num_loaded == 1
+    tight.env.close()
+    tight.env.close()
+
+
+def test_frames_for_people_are_upright_and_not_mirrored(roomy):
+    trace = play(roomy, 0, STOVE, 0, actions_of(8, chunks=1))[0]
+    frame = roomy.env.render(0)
+    np.testing.assert_array_equal(frame, trace.images[0][::-1])
+    gray = frame.astype(int).sum(axis=2)
+    robot, table = gray[: SIZE // 4, SIZE // 3 : SIZE // 2], gray[-SIZE // 8 :, -SIZE // 4 :]
+    assert robot.std() > 3 * table.std(), "the robot stands at the top of the picture, the empty table is below"
+
+
+def test_numpy_global_generator_is_left_alone(roomy):
+    np.random.seed(123)
+    expected = np.random.random()
+    np.random.seed(123)
+    roomy.start(0, STOVE, 4)
+    assert np.random.random() == expected
