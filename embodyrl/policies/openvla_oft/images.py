@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from functools import lru_cache
 
 import numpy as np
@@ -127,21 +126,22 @@ def centre_crop(pixels: Tensor) -> Tensor:
 @lru_cache(maxsize=8)
 def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
     """Weights [size_out, size_in], float32, every row sums to 1."""
-    scale = size_in / size_out
-    stretch = max(scale, 1.0)
-    centre = (np.arange(size_out) + 0.5) * scale
-    x = np.abs(np.arange(size_in)[None, :] + 0.5 - centre[:, None]) / stretch
-    weights = np.where(x < LANCZOS_RADIUS, np.sinc(x) * np.sinc(x / LANCZOS_RADIUS), 0.0)
+    # float32 throughout, because TensorFlow's weights are; in float64 more pixels round to the other side.
+    scale = np.float32(size_in / size_out)
+    centre = (np.arange(size_out, dtype=np.float32) + np.float32(0.5)) * scale
+    offset = np.arange(size_in, dtype=np.float32)[None, :] + np.float32(0.5) - centre[:, None]
+    x = np.abs(offset) / np.maximum(scale, np.float32(1.0))
+    lobes = np.sinc(x) * np.sinc(x / np.float32(LANCZOS_RADIUS))
+    weights = np.where(x < LANCZOS_RADIUS, lobes, np.float32(0.0))
     return torch.from_numpy((weights / weights.sum(axis=1, keepdims=True)).astype(np.float32))
 
 
 @lru_cache(maxsize=8)
 def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Lower and upper source pixel (int64) and the weight of the upper one (float32) for each of S outputs."""
-    side = np.float32(math.sqrt(CROP_AREA))
+    side = np.sqrt(np.float32(CROP_AREA))
     start = (np.float32(1.0) - side) / np.float32(2.0)
-    step = side * np.float32(size - 1) / np.float32(size - 1)
-    position = start * np.float32(size - 1) + np.arange(size, dtype=np.float32) * step
+    position = start * np.float32(size - 1) + np.arange(size, dtype=np.float32) * side
     low = np.floor(position)
     return (
         torch.from_numpy(low.astype(np.int64)),

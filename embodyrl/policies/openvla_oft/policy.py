@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodyrl.config.schema import ModelConfig, Precision
 from embodyrl.policies.openvla_oft.actions import ActionTokenizer, unnormalise
@@ -23,7 +23,7 @@ class OpenVlaOftPolicy:
 
     def __init__(self, cfg: ModelConfig, config: OftConfig, spec: PolicySpec, request: PolicyRequest) -> None:
         self.spec = spec
-        self.module = build_module(cfg, config, spec, request)
+        self.module: nn.Module = build_module(cfg, config, spec, request)
         self._config = config
         self._temperature = request.temperature
         self._device = torch.device(request.device)
@@ -35,7 +35,9 @@ class OpenVlaOftPolicy:
         self._prompts = PromptEncoder(
             config.folder / TOKENIZER_FILE, bos_token_id=config.llama.bos_token_id, tasks=request.env.tasks
         )
-        self._autocast = cfg.precision == Precision.bf16 and request.trainable
+        half = cfg.precision == Precision.bf16
+        self._autocast = half and request.trainable
+        self._input_dtype = torch.bfloat16 if half and not request.trainable else torch.float32
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None) -> PolicyOutput:
@@ -88,9 +90,8 @@ class OpenVlaOftPolicy:
             device=self._device,
         )
         ids, lengths = (torch.from_numpy(x).to(self._device) for x in self._prompts.batch(obs.instructions))
-        dtype = self.module.projector.fc1.weight.dtype
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            return self.module(pixels.to(dtype), ids, lengths)
+            return self.module(pixels.to(self._input_dtype), ids, lengths)
 
 
 def build_module(cfg: ModelConfig, config: OftConfig, spec: PolicySpec, request: PolicyRequest) -> OpenVlaOft:
