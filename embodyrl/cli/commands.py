@@ -63,7 +63,10 @@ COMMANDS: dict[str, Command] = {
         usage="embodyrl train [group=option ...] [key=value ...] [flags]",
         flags=(
             *_RUN_FLAGS,
-            Flag("--resume", {"metavar": "RUN", "help": "continue a run with its own config; auto = the newest run"}),
+            Flag(
+                "--resume",
+                {"metavar": "RUN", "help": "continue a run with its config; auto = by experiment name"},
+            ),
         ),
         examples=(
             "embodyrl train",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, overview
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.registry import closest
 
 
@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("embodyrl: interrupted.", file=sys.stderr)
         return 130
+    except Interrupted as error:
+        print(f"embodyrl: {error}.", file=sys.stderr)
+        return error.exit_code
     except EmbodyError as error:
         _report(str(error).splitlines() or [type(error).__name__], arguments)
         return error.exit_code

@@ -58,6 +58,8 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     cfg = load_config("train", words, config_dirs=_folders(args))
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None
+    if cfg.runner.experiment_name is None:
+        raise ConfigError("resuming `auto` looks for a run by name: set runner.experiment_name=NAME, or name the run.")
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 

@@ -30,11 +30,12 @@ def list_runs(output_dir: Path) -> list[Run]:
     return [_read(folder) for folder in folders]
 
 
-def newest_run(output_dir: Path, experiment_name: str | None) -> Path | None:
-    """Return the newest run of an experiment (any experiment for None), or None if there is none."""
+def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
+    """Return the newest training run of an experiment, or None if there is none."""
     for folder in sorted(_run_folders(output_dir), key=_started, reverse=True):
         saved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        if experiment_name is None or saved["runner"]["experiment_name"] == experiment_name:
+        # An evaluation leaves a run folder too, but nothing to go on from.
+        if saved["runner"]["experiment_name"] == experiment_name and (folder / "checkpoints").is_dir():
             return folder
     return None
 

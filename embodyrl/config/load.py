@@ -284,15 +284,15 @@ def _read_plain_yaml(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: broken YAML, an explicit tag such as `!!python/object`, or no mapping at the top.
     """
-    text = file.read_text(encoding="utf-8")
     try:
+        text = file.read_text(encoding="utf-8")
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             tag = getattr(event, "tag", None)
             if tag is not None:
                 line = event.start_mark.line + 1
                 raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")

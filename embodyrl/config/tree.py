@@ -1,4 +1,4 @@
-"""The YAML tree: where conf/ lies, which groups it has, and what each option says about itself."""
+"""The YAML tree: which groups conf/ has, their options, and what each option says about itself."""
 
 from __future__ import annotations
 
@@ -8,22 +8,8 @@ from pathlib import Path
 
 import yaml
 
-import embodyrl
+from embodyrl.config.paths import conf_dir
 from embodyrl.errors import ConfigError
-
-
-@functools.cache
-def conf_dir() -> Path:
-    """Folder of the shipped YAML files: inside an installed package, beside the package in a checkout.
-
-    Raises:
-        ConfigError: neither place holds a train.yaml.
-    """
-    package = Path(embodyrl.__file__).parent
-    for folder in (package / "conf", package.parent / "conf"):
-        if (folder / "train.yaml").is_file():
-            return folder
-    raise ConfigError(f"No conf/train.yaml beside or inside {package}: the installation is incomplete; reinstall it.")
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:

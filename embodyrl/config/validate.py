@@ -137,6 +137,7 @@ UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
     "env.train.enable_offload": ((False,), _NO_OFFLOAD),
     "env.eval.enable_offload": ((False,), _NO_OFFLOAD),
     "actor.enable_offload": ((False,), _NO_OFFLOAD),
+    "actor.gradient_checkpointing": ((False,), "recomputing activations is not available in this version"),
     "actor.fsdp.size": ((-1, 1), _ONE_GPU),
     "actor.fsdp.reshard_after_forward": ((True,), _ONE_GPU),
     "actor.fsdp.cpu_offload": ((False,), _NO_OFFLOAD),

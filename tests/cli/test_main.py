@@ -201,15 +201,40 @@ def test_resume_starts_from_the_config_of_the_run(tmp_path: Path, capsys: pytest
     assert "drop one" in capsys.readouterr().err
 
 
-def test_newest_run_of_an_experiment(tmp_path: Path) -> None:
+def test_newest_run_of_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.cli.runs import newest_run
 
-    old, new = saved_config(tmp_path / "a"), saved_config(tmp_path / "b")
-    os.utime(old / "config.yaml", (1, 1))
+    old, new, evaluation = (saved_config(tmp_path / name) for name in "abc")
+    for age, folder in enumerate((evaluation, new, old)):
+        os.utime(folder / "config.yaml", (100 - age, 100 - age))
+    assert newest_run(tmp_path, "kitchen") is None
+    for folder in (old, new):
+        (folder / "checkpoints").mkdir()
     assert newest_run(tmp_path, "kitchen") == new
-    assert newest_run(tmp_path, None) == new
     assert newest_run(tmp_path, "garage") is None
-    assert newest_run(tmp_path / "nowhere", None) is None
+    assert newest_run(tmp_path / "nowhere", "kitchen") is None
+    assert main(["train", "--resume", "auto"]) == 2
+    assert "runner.experiment_name=NAME" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        ("KeyboardInterrupt()", 130, "embodyrl: interrupted."),
+        ("errors.Interrupted(15)", 143, "embodyrl: interrupted by signal 15."),
+        ("errors.NonFiniteError('loss is nan')", 5, "embodyrl: error: loss is nan"),
+        ("errors.EmbodyError('first')", 1, "embodyrl: error: first"),
+        ("RuntimeError('bug')", 1, "embodyrl: error: unexpected RuntimeError: bug. Run it again with --traceback"),
+    ],
+)
+def test_every_end_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: str, code: int, said: str) -> None:
+    (tmp_path / "broken_env.py").write_text(
+        f"from embodyrl import errors\ndef __getattr__(name):\n    raise {raised}\n"
+    )
+    done = embodyrl("train", "env.env_type=broken_env:FACTORY", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith(said)
+    assert "Traceback" not in done.stderr
 
 
 def test_closed_pipe_is_silent(tmp_path: Path) -> None:

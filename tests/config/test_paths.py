@@ -1,0 +1,30 @@
+from pathlib import Path
+
+import pytest
+
+from embodyrl.config import paths
+
+
+def test_a_checkout_has_both_folders():
+    assert (paths.conf_dir() / "train.yaml").is_file()
+    assert (paths.assets_dir() / "openvla_oft_tiny" / "config.json").is_file()
+
+
+def test_an_installed_package_wins_over_the_checkout(tmp_path, monkeypatch):
+    package = tmp_path / "site" / "embodyrl"
+    (package / "conf").mkdir(parents=True)
+    monkeypatch.setattr(paths, "files", lambda name: package)
+    assert paths.conf_dir() == package.parent / "conf", "a conf folder without train.yaml is not ours"
+    (package / "conf" / "train.yaml").write_text("")
+    assert paths.conf_dir() == package / "conf"
+
+
+@pytest.mark.parametrize("path", ["assets/openvla_oft_tiny", "assets/a/b"])
+def test_assets_resolve_whatever_the_working_directory(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert paths.resolve_asset(path) == paths.assets_dir() / path.removeprefix("assets/")
+
+
+def test_other_paths_stay():
+    assert paths.resolve_asset("models/x") == Path("models/x")
+    assert paths.resolve_asset("~/x") == Path.home() / "x"
