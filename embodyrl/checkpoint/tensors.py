@@ -1,0 +1,155 @@
+"""State as safetensors plus JSON: optimizer, scheduler and random generators without pickle, bit for bit."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from embodyrl.errors import CheckpointError
+
+_TAGS = frozenset({"$tensor", "$array", "$tuple", "$dict", "$float", "$bytes"})
+
+
+def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors, brought to the CPU, as one safetensors file. Names that share memory are written separately."""
+    seen: set[int] = set()
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        copy = tensor.detach().cpu().contiguous()
+        storage = copy.untyped_storage().data_ptr()
+        plain[name] = copy.clone() if storage in seen else copy
+        seen.add(storage)
+    save_file(plain, path)
+
+
+def load_tensors(path: Path, *, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Read a safetensors file.
+
+    Raises:
+        CheckpointError: missing, truncated or malformed; names the file.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one.")
+    try:
+        return load_file(path, device=device)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is not a readable safetensors file ({error}): truncated or damaged; use another checkpoint."
+        ) from error
+
+
+def save_state(folder: Path, name: str, tree: Any) -> None:
+    """Write a tree of state, such as an optimizer's `state_dict()`, as `<name>.json` and `<name>.safetensors`.
+
+    Leaves are tensors, numpy arrays, bytes, numbers, strings, booleans and None; nodes are dicts (keys: strings
+    and integers), lists and tuples.
+
+    Raises:
+        TypeError: a leaf or key of another type.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    body = _encode(tree, tensors, "")
+    (folder / f"{name}.json").write_text(json.dumps(body, allow_nan=False), encoding="utf-8")
+    save_tensors(folder / f"{name}.safetensors", tensors)
+
+
+def load_state(folder: Path, name: str) -> Any:
+    """Read what `save_state` wrote; tensors arrive on the CPU.
+
+    Raises:
+        CheckpointError: a file is missing, malformed, or the two do not belong together.
+    """
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one.")
+    tensors = load_tensors(folder / f"{name}.safetensors")
+    try:
+        return _decode(json.loads(path.read_text(encoding="utf-8")), tensors)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or does not fit {name}.safetensors ({type(error).__name__}: {error}); "
+            "use another checkpoint."
+        ) from error
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of the global generators of torch (CPU and CUDA), numpy and Python."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Restore what `rng_state` returned; CUDA states are set for as many devices as both sides have."""
+    torch.set_rng_state(state["torch"])
+    for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(one, index)
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+def _encode(node: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
+    if node is None or isinstance(node, (bool, int, str)):
+        return node
+    if isinstance(node, float):
+        return node if math.isfinite(node) else {"$float": repr(node)}
+    if isinstance(node, torch.Tensor):
+        return {"$tensor": _add(node, tensors, path)}
+    if isinstance(node, np.ndarray):
+        return {
+            "$array": _add(torch.from_numpy(np.ascontiguousarray(node)), tensors, path),
+            "shape": list(node.shape),
+        }
+    if isinstance(node, np.generic):
+        return _encode(node.item(), tensors, path)
+    if isinstance(node, bytes):
+        return {"$bytes": base64.b64encode(node).decode("ascii")}
+    if isinstance(node, (list, tuple)):
+        items = [_encode(item, tensors, f"{path}/{i}") for i, item in enumerate(node)]
+        return items if isinstance(node, list) else {"$tuple": items}
+    if isinstance(node, Mapping):
+        if all(isinstance(key, str) for key in node) and not _TAGS & set(node):
+            return {key: _encode(value, tensors, f"{path}/{key}") for key, value in node.items()}
+        if all(isinstance(key, (str, int)) for key in node):
+            return {"$dict": [[k, _encode(v, tensors, f"{path}/{i}")] for i, (k, v) in enumerate(node.items())]}
+    raise TypeError(f"state '{path}' of type {type(node).__name__} cannot be saved as JSON and safetensors.")
+
+
+def _add(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> str:
+    # Numbered, because paths alone are ambiguous where keys hold slashes.
+    key = f"{len(tensors)}:{path}"
+    tensors[key] = tensor
+    return key
+
+
+def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$tensor" in node:
+        return tensors[node["$tensor"]]
+    if "$array" in node:
+        return tensors[node["$array"]].numpy().reshape(node["shape"])
+    if "$tuple" in node:
+        return tuple(_decode(item, tensors) for item in node["$tuple"])
+    if "$dict" in node:
+        return {key: _decode(value, tensors) for key, value in node["$dict"]}
+    if "$float" in node:
+        return float(node["$float"])
+    if "$bytes" in node:
+        return base64.b64decode(node["$bytes"], validate=True)
+    return {key: _decode(value, tensors) for key, value in node.items()}

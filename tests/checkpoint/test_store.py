@@ -1,0 +1,312 @@
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import embodyrl
+from embodyrl.checkpoint import CheckpointStore
+from embodyrl.errors import CheckpointError
+
+KILL_AT = {
+    "in the middle of fill": "fill_hook = die",
+    "between manifest and rename": "os.replace = lambda *paths: die()",
+}
+
+
+def fill(folder: Path) -> None:
+    (folder / "policy").mkdir()
+    (folder / "policy" / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    (folder / "loop.json").write_text('{"step": 1}')
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def run_child(root: Path, body: str) -> subprocess.CompletedProcess:
+    code = textwrap.dedent(
+        """
+        import os, signal, sys
+        from pathlib import Path
+        from embodyrl.checkpoint import CheckpointStore
+
+        def die():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        fill_hook = lambda: None
+        store = CheckpointStore(Path(sys.argv[1]))
+
+        def fill(folder):
+            (folder / "model.bin").write_bytes(b"x" * 100_000)
+            fill_hook()
+            (folder / "optimizer.bin").write_bytes(b"y" * 100_000)
+        """
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code + textwrap.dedent(body), str(root)], capture_output=True, text=True, check=False
+    )
+
+
+def test_write_and_read_back(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.steps() == []
+    assert store.latest() is None
+    path = store.write(200, fill, {"config_hash": "abc", "success": 0.5})
+    assert path == tmp_path / "checkpoints" / "step_000200"
+    manifest = store.verify(path)
+    assert (manifest.step, manifest.version) == (200, embodyrl.__version__)
+    assert manifest.meta == {"config_hash": "abc", "success": 0.5}
+    assert sorted(manifest.files) == ["loop.json", "policy/model.safetensors"]
+    entry = manifest.files["policy/model.safetensors"]
+    assert entry.size == 16384
+    assert entry.sha256 == hashlib.sha256(bytes(range(256)) * 64).hexdigest()
+    assert [p.name for p in store.root.iterdir()] == ["step_000200"]
+
+
+def test_steps_are_sorted_by_number_and_only_complete_ones_count(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    for step in (1_000_000, 9, 200):
+        store.write(step, fill, {})
+    (tmp_path / "step_000300").mkdir()
+    (tmp_path / "step_0000400").mkdir()
+    (tmp_path / "step_0000400" / "manifest.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert store.steps() == [9, 200, 1_000_000]
+    assert store.latest() == tmp_path / "step_1000000"
+
+
+def test_an_existing_step_is_never_overwritten(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    path = store.write(5, fill, {})
+    before = snapshot(path)
+    with pytest.raises(CheckpointError, match=r"step_000005 exists"):
+        store.write(5, lambda folder: None, {})
+    assert snapshot(path) == before
+
+
+def test_a_failing_fill_leaves_nothing_behind(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+
+    def broken(folder: Path) -> None:
+        fill(folder)
+        raise RuntimeError("gather failed")
+
+    with pytest.raises(RuntimeError, match="gather failed"):
+        store.write(5, broken, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", KILL_AT)
+def test_a_killed_writer_leaves_the_previous_checkpoint_and_no_new_one(moment: str, tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    previous = store.write(100, fill, {})
+    before = snapshot(previous)
+    child = run_child(tmp_path, f"{KILL_AT[moment]}\nstore.write(200, fill, {{}})")
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    (scratch,) = [p for p in tmp_path.iterdir() if p != previous]
+    assert scratch.name.startswith(".tmp-step_000200-")
+    assert (scratch / "manifest.json").exists() is (moment == "between manifest and rename")
+    assert store.steps() == [100]
+    assert store.clean_stale() == [scratch]
+    assert list(tmp_path.iterdir()) == [previous]
+    assert snapshot(previous) == before
+    store.verify(store.write(200, fill, {}))
+
+
+def test_a_killed_prune_leaves_no_half_checkpoint_under_its_name(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        store.write(step, fill, {})
+    child = run_child(tmp_path, "import shutil\nshutil.rmtree = lambda *a, **k: die()\nstore.prune(1)")
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    assert store.steps() == [2, 3]
+    for step in store.steps():
+        store.verify(store.path(step))
+    assert len(store.clean_stale()) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+
+
+def test_scratch_of_a_living_process_stays(tmp_path: Path):
+    living = tmp_path / f".tmp-step_000001-{os.getppid()}"
+    reused_pid = tmp_path / f".tmp-step_000002-{os.getpid()}"
+    living.mkdir()
+    reused_pid.mkdir()
+    assert CheckpointStore(tmp_path).clean_stale() == [reused_pid]
+    assert living.is_dir()
+
+
+def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    for step in (10, 20, 30, 40, 50):
+        store.write(step, fill, {})
+    assert store.prune(2, protect=[10, 45]) == [20, 30]
+    assert store.steps() == [10, 40, 50]
+    assert store.prune(3) == []
+
+
+def flip_bit(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[1000] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda c: flip_bit(c / "policy" / "model.safetensors"), r"policy/model.safetensors: sha256 differs"),
+        (lambda c: os.truncate(c / "policy" / "model.safetensors", 10_000), r"model.safetensors has 10000 bytes inst"),
+        (lambda c: (c / "loop.json").unlink(), r"loop.json is missing"),
+        (lambda c: (c / "manifest.json").unlink(), r"manifest.json is missing"),
+        (lambda c: (c / "manifest.json").write_text(""), r"manifest.json is damaged"),
+        (lambda c: (c / "manifest.json").write_text("[" * 100_000), r"manifest.json is damaged"),
+        (lambda c: (c / "manifest.json").write_bytes(b"\xff\xfe\x00"), r"manifest.json is damaged"),
+        (lambda c: (c / "extra.pt").write_bytes(b"pickle"), r"extra.pt is not listed"),
+    ],
+)
+def test_damage_is_named_with_the_next_older_checkpoint(damage, message: str, tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    older = store.write(100, fill, {})
+    path = store.write(200, fill, {})
+    store.verify(path)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        store.verify(path)
+    assert f"The next older complete checkpoint is {older}." in str(caught.value)
+    store.verify(older)
+
+
+def edit_manifest(path: Path, change) -> None:
+    body = json.loads((path / "manifest.json").read_text())
+    change(body)
+    (path / "manifest.json").write_text(json.dumps(body))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.bin",
+        "/etc/hostname",
+        "policy/../../outside.bin",
+        "./loop.json",
+        "a//b",
+        "a\\b",
+        "C:x",
+        "",
+        "..",
+        "a/",
+    ],
+)
+def test_malicious_names_are_refused(name: str, tmp_path: Path):
+    secret = b"outside"
+    (tmp_path / "outside.bin").write_bytes(secret)
+    store = CheckpointStore(tmp_path)
+    path = store.write(1, fill, {})
+    entry = {"size": len(secret), "sha256": hashlib.sha256(secret).hexdigest()}
+    edit_manifest(path, lambda body: body["files"].update({name: entry}))
+    with pytest.raises(CheckpointError, match="not a plain relative path"):
+        store.verify(path)
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_links_are_refused_even_if_the_content_matches(what: str, tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run")
+    path = store.write(1, fill, {})
+    inside = path / ("loop.json" if what == "file" else "policy")
+    outside = tmp_path / "outside"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    with pytest.raises(CheckpointError, match="links and special files"):
+        store.verify(path)
+
+
+def test_a_link_written_by_fill_is_refused(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match="links and special files"):
+        store.write(1, lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    path = store.write(1, fill, {})
+    edit_manifest(path, lambda body: body.update(format=2, version="9.9"))
+    with pytest.raises(CheckpointError, match=r"embodyrl 9\.9.*upgrade"):
+        store.verify(path)
+
+
+def test_verify_of_a_folder_that_does_not_exist(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="no such checkpoint folder"):
+        CheckpointStore(tmp_path).verify(tmp_path / "step_000009")
+
+
+def test_preflight_refuses_what_cannot_fit(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    store.write(1, fill, {})
+    with pytest.raises(CheckpointError, match=r"No space left.*needs 1073741824\.0 MiB.*checkpoint\.keep=1"):
+        store.write(2, lambda folder: pytest.fail("filled all the same"), {}, expected_bytes=2**50)
+    assert store.steps() == [1]
+
+
+@pytest.mark.parametrize(
+    "writer",
+    [
+        '(folder / "big.bin").write_bytes(bytes(400_000))',
+        'save_file({"w": torch.zeros(100_000)}, folder / "big.safetensors")',
+    ],
+    ids=["plain", "safetensors"],
+)
+def test_a_file_limit_reached_while_writing_is_reported_as_a_full_disk(writer: str, tmp_path: Path):
+    previous = CheckpointStore(tmp_path).write(100, fill, {})
+    child = run_child(
+        tmp_path,
+        f"""
+        import resource, signal, torch
+        from safetensors.torch import save_file
+        from embodyrl.errors import CheckpointError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+
+        def big(folder):
+            {writer}
+
+        try:
+            store.write(200, big, {{}})
+        except CheckpointError as error:
+            sys.exit(str(error))
+        """,
+    )
+    assert child.returncode == 1, (child.returncode, child.stderr)
+    assert "No space left on device" in child.stderr
+    assert "needs more than" in child.stderr
+    assert "MiB are free" in child.stderr
+    assert list(tmp_path.iterdir()) == [previous]
+
+
+def test_a_really_full_disk_is_reported(tmp_path: Path):
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
+    try:
+        store = CheckpointStore(tmp_path)
+        previous = store.write(100, fill, {})
+
+        def big(folder: Path) -> None:
+            for part in range(20):
+                (folder / f"{part}.bin").write_bytes(bytes(100_000))
+
+        with pytest.raises(CheckpointError, match="No space left on device") as caught:
+            store.write(200, big, {})
+        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__.errno == errno.ENOSPC
+        assert list(tmp_path.iterdir()) == [previous]
+        store.verify(previous)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
