@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mujoco
+import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
 import numpy.typing as npt
 
@@ -18,6 +18,9 @@ from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.libero.install import quiet
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, FloatArray
+
+mujoco: Any = _mujoco
+"""The package is compiled and ships no types."""
 
 DoubleArray = npt.NDArray[np.float64]
 
@@ -64,7 +67,7 @@ class TaskSimulator:
     """
 
     def __init__(self, bddl_file: Path) -> None:
-        from libero.libero.envs import OffScreenRenderEnv
+        from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
 
         # The constructor draws poses from the global generator; a fixed seed makes a reloaded model the same model.
         with quiet(), _numpy_seed(0):
@@ -75,8 +78,8 @@ class TaskSimulator:
         self._env._observables = {}
         self._env._update_observables = self._after_substep
         self._robot = self._env.robots[0]
-        self._model: mujoco.MjModel = self._env.sim.model._model
-        self._data: mujoco.MjData = self._env.sim.data._data
+        self._model = self._env.sim.model._model
+        self._data = self._env.sim.data._data
         self._hand = self._model.body(self._robot.robot_model.eef_name).id
         self._fingers = np.asarray(self._robot._ref_gripper_joint_pos_indexes)
         self._new_sites = self._model.site_rgba.copy()
@@ -173,7 +176,7 @@ class TaskSimulator:
         gc.collect()
 
     def _place_objects(self) -> None:
-        from robosuite.utils.errors import RandomizationError
+        from robosuite.utils.errors import RandomizationError  # pyright: ignore[reportMissingImports]
 
         for _ in range(_PLACEMENT_TRIES):
             with contextlib.suppress(RandomizationError):
