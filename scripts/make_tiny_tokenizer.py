@@ -52,8 +52,8 @@ def learn_pieces(texts: list[str], size: int) -> tuple[list[str], list[tuple[str
     lines = [f"{WORD_START}{HEAD.format(instruction=text)}" for text in [*texts, MORE_WORDS]] + [TAIL] * len(texts)
     tokenizer.train_from_iterator(lines, trainer)
     model = json.loads(tokenizer.to_str())["model"]
-    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
-    return sorted(model["vocab"], key=model["vocab"].get), merges
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    return sorted(model["vocab"], key=model["vocab"].get), [(left, right) for left, right in merges]
 
 
 def llama_layout(pieces: list[str], merges: list[tuple[str, str]]) -> dict[str, Any]:

@@ -74,8 +74,12 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-def edit_json(path: Path, **fields) -> None:
+@pytest.fixture(scope="session")
+def edit_json():
     """Change or (with None) remove top-level fields of a JSON file."""
-    data = json.loads(path.read_text())
-    data.update(fields)
-    path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+
+    def edit(path, **fields):
+        data = json.loads(path.read_text()) | fields
+        path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+
+    return edit

@@ -50,7 +50,7 @@ def test_a_longer_instruction_widens_to_a_multiple_of_16(encoder):
     ids, lengths = encoder.batch(["put the", *RECORDED])
     assert lengths.tolist() == [17, 29, 35]
     assert ids.shape == (3, 48)
-    assert ids[1, :29].tolist() == list(encoder.encode(list(RECORDED)[0]))
+    assert ids[1, :29].tolist() == list(encoder.encode(next(iter(RECORDED))))
 
 
 def test_a_tokenizer_without_the_empty_piece_is_refused(tmp_path):

@@ -129,7 +129,7 @@ def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
         [B, L] int64. The sum runs in float64: in float32 it loses the rare bins.
     """
     cdf = scaled.double().softmax(dim=-1).cumsum(dim=-1)
-    found = torch.searchsorted(cdf, noise.double()[..., None], right=True)[..., 0]
+    found = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
     return found.clamp_(max=scaled.shape[-1] - 1)
 
 

@@ -1,0 +1,154 @@
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from embodyrl.config.schema import ModelConfig
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies import POLICIES
+from embodyrl.policies.openvla_oft import FACTORY
+from embodyrl.policies.openvla_oft.config import read_config
+from embodyrl.types import GripperConvention
+
+
+def problems(folder=None, **config):
+    return FACTORY.validate(ModelConfig(path=None if folder is None else str(folder), **config))
+
+
+def test_the_registry_holds_it():
+    assert POLICIES.get("openvla_oft") is FACTORY
+
+
+def test_checks_and_description_do_not_import_torch(env_spec):
+    code = (
+        "import sys\n"
+        "from embodyrl.config.schema import ModelConfig\n"
+        "from embodyrl.policies import POLICIES\n"
+        "from embodyrl.types import EnvSpec\n"
+        "factory = POLICIES.get('openvla_oft')\n"
+        "cfg = ModelConfig(path='assets/openvla_oft_tiny')\n"
+        "assert factory.validate(cfg) == []\n"
+        "env = EnvSpec(name='e', action_dim=7, tasks=('a',), states_per_task=(1,), cameras=('c',), "
+        "unnorm_key='libero_10')\n"
+        "assert factory.spec(cfg, env, 0).tokens_per_chunk == 56\n"
+        "heavy = {'torch', 'tokenizers', 'safetensors', 'PIL', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
+def test_no_path_says_which_checkpoints_fit_and_what_can_be_tried_now():
+    (message,) = problems()
+    for part in ("Haozhan72/Openvla-oft-SFT-libero", "RLinf/", "not the L1", "local folder", "model=openvla_oft_tiny"):
+        assert part in message
+
+
+def test_missing_folder_and_missing_config(tmp_path):
+    assert "does not exist" in problems(tmp_path / "nowhere")[0]
+    assert "has no config.json" in problems(tmp_path)[0]
+
+
+def test_a_good_folder_and_the_preset_have_no_problems(checkpoint):
+    assert problems(checkpoint) == []
+    assert problems("assets/openvla_oft_tiny") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"use_proprio": True}, "use_proprio"),
+        ({"is_lora": True}, "is_lora"),
+        ({"image_pipeline": "oficial"}, "Did you mean 'official'"),
+        ({"action_dim": 0}, "at least 1"),
+        ({"num_action_chunks": 0}, "at least 1"),
+        ({"num_images_in_input": 0}, "at least 1"),
+        ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
+    ],
+)
+def test_bad_values_are_refused_one_line_each(checkpoint, config, part):
+    (message,) = problems(checkpoint, **config)
+    assert part in message
+    assert "\n" not in message
+
+
+def test_problems_are_reported_together(checkpoint):
+    assert len(problems(checkpoint, use_proprio=True, is_lora=True, action_dim=0)) == 3
+
+
+def test_incomplete_folders(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    (checkpoint / "action_head--100_checkpoint.pt").write_bytes(b"")
+    for path in checkpoint.glob("model*"):
+        path.unlink()
+    text = "\n".join(problems(checkpoint))
+    assert "has no tokenizer.json" in text
+    assert "continuous action head" in text
+    assert "holds no model*.safetensors" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"text_config": {"model_type": "qwen2"}}, "text_config.model_type"),
+        ({"text_config": {"num_key_value_heads": 1, "num_attention_heads": 2}}, "num_key_value_heads"),
+        ({"timm_model_ids": ["vit_large"]}, "two vision towers"),
+        ({"timm_model_ids": ["vit_large", "tiny_vit_patch14_siglip"]}, "unknown vision tower 'vit_large'"),
+        ({"pad_token_id": None}, "has no field 'pad_token_id'"),
+    ],
+)
+def test_foreign_configs_are_refused(checkpoint, edit_json, fields, part):
+    edit_json(checkpoint / "config.json", **fields)
+    (message,) = problems(checkpoint)
+    assert part in message
+
+
+def test_malformed_json_is_named(checkpoint):
+    (checkpoint / "preprocessor_config.json").write_text("{")
+    assert "preprocessor_config.json cannot be read" in problems(checkpoint)[0]
+
+
+def test_spec_declares_shapes_and_gripper(checkpoint, env_spec):
+    spec = FACTORY.spec(ModelConfig(path=str(checkpoint)), env_spec, 8)
+    assert (spec.tokens_per_chunk, spec.value_dim, spec.num_images, spec.uses_state) == (56, 8, 1, False)
+    assert spec.gripper == GripperConvention(open=1.0, closed=0.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "part"),
+    [
+        ({"action_dim": 4}, {}, "model.action_dim=7"),
+        ({"num_images_in_input": 2}, {}, "1 cameras"),
+        ({}, {"image_rotation_deg": 90}, "image_rotation_deg"),
+    ],
+)
+def test_spec_refuses_what_does_not_fit_the_environment(checkpoint, env_spec, config, env, part):
+    with pytest.raises(ConfigError, match=part):
+        FACTORY.spec(ModelConfig(path=str(checkpoint), **config), dataclasses.replace(env_spec, **env), 0)
+
+
+def test_statistics_key_rule(checkpoint):
+    statistics = checkpoint / "dataset_statistics.json"
+    raw = json.loads(statistics.read_text())["libero_10_no_noops"]
+    other = json.loads(json.dumps(raw))
+    other["action"]["q01"][0] = -9.0
+    del other["action"]["mask"]
+    statistics.write_text(json.dumps({"libero_10": other, "libero_10_no_noops": raw, "libero_goal_no_noops": raw}))
+    config = read_config(checkpoint)
+    assert config.action_statistics("libero_10").q01[0] == -9.0
+    assert config.action_statistics("libero_10").mask == (True,) * 7
+    assert config.action_statistics(None, "libero_goal").mask == (True,) * 6 + (False,)
+    with pytest.raises(CheckpointError, match="libero_goal_no_noops"):
+        config.action_statistics("bridge_orig", "libero_goal")
+    with pytest.raises(CheckpointError, match=r"model\.unnorm_key is not set"):
+        config.action_statistics(None, None)
+
+
+def test_statistics_file_replaces_those_of_the_config(checkpoint):
+    statistics = checkpoint / "dataset_statistics.json"
+    raw = json.loads(statistics.read_text())
+    statistics.write_text(json.dumps({"mine": raw["libero_10_no_noops"]}))
+    assert list(read_config(checkpoint).statistics) == ["mine"]
+    statistics.unlink()
+    assert list(read_config(checkpoint).statistics) == ["libero_10_no_noops"]

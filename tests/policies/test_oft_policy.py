@@ -1,0 +1,174 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from embodyrl.config.schema import Precision
+from embodyrl.policies.openvla_oft.policy import sample_inverse_cdf
+from embodyrl.types import Observation
+
+TINY = "assets/openvla_oft_tiny"
+
+
+def observe(seed=0, rows=4, cameras=1, instructions=("pick up the black bowl", "put the")):
+    rng = np.random.default_rng(seed)
+    return Observation(
+        images=rng.integers(0, 256, (rows, cameras, 64, 64, 3), dtype=np.uint8),
+        state=np.zeros((rows, 0), np.float32),
+        instructions=tuple(instructions[i % len(instructions)] for i in range(rows)),
+    )
+
+
+def uniforms(rows, seed=0):
+    return np.random.default_rng(seed).random((rows, 56), dtype=np.float32)
+
+
+def test_outputs_have_the_declared_shapes(checkpoint, make_policy):
+    policy = make_policy(checkpoint, value_dim=8)
+    out = policy.act(observe(), noise=uniforms(4))
+    assert out.actions.shape == (4, 8, 7)
+    assert out.actions.dtype == np.float32
+    assert out.tokens.shape == out.logprob.shape == (4, 56)
+    assert out.tokens.dtype == np.int64
+    assert out.value.shape == (4, 8)
+    assert out.value.dtype == out.logprob.dtype == np.float32
+    assert ((out.tokens >= 31744) & (out.tokens < 32000)).all()
+    np.testing.assert_array_equal(policy.values(observe()), out.value)
+    assert make_policy(checkpoint).act(observe(), noise=None).value.shape == (4, 0)
+    assert sum(p.numel() for p in policy.module.parameters()) == policy.spec.num_parameters
+
+
+def test_actions_are_in_the_units_of_the_statistics(checkpoint, make_policy):
+    actions = make_policy(checkpoint).act(observe(), noise=uniforms(4)).actions
+    # Bounds of libero_10_no_noops; the gripper is a bin centre and never exactly 0.5.
+    assert np.all(actions[..., 0] >= -0.6349)
+    assert np.all(actions[..., 0] <= 0.7715)
+    assert np.abs(actions[..., 6]).max() <= 255 / 256
+    assert np.abs(actions[..., 6]).max() > 0.2
+    assert not np.any(actions[..., 6] == 0.5)
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_act_and_score_agree(checkpoint, make_policy, precision, trainable):
+    policy = make_policy(checkpoint, value_dim=1, precision=precision, trainable=trainable)
+    for noise in (uniforms(4), None):
+        out = policy.act(observe(), noise=noise)
+        scores = policy.score(observe(), out.tokens)
+        assert scores.logprob.dtype == scores.entropy.dtype == scores.value.dtype == torch.float32
+        assert scores.logprob.requires_grad is trainable
+        np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=1e-6)
+        np.testing.assert_allclose(scores.value.detach().numpy(), out.value, atol=1e-6)
+
+
+def test_temperature_is_in_the_logprob_and_greedy_ignores_it(checkpoint, make_policy):
+    hot, cold = make_policy(checkpoint, temperature=1.6), make_policy(checkpoint, temperature=0.5)
+    hot_out, cold_out = (p.act(observe(), noise=None) for p in (hot, cold))
+    np.testing.assert_array_equal(hot_out.tokens, cold_out.tokens)
+    assert np.all(hot_out.logprob < cold_out.logprob + 1e-6)
+    assert hot_out.logprob.mean() < cold_out.logprob.mean() - 0.1
+
+
+def test_a_row_does_not_depend_on_its_neighbours(checkpoint, make_policy):
+    policy = make_policy(checkpoint, value_dim=1)
+    first, other = observe(0), observe(1, instructions=("put the",))
+    images = other.images.copy()
+    images[2] = first.images[2]
+    texts = (*other.instructions[:2], first.instructions[2], other.instructions[3])
+    mixed = dataclasses.replace(other, images=images, instructions=texts)
+    noise, mixed_noise = uniforms(4, 0), uniforms(4, 1)
+    mixed_noise[2] = noise[2]
+    a, b = policy.act(first, noise=noise), policy.act(mixed, noise=mixed_noise)
+    for field in ("actions", "tokens", "logprob", "value"):
+        np.testing.assert_array_equal(getattr(a, field)[2], getattr(b, field)[2])
+        assert not np.array_equal(getattr(a, field)[3], getattr(b, field)[3])
+
+
+def test_the_instruction_and_the_image_matter(checkpoint, make_policy):
+    policy = make_policy(checkpoint)
+    base = observe(rows=1)
+    other_text = dataclasses.replace(base, instructions=("put the",))
+    other_image = dataclasses.replace(base, images=base.images[:, :, ::-1].copy())
+    logprob = policy.act(base, noise=None).logprob
+    for changed in (other_text, other_image):
+        assert np.abs(policy.act(changed, noise=None).logprob - logprob).max() > 1e-3
+
+
+def test_padding_does_not_change_a_row(checkpoint, make_policy, env_spec):
+    """A policy that knows only the short task runs it unpadded."""
+    short = dataclasses.replace(env_spec, tasks=("put the",), states_per_task=(1,))
+    obs = observe(rows=2, instructions=("put the",))
+    padded, tight = make_policy(checkpoint), make_policy(checkpoint, env=short)
+    a, b = (p.act(obs, noise=None) for p in (padded, tight))
+    np.testing.assert_array_equal(a.tokens, b.tokens)
+    np.testing.assert_allclose(a.logprob, b.logprob, atol=1e-4)
+
+
+def test_only_the_wanted_cameras_are_read(checkpoint, make_policy, env_spec):
+    two = dataclasses.replace(env_spec, cameras=("agentview", "wrist"))
+    obs = observe(cameras=2)
+    blind = dataclasses.replace(obs, images=obs.images.copy())
+    blind.images[:, 1] = 0
+    for count, same in ((1, True), (2, False)):
+        policy = make_policy(checkpoint, env=two, num_images_in_input=count)
+        a, b = (policy.act(o, noise=None).logprob for o in (obs, blind))
+        assert np.array_equal(a, b) is same
+
+
+def test_sampling_follows_the_softmax():
+    count = 20_000
+    scaled = torch.randn(1, 1, 256, generator=torch.Generator().manual_seed(0)) * 2
+    # An even grid of uniforms hits every bin to within one grid step.
+    grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    drawn = sample_inverse_cdf(scaled.expand(1, count, 256), grid[None])
+    frequency = torch.bincount(drawn[0], minlength=256) / count
+    torch.testing.assert_close(frequency, scaled[0, 0].softmax(-1), atol=1.01 / count, rtol=0)
+
+
+def test_sampling_at_the_ends():
+    scaled = torch.full((1, 2, 256), -float("inf"))
+    scaled[..., 7] = 0.0
+    noise = torch.tensor([[0.0, np.nextafter(np.float32(1), np.float32(0))]])
+    assert sample_inverse_cdf(scaled, noise).tolist() == [[7, 7]]
+
+
+def test_gradients_reach_both_towers_and_the_value_head(make_policy):
+    policy = make_policy(TINY, value_dim=1)
+    obs = observe(instructions=("pick up the milk and place it in the basket",))
+    scores = policy.score(obs, policy.act(obs, noise=uniforms(4)).tokens)
+    (scores.logprob.sum() + scores.value.sum()).backward()
+    norms = {n: float(p.grad.norm()) for n, p in policy.module.named_parameters() if p.requires_grad}
+    assert all(np.isfinite(list(norms.values())))
+    silent = [name for name, norm in norms.items() if norm == 0.0]
+    # Zero placeholders have zero queries in the first layer, but prompt and patches do not.
+    assert silent == []
+
+
+def test_tiny_preset_starts_well_spread_and_depends_on_the_seed(make_policy):
+    obs = observe(instructions=("pick up the milk and place it in the basket",))
+    first, again, other = (make_policy(TINY, seed=seed, temperature=1.0) for seed in (0, 0, 1))
+    entropy = first.score(obs, first.act(obs, noise=None).tokens).entropy
+    assert entropy.min() > np.log(256) - 1.0
+    a, b, c = (p.act(obs, noise=None).logprob for p in (first, again, other))
+    np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(a, c)
+
+
+def test_tiny_preset_can_learn_to_tell_images_and_tasks_apart(make_policy):
+    """Four samples with different targets are fitted in 30 steps; a blind or deaf model could not."""
+    policy = make_policy(TINY, temperature=1.0)
+    tasks = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")
+    base = observe(instructions=tasks)
+    images = base.images.copy()
+    images[1], images[3] = images[0], images[2]
+    obs = dataclasses.replace(base, images=images)
+    targets = np.random.default_rng(5).integers(704, 960, (4, 56))
+    optimizer = torch.optim.AdamW([p for p in policy.module.parameters() if p.requires_grad], lr=2e-3)
+    for _ in range(30):
+        loss = -policy.score(obs, targets).logprob.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.module.parameters(), 1.0)
+        optimizer.step()
+    assert (policy.act(obs, noise=None).tokens == targets).mean() > 0.9
