@@ -119,7 +119,7 @@ class ConsoleMonitor:
         elif self._clock() - self._quiet_since >= PROGRESS_PERIOD_S:
             self._write(f"{what}: {done}/{total}")
 
-    def summary(self, rows: Sequence[TaskResult]) -> None:
+    def results(self, rows: Sequence[TaskResult]) -> None:
         cells = [(row.task, rate(*row.first), rate(*row.last), _change(row)) for row in rows]
         if len(rows) > 1:
             whole = TaskResult(

@@ -68,8 +68,8 @@ class Fanout:
     def progress(self, done: int, total: int, what: str) -> None:
         self._each_screen(lambda screen: screen.progress(done, total, what))
 
-    def summary(self, rows: Sequence[TaskResult]) -> None:
-        self._each_screen(lambda screen: screen.summary(rows))
+    def results(self, rows: Sequence[TaskResult]) -> None:
+        self._each_screen(lambda screen: screen.results(rows))
 
     def _each_screen(self, call: Callable[[Screen], None]) -> None:
         self._each(lambda monitor: call(monitor) if isinstance(monitor, Screen) else None)

@@ -70,7 +70,7 @@ class Screen(Protocol):
         """`done` of `total` parts of a long phase are finished; called often."""
         ...
 
-    def summary(self, rows: Sequence[TaskResult]) -> None:
+    def results(self, rows: Sequence[TaskResult]) -> None:
         """First against last validation, at the end."""
         ...
 

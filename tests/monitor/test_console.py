@@ -75,7 +75,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **environ: str)
         monitor.open(tmp_path, INFO)
         monitor.progress(1, 8, "rollout")
         monitor.log(3, METRICS)
-        monitor.summary([TaskResult(task="stack", first=(1, 10), last=(8, 10))])
+        monitor.results([TaskResult(task="stack", first=(1, 10), last=(8, 10))])
         monitor.close()
         os.set_blocking(reader, False)
         received = bytearray()
@@ -110,11 +110,11 @@ def test_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert LINE in text
 
 
-def test_summary_adds_a_total_over_tasks(tmp_path: Path):
+def test_results_add_a_total_over_tasks(tmp_path: Path):
     out = StringIO()
     monitor = ConsoleMonitor(out)
     monitor.open(tmp_path, INFO)
-    monitor.summary(
+    monitor.results(
         [
             TaskResult(task="pick", first=(2, 10), last=(8, 10)),
             TaskResult(task="place", first=(0, 10), last=(0, 0)),

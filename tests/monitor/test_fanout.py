@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from embodyrl.errors import ConfigError, UnknownNameError
-from embodyrl.monitor import Fanout, RunInfo, build_monitor
+from embodyrl.monitor import Fanout, RunInfo, TaskResult, build_monitor
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.jsonl import JsonlMonitor
 
@@ -94,6 +94,8 @@ def test_banner_and_progress_reach_screens_only(tmp_path: Path):
     fanout.banner(["embodyrl", "run r"])
     fanout.progress(1, 2, "rollout")
     assert screen.getvalue() == "embodyrl\nrun r\n"
+    fanout.results([TaskResult(task="stack", first=(1, 10), last=(8, 10))])
+    assert "0.80 [0.49, 0.94] (8/10)" in screen.getvalue()
     assert plugin.calls == ["open"]
 
 
