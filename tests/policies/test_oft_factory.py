@@ -96,6 +96,8 @@ def test_incomplete_folders(checkpoint):
         ({"timm_model_ids": ["vit_large"]}, "two vision towers"),
         ({"timm_model_ids": ["vit_large", "tiny_vit_patch14_siglip"]}, "unknown vision tower 'vit_large'"),
         ({"pad_token_id": None}, "has no field 'pad_token_id'"),
+        ({"pad_token_id": "many"}, "field of the wrong type"),
+        ({"text_config": 7}, "field of the wrong type"),
     ],
 )
 def test_foreign_configs_are_refused(checkpoint, edit_json, fields, part):

@@ -8,13 +8,16 @@ from embodyrl.config.schema import Precision
 from embodyrl.policies.openvla_oft.policy import sample_inverse_cdf
 from embodyrl.types import Observation
 
+pytestmark = pytest.mark.filterwarnings("error")
 TINY = "assets/openvla_oft_tiny"
 
 
 def observe(seed=0, rows=4, cameras=1, instructions=("pick up the black bowl", "put the")):
     rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (rows, cameras, 64, 64, 3), dtype=np.uint8)
+    images.flags.writeable = False  # as the arena's views
     return Observation(
-        images=rng.integers(0, 256, (rows, cameras, 64, 64, 3), dtype=np.uint8),
+        images=images,
         state=np.zeros((rows, 0), np.float32),
         instructions=tuple(instructions[i % len(instructions)] for i in range(rows)),
     )
@@ -22,6 +25,16 @@ def observe(seed=0, rows=4, cameras=1, instructions=("pick up the black bowl", "
 
 def uniforms(rows, seed=0):
     return np.random.default_rng(seed).random((rows, 56), dtype=np.float32)
+
+
+@pytest.mark.parametrize("rotation", [0, 180])
+def test_read_only_inputs_are_fine(checkpoint, make_policy, env_spec, rotation):
+    policy = make_policy(checkpoint, env=dataclasses.replace(env_spec, image_rotation_deg=rotation))
+    noise = uniforms(4)
+    noise.flags.writeable = False
+    out = policy.act(observe(), noise=noise)
+    out.tokens.flags.writeable = False
+    policy.score(observe(), out.tokens)
 
 
 def test_outputs_have_the_declared_shapes(checkpoint, make_policy):
@@ -172,3 +185,8 @@ def test_tiny_preset_can_learn_to_tell_images_and_tasks_apart(make_policy):
         torch.nn.utils.clip_grad_norm_(policy.module.parameters(), 1.0)
         optimizer.step()
     assert (policy.act(obs, noise=None).tokens == targets).mean() > 0.9
+
+
+def test_the_image_pipeline_is_a_choice(checkpoint, make_policy):
+    a, b = (make_policy(checkpoint, image_pipeline=name).act(observe(), noise=None) for name in ("rlinf", "official"))
+    assert np.abs(a.logprob - b.logprob).max() > 1e-3

@@ -28,8 +28,8 @@ PUBLIC_LAYOUT = (
 NO_PATH = (
     f"model.path is not set: it wants {PUBLIC_LAYOUT}. Checkpoints with discrete action tokens fit: "
     "Haozhan72/Openvla-oft-SFT-libero-{spatial,object,goal}-traj1, -libero10-traj1, -libero10-trajall, or "
-    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 (the ...-Base-Lora ones need their adapter merged); not the L1-regression ones "
-    f"(moojink/openvla-7b-oft-finetuned-libero-*). {TRY_NOW}"
+    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 and -LIBERO-130-Base-Lora (a separate adapter must be merged first); not the "
+    f"L1-regression ones (moojink/openvla-7b-oft-finetuned-libero-*). {TRY_NOW}"
 )
 
 

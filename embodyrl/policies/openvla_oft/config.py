@@ -186,6 +186,18 @@ def read_config(folder: Path) -> OftConfig:
     Raises:
         CheckpointError: a file or field is missing, malformed, or asks for an architecture that this is not.
     """
+    try:
+        return _parse(folder)
+    except CheckpointError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"A JSON file in {folder} has a field of the wrong type ({error!r}). Take {CONFIG_FILE}, "
+            f"{PREPROCESSOR_FILE}, {STATISTICS_FILE} and {TINY_VIT_FILE} from one repository."
+        ) from error
+
+
+def _parse(folder: Path) -> OftConfig:
     config = _read_json(folder / CONFIG_FILE)
     where = folder / CONFIG_FILE
     ids = _field(config, "timm_model_ids", where)

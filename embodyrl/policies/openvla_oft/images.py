@@ -46,7 +46,8 @@ def preprocess(
         images = images[:, :, ::-1, ::-1]
     else:
         assert rotation_deg == 0, rotation_deg
-    frames = np.ascontiguousarray(images.reshape(-1, *images.shape[2:]))
+    # A copy, because torch refuses the arena's read-only views.
+    frames = np.array(images, order="C").reshape(-1, *images.shape[2:])
     with torch.no_grad():
         if pipeline == "official":
             resized = official_pixels(frames, size, device)

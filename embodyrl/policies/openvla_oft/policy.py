@@ -50,7 +50,7 @@ class OpenVlaOftPolicy:
         if noise is None:
             choice = logits.argmax(dim=-1)
         else:
-            choice = sample_inverse_cdf(scaled, torch.from_numpy(noise).to(self._device))
+            choice = sample_inverse_cdf(scaled, torch.tensor(noise, device=self._device))
         logprob = scaled.log_softmax(dim=-1).gather(-1, choice[..., None])[..., 0]
         tokens = (choice + self._config.action_vocab_start).cpu().numpy()
         shape = (len(obs), self.spec.num_action_chunks, self.spec.action_dim)
@@ -69,7 +69,7 @@ class OpenVlaOftPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
         logits, value = self._forward(obs)
-        choice = torch.from_numpy(tokens).to(self._device) - self._config.action_vocab_start
+        choice = torch.tensor(tokens, device=self._device) - self._config.action_vocab_start
         return score_tokens(logits / self._temperature, choice, value)
 
     def save(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class OpenVlaOftPolicy:
             norms=self._config.pixel_norms,
             device=self._device,
         )
-        ids, lengths = (torch.from_numpy(x).to(self._device) for x in self._prompts.batch(obs.instructions))
+        ids, lengths = (torch.tensor(x, device=self._device) for x in self._prompts.batch(obs.instructions))
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
             return self.module(pixels.to(self._input_dtype), ids, lengths)
 
