@@ -59,7 +59,8 @@ class Rig:
         images = np.zeros((len(CAMERAS), SIZE, SIZE, 3), np.uint8)
         state = np.zeros(8, np.float32)
         self.env.observe([slot], [ObservationOut(images=images, state=state)])
-        return Trace(images, state, self.sims.pool.use(slot).save().physics, result.success[0], result.reward[0])
+        saved = self.sims.pool.use(slot).save()
+        return Trace(images, state, saved.physics, saved.model["site_rgba"], result.success[0], result.reward[0])
 
     def turn_stove_on(self, slot):
         open_stove(self.sims.pool.use(slot)._env)
@@ -70,11 +71,12 @@ class Trace:
     images: np.ndarray
     state: np.ndarray
     physics: np.ndarray
+    sites: np.ndarray
     success: np.ndarray
     reward: np.ndarray
 
     def assert_equal(self, other: Trace) -> None:
-        for name in ("images", "state", "physics", "success", "reward"):
+        for name in ("images", "state", "physics", "sites", "success", "reward"):
             np.testing.assert_array_equal(getattr(self, name), getattr(other, name), err_msg=name, strict=True)
 
 
@@ -183,7 +185,8 @@ def test_same_reset_id_and_seed_repeat_exactly_after_other_episodes(roomy):
 
 
 def test_slots_on_one_model_equal_slots_alone(roomy):
-    first, second = actions_of(4, chunks=3), actions_of(5, chunks=3)
+    first, second = [*actions_of(4, chunks=3)], [*actions_of(5, chunks=3)]
+    first[2], second[2] = first[2][:1], second[2][:1]
     alone = [play(roomy, 0, STOVE, 1, first, stove_on_before=1), play(roomy, 1, STOVE, 2, second, seed=9)]
     roomy.start(0, STOVE, 1)
     roomy.start(1, STOVE, 2, seed=9)

