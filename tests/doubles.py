@@ -38,6 +38,7 @@ class ScriptedSims:
             state_dim=2,
             max_episode_steps=max(len(script) for script in scripts),
         )
+        self.task_limit = None
         self.scripts = scripts
         self.log: list[tuple[object, ...]] = []
         self.closed = False

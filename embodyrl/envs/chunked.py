@@ -30,6 +30,8 @@ class SlotSimulators(Protocol):
     """N single-step simulators; `ChunkedEnv` turns them into an `Env`. Slots count from 0."""
 
     spec: EnvSpec
+    task_limit: int | None
+    """See `Env.task_limit`."""
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
         """Put the slot into initial state `reset_id`; `seed` fixes the simulator's own randomness."""
@@ -80,6 +82,7 @@ class ChunkedEnv:
     def __init__(self, sims: SlotSimulators, num_slots: int, *, use_rel_reward: bool, reward_coef: float) -> None:
         assert num_slots >= 1
         self.spec = sims.spec
+        self.task_limit = sims.task_limit
         self._sims = sims
         self._relative = use_rel_reward
         self._coef = reward_coef
@@ -128,7 +131,7 @@ class ChunkedEnv:
                 flags["terminated"][row, k] = ended
                 flags["truncated"][row, k] = out_of_time
                 if after_step is not None:
-                    after_step(slot)
+                    after_step(slot, step.success)
                 if ended or out_of_time:
                     progress.over = True
                     break

@@ -11,14 +11,16 @@ from embodyrl.config.schema import EnvConfig
 from embodyrl.registry import Registry
 from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
-AfterStep = Callable[[int], None]
-"""Called with the slot after each executed env step; video recording hangs on it."""
+AfterStep = Callable[[int, bool], None]
+"""Called with the slot and its success after each executed env step; video recording hangs on it."""
 
 
 class Env(Protocol):
     """N slots of one simulator inside one process."""
 
     spec: EnvSpec
+    task_limit: int | None
+    """How many different tasks the slots may run at the same time without reloading simulators; None: any number."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Begin an episode in each slot, settle steps included."""

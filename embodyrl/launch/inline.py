@@ -12,7 +12,6 @@ from embodyrl.channels.channel import InlineChannel
 from embodyrl.errors import EmbodyError
 from embodyrl.launch.protocol import Event, WorkerDied
 from embodyrl.workers.lifecycle import Worker, WorkerSpec
-from embodyrl.workers.messages import WorkerReady
 
 
 class _Seat(NamedTuple):
@@ -41,9 +40,7 @@ class InlineLauncher:
             return
         orders, inbox = InlineChannel.pair()
         self._workers[spec.name] = _Seat(worker, orders, inbox)
-        self._events.append(
-            Event(worker=spec.name, message=WorkerReady(pid=os.getpid(), info=getattr(worker, "info", "")))
-        )
+        self._events.append(Event(worker=spec.name, message=worker.ready()))
 
     def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
         self._workers[worker].orders.put(order)

@@ -96,6 +96,7 @@ class Rollouts:
                 self._stages.setdefault((seat.name, slot.stage), []).append(slot)
         self._busy: dict[tuple[str, int], EnvOrders] = {}
         self._down: set[str] = {seat.name for seat in seats}
+        self._task_limits: dict[str, int | None] = {}
         self._sequence = 0
         self._plan: RolloutPlan | None = None
         self._version = 0
@@ -155,6 +156,7 @@ class Rollouts:
             self._on_report(worker, message)
         elif isinstance(message, WorkerReady):
             self._down.discard(worker)
+            self._task_limits[worker] = message.task_limit
         elif isinstance(message, WorkerDied):
             self._on_death(worker)
 
@@ -180,7 +182,7 @@ class Rollouts:
             if acted and waiting:
                 acted = []
             steps = tuple(self._step_order(s) for s in acted)
-            resets = tuple(self._reset_order(s) for s in starters if s.has_next)
+            resets = tuple(self._reset_order(s) for s in starters if self._may_start(s))
             if not steps and not resets:
                 continue
             self._sequence += 1
@@ -188,6 +190,14 @@ class Rollouts:
             self._busy[key] = orders
             timeout = self._rules.step_timeout_s * (len(steps) + len(resets))
             self._fleet.send(key[0], orders, timeout_s=timeout)
+
+    def _may_start(self, slot: Slot) -> bool:
+        """Whether the slot's next episode can run now: a worker that holds few simulators takes few tasks at once."""
+        if not slot.has_next:
+            return False
+        limit = self._task_limits.get(slot.worker)
+        active = {s.episode.task_id for s in self._slots if s.worker == slot.worker and s.episode is not None}
+        return limit is None or len(active | {slot.queue[0].task_id}) <= limit
 
     def _step_order(self, slot: Slot) -> StepOrder:
         assert slot.current is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from embodyrl.envs.protocol import ENVS, Env
 from embodyrl.envs.video import VideoRecorder
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ObservationOut, encode_instruction
-from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrder, StepOrder
+from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrder, StepOrder, WorkerReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,11 @@ class EnvWorker:
         self._tapes: dict[int, _Tape] = {}
         self._problems: list[Recording] = []
         self._render_s = 0.0
-        self.info = f"{self._env.spec.name}, {init.num_slots} slots"
+
+    def ready(self) -> WorkerReady:
+        """Introduce the worker."""
+        info = f"{self._env.spec.name}, {self._init.num_slots} slots"
+        return WorkerReady(pid=os.getpid(), info=info, task_limit=self._env.task_limit)
 
     def handle(self, order: EnvOrders) -> Iterator[EnvReport]:
         """Run the chunks, then the resets, of one stage."""
@@ -80,9 +85,6 @@ class EnvWorker:
         arena["truncated"][records] = result.truncated
         arena["valid"][records] = result.valid
         arena["success"][records] = result.success
-        for i, slot in enumerate(slots):
-            if slot in self._tapes:
-                self._tapes[slot].success |= bool(result.success[i].any())
         self._observe(slots, [o.target for o in orders])
         return [
             self._end_tape(slot) for slot, done in zip(slots, result.done, strict=True) if done and slot in self._tapes
@@ -126,12 +128,13 @@ class EnvWorker:
             return
         self._tapes[order.slot] = _Tape(recorder, order.keep_video)
 
-    def _film(self, slot: int) -> None:
+    def _film(self, slot: int, success: bool) -> None:
         tape = self._tapes.get(slot)
         if tape is None:
             return
         started = time.perf_counter()
         tape.steps += 1
+        tape.success |= success
         frame: np.ndarray = self._env.render(slot)
         try:
             tape.recorder.add(frame, tape.steps, tape.success)

@@ -29,6 +29,10 @@ _IDLE_LIMIT_S = 24 * 3600.0  # a driver that is silent for a day is hung; its ow
 class Worker(Protocol):
     """What runs in a worker process: orders in, replies out."""
 
+    def ready(self) -> WorkerReady:
+        """Introduce the worker to the driver."""
+        ...
+
     def handle(self, order: Any) -> Iterable[Any]:
         """Carry out one order; yield its replies."""
         ...
@@ -67,7 +71,7 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
     worker: Worker | None = None
     try:
         worker = spec.build()
-        channel.put(WorkerReady(pid=os.getpid(), info=getattr(worker, "info", "")))
+        channel.put(worker.ready())
         while (order := channel.get(_IDLE_LIMIT_S)) is not None:
             for reply in worker.handle(order):
                 channel.put(reply)

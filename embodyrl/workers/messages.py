@@ -17,6 +17,8 @@ class WorkerReady:
 
     pid: int
     info: str = ""
+    task_limit: int | None = None
+    """Env workers: how many different tasks the slots may run at the same time; None: any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 
 from embodyrl.algorithms.protocol import build_algorithm
 from embodyrl.channels.arena import Arena, ArenaHandle
-from embodyrl.checkpoint.tensors import load_training_state, save_training_state
+from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
 from embodyrl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig, OnNonfinite
 from embodyrl.policies.protocol import POLICIES, PolicyRequest
 from embodyrl.types import GripperConvention
@@ -29,8 +29,11 @@ from embodyrl.workers.messages import (
     ScoreOrder,
     UpdateOrder,
     ValueOrder,
+    WorkerReady,
 )
 from embodyrl.workers.rollout_worker import RolloutWorker
+
+_TRAINING_STATE = "training_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,11 @@ class PolicyHost:
                 on_nonfinite=init.on_nonfinite,
                 reference=reference,
             )
-        self.info = f"{self._policy.spec.name}, {sum(p.numel() for p in self._policy.module.parameters()):,} parameters"
+
+    def ready(self) -> WorkerReady:
+        """Introduce the worker."""
+        count = sum(p.numel() for p in self._policy.module.parameters())
+        return WorkerReady(pid=os.getpid(), info=f"{self._policy.spec.name}, {count:,} parameters")
 
     def handle(self, order: Any) -> Iterator[Done]:
         """Carry out one order and report how long it took."""
@@ -131,13 +138,23 @@ class PolicyHost:
         policy.mkdir(parents=True)
         self._policy.save(policy)
         if order.training_state:
-            save_training_state(folder, self._trainer.optimizer, self._trainer.scheduler)
+            trainer = self._trainer
+            state = {
+                "optimizer": trainer.optimizer.state_dict(),
+                "schedule": {"last_epoch": trainer.scheduler.last_epoch},
+                "rng": rng_state(),
+            }
+            save_state(folder, _TRAINING_STATE, state)
 
     def _load(self, order: LoadOrder) -> None:
         folder = Path(order.folder)
         self._policy.load_weights(folder / POLICY_FOLDER)
         if order.training_state:
-            load_training_state(folder, self._trainer.optimizer, self._trainer.scheduler)
+            state = load_state(folder, _TRAINING_STATE)
+            trainer = self._trainer
+            trainer.optimizer.load_state_dict(state["optimizer"])
+            trainer.scheduler.last_epoch = int(state["schedule"]["last_epoch"])
+            set_rng_state(state["rng"])
 
     def close(self) -> None:
         if self._owns_arena:

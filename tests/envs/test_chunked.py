@@ -90,7 +90,7 @@ def test_slots_are_independent_and_after_step_follows_executed_steps_only():
     _, env = make(steps_of([1.0], terminated=[0]), steps_of([0.0, 2.0]), slots=3)
     env.reset([2, 0], [start(0), start(1, limit=2)])
     seen = []
-    result = env.step_chunk([2, 0], chunk(2, 3), after_step=seen.append)
+    result = env.step_chunk([2, 0], chunk(2, 3), after_step=lambda slot, success: seen.append(slot))
     assert seen == [2, 0, 0]
     assert result.reward.tolist() == [[1, 0, 0], [0, 2, 0]]
     assert result.terminated[:, 0].tolist() == [True, False]

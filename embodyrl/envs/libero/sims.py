@@ -17,8 +17,11 @@ PEOPLE_CAMERA = "agentview"
 class LiberoSims:
     """Slots of one LIBERO suite; implements `SlotSimulators`."""
 
+    task_limit: int | None
+
     def __init__(self, spec: EnvSpec, *, max_models: int) -> None:
         self.spec = spec
+        self.task_limit = max_models
         self._tasks = install.suite_tasks(spec.name)
         self._init_states: dict[int, Any] = {}
         self._slot_task: dict[int, int] = {}

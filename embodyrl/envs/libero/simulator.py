@@ -62,8 +62,8 @@ class SimState:
 class TaskSimulator:
     """One LIBERO task in MuJoCo, stepped by the benchmark's own code.
 
-    The observables of robosuite are removed: they only read the simulation, and cost more than the physics. What
-    the benchmark would have observed is reconstructed exactly from the positions at the sampled substep.
+    The observables of robosuite are removed: they only read the simulation, and would render every camera at every
+    step. What the benchmark would have observed is reconstructed exactly from the positions at the sampled substep.
     """
 
     def __init__(self, bddl_file: Path) -> None:

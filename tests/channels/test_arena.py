@@ -1,0 +1,124 @@
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from embodyrl.channels.arena import Arena, ArenaFullError, ArenaHandle, Ticket
+from embodyrl.channels.layout import Field, RecordLayout
+from embodyrl.errors import EmbodyError, StaleTicketError
+
+LAYOUT = RecordLayout(
+    fields=(Field(name="image", dtype="uint8", shape=(8, 8, 3)), Field(name="value", dtype="float32", shape=(0,)))
+)
+
+
+@pytest.fixture
+def arena():
+    arena = Arena.create(LAYOUT, 3)
+    yield arena
+    arena.close()
+
+
+def test_a_record_is_readable_only_after_a_complete_write(arena):
+    ticket = arena.allocate()
+    with pytest.raises(StaleTicketError, match="ALLOCATED"):
+        arena.read([ticket])
+    with pytest.raises(RuntimeError, match="half way"), arena.write(ticket):
+        raise RuntimeError("half way")
+    with pytest.raises(StaleTicketError, match="WRITING"):
+        arena.read([ticket])
+    with arena.write(ticket) as record:
+        arena["image"][record] = 7
+    assert arena["image"][arena.read([ticket])].sum() == 7 * 8 * 8 * 3
+
+
+def test_a_ticket_is_stale_once_its_record_was_freed(arena):
+    old = arena.allocate()
+    with arena.write(old):
+        pass
+    arena.free([old])
+    for use in (lambda: arena.read([old]), lambda: arena.free([old]), lambda: arena.write(old).__enter__()):
+        with pytest.raises(StaleTicketError, match="stale"):
+            use()
+    tickets = [arena.allocate() for _ in range(3)]
+    reused = next(t for t in tickets if t.record == old.record)
+    assert reused.generation == old.generation + 1
+    assert reused.sequence > old.sequence
+    with pytest.raises(StaleTicketError):
+        arena.read([Ticket(old.record, reused.generation, old.sequence)])
+
+
+def test_more_records_than_planned_is_an_error(arena):
+    for _ in range(3):
+        arena.allocate()
+    with pytest.raises(ArenaFullError, match="All 3 records"):
+        arena.allocate()
+
+
+def test_too_little_memory_is_an_error_before_anything_is_reserved():
+    huge = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(2**40,)),))
+    with pytest.raises(EmbodyError, match="needs 1024.00 GiB"):
+        Arena.create(huge, 1)
+
+
+def test_layouts_differ_in_their_digest():
+    other = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(8, 8, 4)),))
+    assert other.digest != LAYOUT.digest
+
+
+def test_fields_do_not_overlap(arena):
+    a, b = arena.allocate(), arena.allocate()
+    with arena.write(a) as record:
+        arena["image"][record] = 255
+    with arena.write(b) as record:
+        arena["image"][record] = 1
+    assert np.array_equal(np.unique(arena["image"][a.record]), [255])
+    assert int(arena["generation"][b.record]) == 1
+
+
+def _fill(handle: ArenaHandle, ticket: Ticket) -> None:
+    arena = Arena.attach(handle)
+    with arena.write(ticket) as record:
+        arena["image"][record] = 42
+    arena.close()
+
+
+def _die_while_writing(handle: ArenaHandle, ticket: Ticket) -> None:
+    arena = Arena.attach(handle)
+    with arena.write(ticket) as record:
+        arena["image"][record] = 13
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _run(target, *args) -> int | None:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def test_another_process_writes_in_place(arena):
+    ticket = arena.allocate()
+    assert _run(_fill, arena.handle, ticket) == 0
+    assert arena["image"][arena.read([ticket])[0]].min() == 42
+    assert arena["writer_pid"][ticket.record] not in (0, os.getpid())
+
+
+def test_a_writer_killed_in_the_middle_leaves_an_unreadable_record_that_can_be_reused(arena):
+    ticket = arena.allocate()
+    assert _run(_die_while_writing, arena.handle, ticket) == -signal.SIGKILL
+    with pytest.raises(StaleTicketError, match="WRITING"):
+        arena.read([ticket])
+    arena.free([ticket])
+    assert arena.num_free == 3
+
+
+def test_nothing_appears_in_dev_shm():
+    before = set(os.listdir("/dev/shm"))
+    arena = Arena.create(LAYOUT, 100)
+    assert set(os.listdir("/dev/shm")) == before
+    arena.close()
+    with pytest.raises(StaleTicketError, match="Cannot attach"):
+        Arena.attach(arena.handle)

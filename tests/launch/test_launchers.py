@@ -1,0 +1,140 @@
+"""Real processes, real signals: what a launcher reports when workers answer, die, hang or fail."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from embodyrl.errors import EnvError
+from embodyrl.launch.inline import InlineLauncher
+from embodyrl.launch.local import LocalLauncher
+from embodyrl.launch.protocol import WorkerDied
+from embodyrl.workers.lifecycle import WorkerSpec
+from embodyrl.workers.messages import WorkerReady
+
+
+class EchoWorker:
+    """Answers what it is told; some words make it misbehave."""
+
+    def __init__(self, init: str) -> None:
+        if init == "fail":
+            raise EnvError("no simulator here")
+        self.info = init
+
+    def handle(self, order: str) -> Iterator[str]:
+        if order == "raise":
+            raise EnvError("slot 3 returned NaN")
+        if order == "exit":
+            os._exit(7)
+        if order == "hang":
+            time.sleep(3600)
+        yield f"{order}!"
+
+    def close(self) -> None:
+        pass
+
+
+ENTRY = f"{__name__}:EchoWorker"
+
+
+def spec(name="echo", init="hello") -> WorkerSpec:
+    return WorkerSpec(name=name, entry=ENTRY, init=init)
+
+
+@pytest.fixture(params=[InlineLauncher, LocalLauncher])
+def launcher(request, tmp_path):
+    launcher = request.param(tmp_path)
+    yield launcher
+    launcher.stop(grace_s=5)
+
+
+@pytest.fixture
+def local(tmp_path):
+    launcher = LocalLauncher(tmp_path)
+    yield launcher
+    launcher.stop(grace_s=5)
+
+
+def next_event(launcher, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if events := launcher.wait(1.0):
+            assert len(events) == 1
+            return events[0]
+    raise AssertionError("no event")
+
+
+def test_a_worker_reports_ready_and_answers_in_order(launcher):
+    launcher.start(spec(), timeout_s=60)
+    ready = next_event(launcher)
+    assert ready.worker == "echo"
+    assert isinstance(ready.message, WorkerReady)
+    assert ready.message.info == "hello"
+    launcher.send("echo", "a", timeout_s=10)
+    launcher.send("echo", "b", timeout_s=10)
+    replies: list[str] = []
+    while len(replies) < 2:
+        replies += [e.message for e in launcher.wait(10)]
+    assert replies == ["a!", "b!"]
+
+
+def test_an_exception_arrives_with_its_text_and_traceback(launcher):
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "raise", timeout_s=10)
+    died = next_event(launcher).message
+    assert isinstance(died, WorkerDied)
+    assert "slot 3 returned NaN" in died.reason
+    assert "in handle" in died.traceback
+
+
+def test_a_failure_to_build_is_reported_like_a_death(launcher):
+    launcher.start(spec(init="fail"), timeout_s=60)
+    died = next_event(launcher).message
+    assert isinstance(died, WorkerDied)
+    assert "no simulator here" in died.reason
+
+
+def test_a_killed_worker_is_named_with_its_signal(local):
+    local.start(spec("first"), timeout_s=60)
+    next_event(local)
+    local.start(spec("second"), timeout_s=60)
+    next_event(local)
+    os.kill(local.pid("first"), signal.SIGKILL)
+    event = next_event(local)
+    assert event.worker == "first"
+    assert "SIGKILL" in event.message.reason
+    local.send("second", "still here", timeout_s=10)
+    assert next_event(local).message == "still here!"
+    local.start(spec("first"), timeout_s=60)
+    assert isinstance(next_event(local).message, WorkerReady)
+
+
+def test_an_exit_is_named_with_its_code(local):
+    local.start(spec(), timeout_s=60)
+    next_event(local)
+    local.send("echo", "exit", timeout_s=10)
+    assert "code 7" in next_event(local).message.reason
+
+
+def test_a_hung_worker_is_killed_after_its_deadline_with_a_stack_dump(local):
+    local.start(spec(), timeout_s=60)
+    next_event(local)
+    pid = local.pid("echo")
+    local.send("echo", "hang", timeout_s=1.0)
+    died = next_event(local).message
+    assert "no answer for 1 s" in died.reason
+    assert "in handle" in died.traceback, died.traceback
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_stop_leaves_no_process(local):
+    for name in ("a", "b"):
+        local.start(spec(name), timeout_s=60)
+        next_event(local)
+    pids = [local.pid("a"), local.pid("b")]
+    local.send("b", "hang", timeout_s=100)
+    local.stop(grace_s=0.5)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
