@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -118,7 +119,7 @@ class EnvWorker:
         video = self._init.video
         try:
             recorder = VideoRecorder(
-                order.video_stem,
+                Path(order.video_stem),
                 fps=video.fps,
                 instruction=self._env.instruction(order.slot),
                 info=video.info_on_video,
