@@ -55,6 +55,8 @@ class EnvSpec:
     """Key of the public statistics of this benchmark (`dataset_statistics.json`)."""
     max_episode_steps: int = 0
     """The benchmark's own horizon, env steps."""
+    expert_tasks: tuple[int, ...] = ()
+    """Tasks for which a scripted demonstrator exists."""
 
     @property
     def num_reset_ids(self) -> int:
@@ -92,6 +94,8 @@ class PolicySpec:
     uses_state: bool = False
     gripper: GripperConvention | None = None
     num_parameters: int = 0
+    scripted: bool = False
+    """The environment's own demonstrator chooses the actions, step by step; the policy only marks the wish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,10 @@
 """A toy environment for tests of the loop: one to three tasks, success depends on the actions alone.
 
-Each step adds the mean of the first action dimension to a position; the goal lies at +2 (task 0) or -2 (task 1, ...).
-`env.kwargs` makes it misbehave: {"fault": "raise|kill|hang|nan", "at_step": n, "once": path of a marker file}.
+Each step adds the first action dimension to a position; the goal lies at +2 (task 0) or -2 (task 1, ...). Settings in
+`env.kwargs`: `tasks`, `task_limit`, `goal`, `echo` (the reward is the first action dimension, nothing ends), `reward`
+(given in every step instead of 1 at success), and one fault: {"fault": "raise|kill|exit|hang|nan|gate", "where":
+"init|reset|step|observe", "at": from the how-manieth call on, "once": path of a marker file that the first sinner makes}.
+A "gate" makes its marker and waits until the file "<marker>.open" exists.
 """
 
 from __future__ import annotations
@@ -9,7 +12,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,12 @@ from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv, SimStep
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, GripperConvention, ObservationOut
 
-GOAL = 2.0
+
+def wait_at_gate(marker: Path) -> None:
+    """Show that we are here, then wait until somebody opens."""
+    marker.touch()
+    while not marker.with_name(marker.name + ".open").exists():
+        time.sleep(0.02)
 
 
 class ToySims:
@@ -28,25 +38,53 @@ class ToySims:
     def __init__(self, spec: EnvSpec, kwargs: Mapping[str, Any]) -> None:
         self.spec = spec
         self.task_limit = kwargs.get("task_limit")
-        self._fault = kwargs.get("fault")
-        self._at_step = int(kwargs.get("at_step", 0))
+        self._kwargs = kwargs
+        self._goal = float(kwargs.get("goal", 2.0))
         self._once = Path(kwargs["once"]) if "once" in kwargs else None
         self._position: dict[int, float] = {}
         self._task: dict[int, int] = {}
-        self._executed = 0
+        self._calls: Counter[str] = Counter()
+        self._maybe_misbehave("init")
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
+        self._maybe_misbehave("reset")
         self._task[slot], state = self.spec.task_of(reset_id)
         self._position[slot] = 0.1 * state + 0.01 * (seed % 7)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
-        self._executed += 1
-        if self._fault and self._executed >= self._at_step and self._take_turn():
-            return self._misbehave()
+        fault = self._maybe_misbehave("step")
+        if "echo" in self._kwargs:
+            return SimStep(reward=float(action[0]), terminated=False, success=False)
         self._position[slot] += float(action[0])
         sign = 1.0 if self._task[slot] == 0 else -1.0
-        success = sign * self._position[slot] > GOAL
-        return SimStep(reward=float(success), terminated=success, success=success)
+        success = sign * self._position[slot] > self._goal
+        reward = float("nan") if fault == "nan" else float(self._kwargs.get("reward", success))
+        return SimStep(reward=reward, terminated=success, success=success)
+
+    def _maybe_misbehave(self, where: str) -> str | None:
+        """Return the fault that is due and not carried out here."""
+        self._calls[where] += 1
+        fault = self._kwargs.get("fault")
+        late_enough = self._calls[where] >= int(self._kwargs.get("at", 1))
+        if fault is None or where != self._kwargs.get("where", "step") or not late_enough or not self._take_turn():
+            return None
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "exit":
+            os._exit(7)
+        if fault == "hang":
+            time.sleep(3600)
+        if fault == "gate":
+            assert self._once is not None
+            wait_at_gate(self._once)
+        if fault == "raise":
+            raise RuntimeError("the toy broke")
+        return fault
+
+    def expert(self, slot: int) -> FloatArray:
+        action = np.zeros(7, np.float32)
+        action[0] = 0.5 if self._task[slot] == 0 else -0.5
+        return action
 
     def _take_turn(self) -> bool:
         if self._once is None:
@@ -57,18 +95,10 @@ class ToySims:
             return False
         return True
 
-    def _misbehave(self) -> SimStep:
-        if self._fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._fault == "hang":
-            time.sleep(3600)
-        if self._fault == "nan":
-            return SimStep(reward=float("nan"), terminated=False, success=False)
-        raise RuntimeError("the toy broke")
-
     def observe(self, slot: int, out: ObservationOut) -> None:
         height, width = self.spec.image_size
         out.images[...] = np.uint8(40 * (1 + self._task[slot]))
+        self._maybe_misbehave("observe")
         column = int(np.clip((self._position[slot] + 4) / 8, 0, 0.99) * width)
         out.images[0, height // 2, column] = 255
         out.state[:] = self._position[slot]
@@ -94,19 +124,7 @@ class ToyFactory:
         return []
 
     def spec(self, cfg: EnvConfig) -> EnvSpec:
-        tasks = int(cfg.kwargs.get("tasks", 1))
-        return EnvSpec(
-            name="toy",
-            action_dim=7,
-            tasks=("go right", "go left", "go left again")[:tasks],
-            states_per_task=(4,) * tasks,
-            cameras=("front",),
-            image_size=(16, 24),
-            state_dim=1,
-            gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
-            unnorm_key="libero_10_no_noops",
-            max_episode_steps=32,
-        )
+        return toy_spec(int(cfg.kwargs.get("tasks", 1)))
 
     def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
         return ChunkedEnv(
@@ -115,6 +133,23 @@ class ToyFactory:
             use_rel_reward=cfg.use_rel_reward,
             reward_coef=cfg.reward_coef,
         )
+
+
+def toy_spec(tasks: int = 1) -> EnvSpec:
+    """One task by default; every task has four initial states."""
+    spec = EnvSpec(
+        name="toy",
+        action_dim=7,
+        tasks=("go right", "go left", "go left again"),
+        states_per_task=(4, 4, 4),
+        cameras=("front",),
+        image_size=(16, 24),
+        state_dim=1,
+        gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
+        unnorm_key="libero_10_no_noops",
+        max_episode_steps=32,
+    )
+    return replace(spec, tasks=spec.tasks[:tasks], states_per_task=spec.states_per_task[:tasks])
 
 
 FACTORY = ToyFactory()

@@ -189,6 +189,8 @@ class ModelConfig:
     """Preprocessing the checkpoint was trained with: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
     append_stop: bool = True
     """Put the STOP token after the action placeholders, as the original training did."""
+    expert_noise: float = 0.0
+    """model=scripted: standard deviation of the noise on executed actions; what is recorded stays clean."""
     is_lora: bool = False
     """Train low-rank adapters instead of all weights."""
     lora: LoraConfig = field(default_factory=LoraConfig)

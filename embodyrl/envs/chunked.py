@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,10 @@ class SlotSimulators(Protocol):
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]."""
+        ...
+
+    def expert(self, slot: int) -> FloatArray:
+        """Return the scripted demonstrator's next action [A]; only called for tasks in `spec.expert_tasks`."""
         ...
 
     def observe(self, slot: int, out: ObservationOut) -> None:
@@ -116,14 +120,46 @@ class ChunkedEnv:
             EnvError: an action has the wrong shape or is not finite (nothing was executed then), a slot has no
                 running episode, or the simulator returned a non-finite reward.
         """
-        running = [self._running(slot) for slot in slots]
         self._check_actions(slots, actions)
-        shape = actions.shape[:2]
+        return self._run(slots, actions.shape[1], lambda row, k, slot: actions[row, k], after_step)
+
+    def expert_chunk(
+        self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
+    ) -> tuple[FloatArray, ChunkResult]:
+        """Let the demonstrator act (see `Env.expert_chunk`)."""
+        for slot in slots:
+            if self._task(slot) not in self.spec.expert_tasks:
+                raise EnvError(
+                    f"{self._where(slot)}: there is no scripted demonstrator for this task; env '{self.spec.name}' has "
+                    f"one for tasks {list(self.spec.expert_tasks)}. Set env.train.task_ids and env.eval.task_ids."
+                )
+        clean = np.zeros((len(slots), num_actions, self.spec.action_dim), np.float32)
+
+        def choose(row: int, k: int, slot: int) -> FloatArray:
+            clean[row, k] = self._sims.expert(slot)
+            progress = self._begun(slot)
+            action = clean[row, k].copy()
+            shake = np.random.default_rng([progress.start.seed, progress.steps]).normal(0.0, noise, len(action))
+            if self.spec.gripper is not None:
+                shake[self.spec.gripper.index] = 0.0
+            return np.clip(action + shake, -1.0, 1.0).astype(np.float32)
+
+        return clean, self._run(slots, num_actions, choose, after_step)
+
+    def _run(
+        self,
+        slots: Sequence[int],
+        num_actions: int,
+        choose: Callable[[int, int, int], FloatArray],
+        after_step: AfterStep | None,
+    ) -> ChunkResult:
+        running = [self._running(slot) for slot in slots]
+        shape = (len(slots), num_actions)
         reward = np.zeros(shape, np.float32)
         flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
         for row, (slot, progress) in enumerate(zip(slots, running, strict=True)):
             for k in range(shape[1]):
-                reward[row, k], step = self._step(slot, progress, actions[row, k])
+                reward[row, k], step = self._step(slot, progress, choose(row, k, slot))
                 ended = step.terminated and not progress.start.ignore_terminations
                 out_of_time = not ended and progress.steps >= progress.start.max_episode_steps
                 flags["valid"][row, k] = True

@@ -36,6 +36,19 @@ class Env(Protocol):
         """
         ...
 
+    def expert_chunk(
+        self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
+    ) -> tuple[FloatArray, ChunkResult]:
+        """Let the scripted demonstrator (it may read privileged state) act for up to `num_actions` steps.
+
+        Executes its actions with Gaussian noise of standard deviation `noise` on all dimensions but the gripper, and
+        returns its own, clean choices [n, K, A] (what a learner should imitate) with the outcome.
+
+        Raises:
+            EnvError: there is no demonstrator for a slot's task.
+        """
+        ...
+
     def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
         """Render and write the current observation of each slot straight into the given views."""
         ...

@@ -8,6 +8,7 @@ import signal
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_any
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,14 @@ class LocalLauncher:
         # The child's libraries read these at import, before any code of ours runs there.
         previous = {key: os.environ.get(key) for key in spec.environ}
         os.environ.update(spec.environ)
+        # The tracker unblocks SIGINT when it starts, so it must be running before.
+        resource_tracker.ensure_running()
+        # A child inherits the mask: Ctrl-C during its imports would print a traceback into the user's terminal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for key, value in previous.items():
                 if value is None:
                     os.environ.pop(key, None)
@@ -150,18 +156,22 @@ class LocalLauncher:
         seats = list(self._seats.values())
         self._seats.clear()
         self._events.clear()
-        for seat in seats:
-            try:
-                seat.channel.put(None)
-            except ChannelClosed:
-                pass  # already gone
         deadline = time.monotonic() + grace_s
-        for seat in seats:
-            seat.process.join(max(0.0, deadline - time.monotonic()))
-            if seat.process.is_alive():
+        try:
+            for seat in seats:
+                try:
+                    seat.channel.put(None)
+                except ChannelClosed:
+                    pass  # already gone
+            for seat in seats:
+                seat.process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            # Also when a second Ctrl-C cuts the wait short: workers ignore the gentle signals.
+            for seat in seats:
                 seat.process.kill()
+            for seat in seats:
                 seat.process.join(_JOIN_S)
-            seat.channel.close()
+                seat.channel.close()
 
 
 def _exit_reason(code: int | None) -> str:

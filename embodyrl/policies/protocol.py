@@ -43,6 +43,10 @@ class Policy(Protocol):
         """
         ...
 
+    def encode(self, actions: FloatArray) -> IntArray:
+        """Return the tokens [B, L] whose decoding is nearest to actions [B, K, A] in the units `act` returns."""
+        ...
+
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V] without gradients."""
         ...

@@ -122,7 +122,9 @@ def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
         )
     if policy.uses_state and not env.state_dim:
         problems.append(f"model '{policy.name}' reads proprioception, env '{env.name}' has none.")
-    if (env.gripper is None) != (policy.gripper is None):
+    if policy.scripted and not env.expert_tasks:
+        problems.append(f"env '{env.name}' has no scripted demonstrator; choose another model.")
+    if not policy.scripted and (env.gripper is None) != (policy.gripper is None):
         has, lacks = ("env", "model") if env.gripper else ("model", "env")
         problems.append(f"the {has} declares a gripper convention, the {lacks} does not; they do not fit together.")
     return problems
@@ -186,7 +188,13 @@ def start_crew(
     }
     for seat in blueprint.seats:
         init = EnvWorkerInit(
-            env=cfg.env, num_slots=len(seat.slots), arena=arena.handle, video=cfg.video_cfg, shared_arena=shared
+            env=cfg.env,
+            num_slots=len(seat.slots),
+            arena=arena.handle,
+            video=cfg.video_cfg,
+            scripted=blueprint.policy.scripted,
+            expert_noise=cfg.model.expert_noise,
+            shared_arena=shared,
         )
         spec = WorkerSpec(
             name=seat.name,
@@ -197,7 +205,8 @@ def start_crew(
         )
         specs[seat.name] = (spec, _callback(rollouts, seat.name))
     try:
-        fleet.start(specs)
+        with fleet.signals():
+            fleet.start(specs)
     except BaseException:
         fleet.stop()
         arena.close()

@@ -326,7 +326,7 @@ class Rollouts:
         self._down.add(worker)
         self._busy = {key: orders for key, orders in self._busy.items() if key[0] != worker}
         for slot in self._slots:
-            if slot.worker != worker or slot.phase is Phase.IDLE:
+            if slot.worker != worker or slot.phase is Phase.IDLE or slot.doomed:
                 continue
             self._out.dropped += 1
             if slot.phase is Phase.INFERRING:

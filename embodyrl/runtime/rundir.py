@@ -57,16 +57,17 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
     """
     root = resume or _new_root(cfg, command)
     videos = Path(cfg.video_cfg.base_dir) / root.name
-    attempt = 1 + sum(1 for p in root.glob("logs/attempt_*"))
-    logs = root / "logs" / f"attempt_{attempt}"
     try:
-        logs.mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
         _lock(root)
+        attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
+        logs = root / "logs" / f"attempt_{attempt}"
+        logs.mkdir(parents=True)
         save_config(cfg, root / CONFIG_FILE)
         with open(root / "overrides.txt", "a", encoding="utf-8") as f:
             f.write(" ".join([f"# attempt {attempt}:", command, *overrides]) + "\n")
         (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
-    except PermissionError as error:
+    except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
     return RunFolder(root=root, videos=videos, logs=logs)
 

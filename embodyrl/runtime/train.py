@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from embodyrl import __version__
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
@@ -22,8 +24,17 @@ from embodyrl.runtime.files import write_atomically
 from embodyrl.runtime.metrics import rollout_metrics, settle
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import RunFolder, open_run, resolve_weights
+from embodyrl.types import PreparedBatch
 
 LOOP_FILE = "loop.json"
+_NOTHING = PreparedBatch(
+    records=np.zeros(0, np.int64),
+    episode=np.zeros(0, np.int64),
+    advantage=np.zeros((0, 0), np.float32),
+    returns=np.zeros((0, 0), np.float32),
+    valid=np.zeros((0, 0), np.bool_),
+    has_signal=False,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +99,12 @@ class _Training:
         try:
             if start is not None:
                 actors.load(start)
-            elif self._validates:
+            if self.step == 0 and self._validates:
                 self.first = self._validate(crew)
                 self.monitor.log(0, self.first.metrics())
             self._loop(crew, actors)
-            checkpoint = self._save(actors)
+            with crew.fleet.shield():
+                checkpoint = self._save(actors)
         except Interrupted as interruption:
             with crew.fleet.shield():
                 saved = self._save(actors)
@@ -119,7 +131,8 @@ class _Training:
             rollout = crew.rollouts.collect(plan, version=step, on_episode=note)
             with crew.fleet.shield():
                 actors.score(rollout)
-                batch = algorithm.prepare(rollout.episodes)
+                # All episodes may have been lost to crashed env workers.
+                batch = algorithm.prepare(rollout.episodes) if rollout.episodes else _NOTHING
                 result = actors.update(step, rollout, batch)
                 crew.rollouts.release(rollout)
                 self.step = step + 1
@@ -128,10 +141,13 @@ class _Training:
             metrics["time/update"] = result.pop("seconds")
             metrics |= {f"actor/{name}": value for name, value in result.items()}
             metrics["time/step"] = time.perf_counter() - started
-            if self._validates and self._due(self.cfg.runner.val_check_interval):
-                self.last = self._validate(crew)
-                metrics |= self.last.metrics() | {"time/validate": self.last.wall_s}
-            self.monitor.log(self.step, settle(metrics, deterministic=self.cfg.runner.deterministic))
+            try:
+                if self._validates and self._due(self.cfg.runner.val_check_interval):
+                    self.last = self._validate(crew)
+                    metrics |= self.last.metrics() | {"time/validate": self.last.wall_s}
+            finally:
+                # The step is done and will not be repeated, even if its validation was interrupted.
+                self.monitor.log(self.step, settle(metrics, deterministic=self.cfg.runner.deterministic))
             if not batch.has_signal:
                 self.monitor.text(f"step {self.step}: no group has a signal, the weights stay as they are")
             if self._due(self.cfg.runner.save_interval) and self.step < self.blueprint.total_steps:

@@ -27,6 +27,10 @@ class EnvWorkerInit:
     num_slots: int
     arena: ArenaHandle
     video: VideoConfig
+    scripted: bool = False
+    """The environment's demonstrator acts; the chunk in the record is ignored and overwritten."""
+    expert_noise: float = 0.0
+    """Standard deviation of the noise on the demonstrator's executed actions."""
     shared_arena: Arena | None = None
     """Inline mode: the driver's own arena object."""
 
@@ -80,7 +84,13 @@ class EnvWorker:
         arena = self._arena
         slots = [o.slot for o in orders]
         records = arena.read([o.source for o in orders])
-        result = self._env.step_chunk(slots, arena["action"][records], after_step=self._film if self._tapes else None)
+        film = self._film if self._tapes else None
+        if self._init.scripted:
+            noise, length = self._init.expert_noise, arena["action"].shape[1]
+            actions, result = self._env.expert_chunk(slots, length, noise=noise, after_step=film)
+            arena["action"][records] = actions
+        else:
+            result = self._env.step_chunk(slots, arena["action"][records], after_step=film)
         arena["reward"][records] = result.reward
         arena["terminated"][records] = result.terminated
         arena["truncated"][records] = result.truncated

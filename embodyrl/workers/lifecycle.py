@@ -107,9 +107,11 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
         os.close(log)
         sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
         sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
-    # Ctrl-C reaches the whole process group; only the driver decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Ctrl-C, a batch system's SIGTERM and a lost terminal reach every process of the run; only the driver decides what
+    # they mean, and it needs the workers to save a checkpoint.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     libc = ctypes.CDLL(None)

@@ -1,0 +1,96 @@
+"""Policies without weights: random actions, and the environment's own scripted demonstrator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from embodyrl.config.schema import ModelConfig
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import EnvSpec, FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class UntrainedPolicy:
+    """Uniform actions in [-1, 1] from the episode's noise; greedy, or scripted, means zeros."""
+
+    def __init__(self, spec: PolicySpec) -> None:
+        from torch import nn
+
+        self.spec = spec
+        self.module: nn.Module = nn.Module()
+
+    def act(self, obs: Observation, *, noise: FloatArray | None) -> PolicyOutput:
+        """Choose a chunk for each observation (see `Policy.act`)."""
+        count, length = len(obs), self.spec.tokens_per_chunk
+        uniform = np.full((count, length), 0.5, np.float32) if noise is None or self.spec.scripted else noise
+        actions = (2.0 * uniform - 1.0).reshape(count, self.spec.num_action_chunks, self.spec.action_dim)
+        return PolicyOutput(
+            actions=actions.astype(np.float32),
+            tokens=np.zeros((count, length), np.int64),
+            logprob=np.zeros((count, length), np.float32),
+            value=np.zeros((count, 0), np.float32),
+        )
+
+    def encode(self, actions: FloatArray) -> IntArray:
+        self._refuse()
+
+    def values(self, obs: Observation) -> FloatArray:
+        return np.zeros((len(obs), 0), np.float32)
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        self._refuse()
+
+    def save(self, folder: Path) -> None:
+        self._refuse()
+
+    def load_weights(self, folder: Path) -> None:
+        raise CheckpointError(f"model '{self.spec.name}' has no weights; remove ckpt={folder}.")
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(f"model '{self.spec.name}' has no weights and cannot be trained; it is for eval and collect.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UntrainedFactory:
+    """Builds `UntrainedPolicy`."""
+
+    name: str
+    scripted: bool
+    consumes: frozenset[str]
+
+    def validate(self, cfg: ModelConfig) -> list[str]:
+        """Nothing can be wrong that the schema does not know."""
+        return []
+
+    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Describe the policy: it takes the environment's actions as they are."""
+        return PolicySpec(
+            name=self.name,
+            num_action_chunks=cfg.num_action_chunks,
+            action_dim=env.action_dim,
+            tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
+            gripper=env.gripper,
+            scripted=self.scripted,
+        )
+
+    def build(self, cfg: ModelConfig, request: PolicyRequest) -> UntrainedPolicy:
+        """Build the policy.
+
+        Raises:
+            ConfigError: training was asked for.
+        """
+        policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim))
+        if request.trainable:
+            policy._refuse()
+        return policy
+
+
+RANDOM = UntrainedFactory(name="random", scripted=False, consumes=frozenset({"num_action_chunks"}))
+SCRIPTED = UntrainedFactory(name="scripted", scripted=True, consumes=frozenset({"num_action_chunks", "expert_noise"}))
