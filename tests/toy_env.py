@@ -148,6 +148,7 @@ def toy_spec(tasks: int = 1) -> EnvSpec:
         gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
         unnorm_key="libero_10_no_noops",
         max_episode_steps=32,
+        expert_tasks=tuple(range(tasks)),
     )
     return replace(spec, tasks=spec.tasks[:tasks], states_per_task=spec.states_per_task[:tasks])
 

@@ -78,6 +78,7 @@ RULES: dict[str, Rule] = {
     "model.action_dim": _COUNT,
     "model.num_action_chunks": _COUNT,
     "model.num_images_in_input": _COUNT,
+    "model.expert_noise": _NOT_NEGATIVE,
     "model.lora.r": _COUNT,
     "model.lora.lora_alpha": _COUNT,
     "algorithm.group_size": _COUNT,
