@@ -134,26 +134,39 @@ def start_crew(
     blueprint: Blueprint, log_dir: Path, say: Callable[[str], None], *, start_from: Path | None = None
 ) -> Crew:
     """Create the arena, start all workers and wait until they are ready."""
-    # The policy process imports torch; the driver of an evaluation never has to.
-    from embodyrl.workers.policy_host import PolicyHostInit
-
-    cfg = blueprint.cfg
+    cfg, algorithm = blueprint.cfg, blueprint.algorithm
     arena = Arena.create(blueprint.layout, blueprint.capacity)
-    inline = cfg.launcher.name == "inline"
     fleet = Fleet(LAUNCHERS.get(cfg.launcher.name)(log_dir), cfg.faults, say)
     policy = PolicyClient(fleet, POLICY_WORKER, timeout_s=cfg.faults.update_timeout_s)
-    training = blueprint.algorithm is not None
     rules = RolloutRules(
         stages=cfg.rollout.pipeline_stage_num,
         deterministic=cfg.runner.deterministic,
-        needs_values=training and blueprint.algorithm is not None and blueprint.algorithm.needs_values,
+        needs_values=algorithm is not None and algorithm.needs_values,
         step_timeout_s=cfg.faults.step_timeout_s,
         total_slots=blueprint.num_slots,
         value_dim=blueprint.policy.value_dim,
     )
     rollouts = Rollouts(fleet, arena, blueprint.seats, policy, rules)
-    shared = arena if inline else None
-    host = PolicyHostInit(
+    specs = {POLICY_WORKER: (_policy_spec(blueprint, arena, start_from), policy.on_message)}
+    for seat in blueprint.seats:
+        specs[seat.name] = (_env_spec(blueprint, arena, seat), _callback(rollouts, seat.name))
+    try:
+        fleet.start(specs)
+    except BaseException:
+        fleet.stop()
+        arena.close()
+        raise
+    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy)
+
+
+def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> WorkerSpec:
+    # Imports torch, which nothing before this point needs.
+    from embodyrl.workers.policy_host import PolicyHostInit
+
+    cfg = blueprint.cfg
+    training = blueprint.algorithm is not None
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    init = PolicyHostInit(
         model=cfg.model,
         request=PolicyRequest(
             env=blueprint.env,
@@ -171,47 +184,41 @@ def start_crew(
         seed=cfg.seed,
         deterministic=cfg.runner.deterministic,
         on_nonfinite=cfg.faults.on_nonfinite,
-        threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
+        threads=int(threads),
         start_from=str(start_from) if start_from else None,
-        shared_arena=shared,
+        shared_arena=_shared(cfg, arena),
     )
-    specs = {
-        POLICY_WORKER: (
-            WorkerSpec(
-                name=POLICY_WORKER,
-                entry="embodyrl.workers.policy_host:PolicyHost",
-                init=host,
-                environ={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-            ),
-            policy.on_message,
-        )
-    }
-    for seat in blueprint.seats:
-        init = EnvWorkerInit(
-            env=cfg.env,
-            num_slots=len(seat.slots),
-            arena=arena.handle,
-            video=cfg.video_cfg,
-            scripted=blueprint.policy.scripted,
-            expert_noise=cfg.model.expert_noise,
-            shared_arena=shared,
-        )
-        spec = WorkerSpec(
-            name=seat.name,
-            entry="embodyrl.workers.env_worker:EnvWorker",
-            init=init,
-            environ=_ONE_THREAD,
-            restartable=True,
-        )
-        specs[seat.name] = (spec, _callback(rollouts, seat.name))
-    try:
-        with fleet.signals():
-            fleet.start(specs)
-    except BaseException:
-        fleet.stop()
-        arena.close()
-        raise
-    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy)
+    return WorkerSpec(
+        name=POLICY_WORKER,
+        entry="embodyrl.workers.policy_host:PolicyHost",
+        init=init,
+        environ={"OMP_NUM_THREADS": threads},
+    )
+
+
+def _env_spec(blueprint: Blueprint, arena: Arena, seat: EnvSeat) -> WorkerSpec:
+    cfg = blueprint.cfg
+    init = EnvWorkerInit(
+        env=cfg.env,
+        num_slots=len(seat.slots),
+        arena=arena.handle,
+        video=cfg.video_cfg,
+        scripted=blueprint.policy.scripted,
+        expert_noise=cfg.model.expert_noise,
+        shared_arena=_shared(cfg, arena),
+    )
+    return WorkerSpec(
+        name=seat.name,
+        entry="embodyrl.workers.env_worker:EnvWorker",
+        init=init,
+        environ=_ONE_THREAD,
+        restartable=True,
+    )
+
+
+def _shared(cfg: Config, arena: Arena) -> Arena | None:
+    """The driver's own arena object, for workers that live in its process."""
+    return arena if cfg.launcher.name == "inline" else None
 
 
 def _callback(rollouts: Rollouts, name: str) -> Callable[[object], None]:
