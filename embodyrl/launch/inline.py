@@ -54,14 +54,14 @@ class InlineLauncher:
         return events
 
     def _run(self, name: str) -> None:
-        if name not in self._workers:
-            return  # it failed on an earlier order
         seat = self._workers[name]
         order = seat.inbox.get(0.0)
         try:
             self._events.extend(Event(worker=name, message=reply) for reply in seat.worker.handle(order))
         except Exception as error:
             del self._workers[name]
+            # Its restarted successor must not be asked for orders that died with it.
+            self._turns = deque(turn for turn in self._turns if turn != name)
             seat.worker.close()
             self._died(name, error)
 

@@ -227,10 +227,8 @@ class _Training:
         if resumed:
             head += f" · resumed at step {self.step}"
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
-        self.monitor.banner(
-            [head, *(f"  {name:<10} {text}" for name, text in lines)]
-            + [f"  {'output':<10} {self.folder.root}{validation}", f"  {'logs':<10} tail -F {self.folder.logs}/*.log"]
-        )
+        lines += [("output", f"{self.folder.root}{validation}"), ("logs", f"tail -F {self.folder.logs}/*.log")]
+        self.monitor.banner([head, *(f"  {name:<10} {text}" for name, text in lines)])
 
     def _farewell(self, interruption: Interrupted, saved: Path) -> Interrupted:
         name = signal.Signals(interruption.signum).name

@@ -23,6 +23,9 @@ class EchoWorker:
             raise EnvError("no simulator here")
         self.info = init
 
+    def ready(self) -> WorkerReady:
+        return WorkerReady(pid=os.getpid(), info=self.info)
+
     def handle(self, order: str) -> Iterator[str]:
         if order == "raise":
             raise EnvError("slot 3 returned NaN")
@@ -138,3 +141,18 @@ def test_stop_leaves_no_process(local):
     local.send("b", "hang", timeout_s=100)
     local.stop(grace_s=0.5)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_an_inline_worker_that_failed_leaves_no_order_to_its_successor(tmp_path):
+    launcher = InlineLauncher(tmp_path)
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "raise", timeout_s=10)
+    launcher.send("echo", "lost", timeout_s=10)
+    assert isinstance(next_event(launcher).message, WorkerDied)
+    launcher.start(spec(), timeout_s=60)
+    assert isinstance(next_event(launcher).message, WorkerReady)
+    assert launcher.wait(0.0) == []
+    launcher.send("echo", "new", timeout_s=10)
+    assert next_event(launcher).message == "new!"
+    launcher.stop()

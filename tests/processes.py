@@ -1,0 +1,142 @@
+"""Real processes for tests: start the command as a user does, wait for what it shows, find what it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "EMBODYRL_TEST_SESSION"
+"""Environment variable that all processes of a test session inherit, orphans included."""
+TESTS = Path(__file__).parent
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float) -> bool:
+    """Ask again until the condition holds or the deadline has passed."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def marked_processes() -> list[str]:
+    """Living processes that this test session started, as "pid name"."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if mark not in (entry / "environ").read_bytes().split(b"\0"):
+                continue
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # it ended in this moment, or is somebody else's
+        if command and "resource_tracker" not in command:  # empty: a zombie that init has not reaped yet
+            found.append(f"{entry.name} {command[:200]}")
+    return found
+
+
+def workers_of(pid: int) -> dict[str, int]:
+    """Living workers of a run by name, for example {"policy": 123, "env_0": 124}."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            name, parent = (
+                (entry / "comm").read_text().strip(),
+                (entry / "stat").read_text().rpartition(")")[2].split()[1],
+            )
+        except OSError:
+            continue
+        if name.startswith("embodyrl:") and int(parent) == pid:
+            found[name.removeprefix("embodyrl:")] = int(entry.name)
+    return found
+
+
+def command_environment(cwd: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Environment of a command under test: toys importable, temporary files where the test can look for them."""
+    temporary = cwd / "tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    return {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(temporary), **(extra or {})}
+
+
+def run_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `embodyrl ARGS` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "embodyrl.cli.main", *args],
+        cwd=cwd,
+        env=command_environment(cwd, env),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+@dataclass(frozen=True)
+class Command:
+    """A running command with its own process group, as a terminal would start it."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def printed(self) -> str:
+        return self.out.read_text() + self.err.read_text()
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def signal_group(self, signum: int) -> None:
+        """What a terminal does on Ctrl-C, and a batch system on cancel."""
+        os.killpg(self.process.pid, signum)
+
+    def worker(self, name: str) -> int:
+        """Process id of a worker, which must be running by now."""
+        return workers_of(self.pid)[name]
+
+    def wait_for(self, path: Path, *, lines: int = 0, deadline_s: float = 60.0) -> None:
+        """Wait until a file is there and holds at least so many lines."""
+
+        def there() -> bool:
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.printed}"
+            return path.exists() and (not lines or len(path.read_text().splitlines()) >= lines)
+
+        assert wait_until(there, deadline_s), f"{path} has not come:\n{self.printed}"
+
+    def stop(self) -> None:
+        """Kill the whole group, if it still runs."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+def start_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Command:
+    """Start `embodyrl ARGS` in a process group of its own; its output goes to files below `cwd`."""
+    environment = command_environment(cwd, env)
+    out, err = cwd / "stdout.txt", cwd / "stderr.txt"
+    with open(out, "wb") as out_file, open(err, "wb") as err_file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "embodyrl.cli.main", *args],
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out_file,
+            stderr=err_file,
+            start_new_session=True,
+        )
+    return Command(process, out, err)

@@ -1,0 +1,64 @@
+"""Same seed, same numbers: inline or in processes, whatever the number of workers and stages."""
+
+from __future__ import annotations
+
+import pytest
+from processes import run_cli
+from toy_runs import comparable, toy_words, train_toy, weights
+
+WORDS = (
+    "runner.deterministic=true",
+    "runner.val_check_interval=2",
+    "eval.episodes=6",
+    "env.kwargs.tasks=3",
+    "env.kwargs.goal=0.7",
+    "env.train.total_num_envs=6",
+    "algorithm.group_size=3",
+    "algorithm.rollout_epoch=2",
+    "actor.optim.lr=0.001",
+)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    return train_toy(tmp_path_factory.mktemp("golden"), *WORDS)
+
+
+def test_the_golden_run_is_worth_comparing(golden):
+    rows = comparable(golden)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["actor/optimizer_steps"] > 0 for row in rows[1:])
+    assert 0 < rows[1]["train/success_once"] < 1
+    assert rows[1]["actor/loss"] != rows[2]["actor/loss"]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_stages_do_not_matter(golden, tmp_path, stages):
+    run = train_toy(tmp_path, *WORDS, f"rollout.pipeline_stage_num={stages}")
+    assert comparable(run) == comparable(golden)
+    assert weights(run, 2) == weights(golden, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "stages"), [(1, 2), (2, 1), (3, 2)])
+def test_processes_do_not_matter(golden, tmp_path, workers, stages):
+    words = toy_words(tmp_path, *WORDS, f"launcher.env_workers={workers}", f"rollout.pipeline_stage_num={stages}")
+    done = run_cli("train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    assert comparable(run) == comparable(golden)
+    assert weights(run, 2) == weights(golden, 2)
+
+
+def test_another_seed_gives_other_numbers(golden, tmp_path):
+    run = train_toy(tmp_path, *WORDS, "seed=1")
+    assert comparable(run)[1]["actor/loss"] != comparable(golden)[1]["actor/loss"]
+    assert weights(run, 2) != weights(golden, 2)
+
+
+def test_ppo_is_deterministic_too(tmp_path):
+    words = ("algorithm=ppo", "runner.deterministic=true", "env.kwargs.goal=0.7")
+    one = train_toy(tmp_path, *words, "rollout.pipeline_stage_num=1", name="one")
+    two = train_toy(tmp_path, *words, "rollout.pipeline_stage_num=2", name="two")
+    assert comparable(one) == comparable(two)
+    assert weights(one, 2) == weights(two, 2)

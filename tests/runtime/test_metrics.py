@@ -1,0 +1,76 @@
+"""What a training run logs, and the rows of one rollout."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from toy_runs import rows, train_toy
+
+EVERY_ROW = {
+    *("train/success_once", "train/return", "train/episode_len", "train/groups_without_signal"),
+    *("actor/loss", "actor/grad_norm", "actor/optimizer_steps"),
+    *("env/steps_per_s", "env/restarts", "env/dropped_episodes"),
+    *("time/step", "time/rollout", "time/update", "time/infer", "time/simulate", "time/render", "time/reset"),
+}
+EVERY_UPDATE = {
+    *("actor/policy_loss", "actor/kl", "actor/entropy", "actor/ratio", "actor/clip_fraction", "actor/lr"),
+    "actor/logprob_gap",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    words = ("runner.val_check_interval=1", "eval.episodes=2", "env.kwargs.goal=0.5", "runner.max_steps=3")
+    return train_toy(tmp_path_factory.mktemp("metrics"), *words)
+
+
+def test_every_training_row_has_the_documented_keys(run):
+    trained = rows(run)[1:]
+    assert [row["step"] for row in trained] == [1, 2, 3]
+    for row in trained:
+        assert set(row) >= EVERY_ROW
+        assert None not in row.values()
+        assert (set(row) >= EVERY_UPDATE) == (row["actor/optimizer_steps"] > 0)
+
+
+def test_the_row_before_training_holds_the_first_validation_alone(run):
+    first = rows(run)[0]
+    assert first["step"] == 0
+    assert {key.partition("/")[0] for key in first} == {"step", "eval"}
+    assert [row["eval/episodes"] for row in rows(run)] == [2.0] * 4
+
+
+def test_counts_add_up(run):
+    for row in rows(run)[1:]:
+        assert row["train/episodes"] == 4
+        assert row["env/steps"] == row["train/episodes"] * row["train/episode_len"]
+        assert row["train/return"] == row["train/success_once"], "the relative reward of a success is 1"
+        assert (row["env/restarts"], row["env/dropped_episodes"]) == (0, 0)
+        assert row["actor/optimizer_steps"] in (0, 1)
+
+
+def test_the_first_pass_over_fresh_data_is_on_policy(run):
+    updated = [row for row in rows(run)[1:] if row["actor/optimizer_steps"]]
+    assert updated
+    for row in updated:
+        assert row["actor/ratio"] == pytest.approx(1, abs=1e-5)
+        assert row["actor/logprob_gap"] < 1e-5
+        assert row["actor/clip_fraction"] == 0
+        assert 0 < row["actor/entropy"] < 5.546, "ln 256 bounds the entropy of an action token"
+
+
+def test_parts_of_a_step_fit_into_its_duration(run):
+    for row in rows(run)[1:]:
+        assert row["time/rollout"] + row["time/update"] <= row["time/step"]
+        assert row["time/simulate"] + row["time/render"] + row["time/reset"] <= row["time/rollout"]
+
+
+def test_a_value_loss_is_logged_where_values_are_learned(tmp_path):
+    row = rows(train_toy(tmp_path, "algorithm=ppo", "runner.max_steps=1", "actor.global_batch_size=8"))[-1]
+    assert set(row) >= EVERY_ROW | EVERY_UPDATE | {"actor/value_loss"}
+
+
+def test_rows_are_strict_json(run):
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)

@@ -1,0 +1,115 @@
+"""Going on with a run equals never having stopped."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from processes import run_cli, start_cli
+from toy_runs import comparable, resume_toy, rows, toy_config, toy_words, train_toy, weights
+
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.runtime.train import train
+
+WORDS = (
+    "runner.deterministic=true",
+    "runner.val_check_interval=2",
+    "eval.episodes=4",
+    "env.kwargs.goal=0.7",
+    "actor.optim.lr=0.001",
+    "actor.optim.schedule=constant",
+    "runner.save_interval=1",
+    "checkpoint.keep=2",
+)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    return train_toy(tmp_path_factory.mktemp("golden"), *WORDS, "runner.max_steps=4")
+
+
+def test_two_steps_and_two_more_equal_four(golden, tmp_path):
+    run = train_toy(tmp_path, *WORDS, "runner.max_steps=2")
+    resume_toy(run, "runner.max_steps=4")
+    # The short run validates after its last step, which is the schedule of the long run as well.
+    assert comparable(run) == comparable(golden)
+    assert weights(run, 4) == weights(golden, 4)
+    training_state = "checkpoints/step_000004/training_state.safetensors"
+    assert (run / training_state).read_bytes() == (golden / training_state).read_bytes()
+
+
+def test_old_checkpoints_are_dropped_but_not_the_best(golden):
+    kept = sorted(p.name for p in (golden / "checkpoints").iterdir())
+    success = {row["step"]: row["eval/success_once"] for row in rows(golden) if "eval/success_once" in row}
+    best = max(success, key=lambda step: (success[step], -step))
+    assert {"step_000003", "step_000004"} <= set(kept)
+    assert set(kept) <= {"step_000003", "step_000004", f"step_{best:06d}"}
+
+
+def test_a_finished_run_stays_as_it_is(golden):
+    before = (golden / "metrics.jsonl").read_bytes(), weights(golden, 4)
+    resume_toy(golden)
+    assert ((golden / "metrics.jsonl").read_bytes(), weights(golden, 4)) == before
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_end(golden, tmp_path):
+    gate = tmp_path / "gate"
+    hold = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=85", "launcher.env_workers=1")
+    words = toy_words(tmp_path, *WORDS, "runner.max_steps=4", *hold)
+    command = start_cli("train", *words, cwd=tmp_path)
+    command.wait_for(gate)
+    command.process.send_signal(signal.SIGKILL)
+    command.wait()
+    run = tmp_path / "run"
+    assert len(rows(run)) < 5
+    assert (run / "checkpoints").is_dir(), "it was killed in the middle, not before the first step"
+    done = run_cli("train", "--resume", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert comparable(run) == comparable(golden)
+    assert weights(run, 4) == weights(golden, 4)
+
+
+def test_resume_keeps_a_decaying_learning_rate_on_its_way(tmp_path):
+    words = (*WORDS, "actor.optim.schedule=linear", "env.train.total_num_envs=8", "runner.max_steps=4")
+    whole = train_toy(tmp_path, *words, name="whole")
+    halves = train_toy(tmp_path, *words, "runner.max_steps=4", name="halves")
+    # Back to where a crash after step 2 would have left it.
+    for step in (3, 4):
+        folder = halves / "checkpoints" / f"step_{step:06d}"
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        folder.rmdir()
+    kept = sorted(p.name for p in (halves / "checkpoints").iterdir())
+    if "step_000002" not in kept:
+        pytest.fail(f"no checkpoint of step 2: {kept}")
+    resume_toy(halves)
+    assert comparable(halves) == comparable(whole)
+    assert weights(halves, 4) == weights(whole, 4)
+
+
+def test_a_damaged_checkpoint_is_refused_with_its_name(tmp_path):
+    run = train_toy(tmp_path, *WORDS)
+    victim = next((run / "checkpoints" / "step_000002" / "policy").glob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{victim.name}.*next older complete checkpoint is .*step_000001"):
+        resume_toy(run, "runner.max_steps=3")
+    assert not (run / "lock").exists()
+
+
+def test_a_config_with_code_is_refused(tmp_path):
+    run = train_toy(tmp_path, "runner.max_steps=1")
+    canary = tmp_path / "canary"
+    with open(run / "config.yaml", "a", encoding="utf-8") as f:
+        f.write(f"custom: !!python/object/apply:os.system ['touch {canary}']\n")
+    with pytest.raises(ConfigError, match=r"YAML tag .* is refused"):
+        resume_toy(run)
+    assert not canary.exists()
+
+
+def test_a_run_starts_from_another_runs_weights(tmp_path):
+    source = train_toy(tmp_path, "runner.max_steps=1", "actor.optim.lr=0.001", "env.kwargs.goal=0.7", name="source")
+    target = train(toy_config(tmp_path, f"ckpt={source}", "actor.optim.lr=0", "runner.max_steps=1", name="target")).run
+    assert weights(target, 1) == weights(source, 1)

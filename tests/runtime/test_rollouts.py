@@ -1,0 +1,171 @@
+"""Rollouts of the toy with the tiny policy, in one process: complete, paired, cut, cleaned up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from toy_runs import Stage, running_crew
+
+from embodyrl.errors import WorkerError
+from embodyrl.runtime.episodes import train_plan
+from embodyrl.runtime.rollouts import Collection
+
+
+def collect(stage: Stage, step: int = 0) -> Collection:
+    algorithm = stage.blueprint.algorithm
+    assert algorithm is not None
+    plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
+    return stage.crew.rollouts.collect(plan, version=step)
+
+
+def assert_all_free(stage: Stage, rollout: Collection) -> None:
+    stage.crew.rollouts.release(rollout)
+    assert stage.crew.arena.num_free == stage.crew.arena.capacity
+
+
+def facts(rollout: Collection) -> list[tuple]:
+    return [
+        (e.spec, e.length, e.terminated, e.truncated, e.cut, e.episode_return, e.valid.tolist(), e.instruction)
+        for e in rollout.episodes
+    ]
+
+
+def test_all_planned_episodes_come_back_in_order_and_their_records_are_freed(tmp_path):
+    with running_crew(tmp_path, "algorithm.rollout_epoch=3", "env.kwargs.tasks=3") as stage:
+        for step in range(2):
+            rollout = collect(stage, step)
+            assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
+            assert rollout.dropped == 0
+            assert rollout.env_steps == sum(e.length for e in rollout.episodes)
+            held = [t.record for tickets in rollout.tickets.values() for t in tickets]
+            assert sorted(held) == sorted(r for e in rollout.episodes for r in e.records)
+            assert len(set(held)) == len(held)
+            assert stage.crew.arena.num_free == stage.crew.arena.capacity - len(held)
+            assert (stage.crew.arena["version"][held] == step).all()
+            assert {e.instruction for e in rollout.episodes} <= set(stage.blueprint.env.tasks)
+            assert_all_free(stage, rollout)
+
+
+def test_success_terminates_and_the_time_limit_truncates(tmp_path):
+    with running_crew(tmp_path, "env.train.total_num_envs=16", "env.kwargs.goal=0.5") as stage:
+        rollout = collect(stage)
+    ends = {(e.terminated, e.truncated, e.success_once) for e in rollout.episodes}
+    assert ends == {(True, False, True), (False, True, False)}
+    for e in rollout.episodes:
+        assert not e.cut
+        assert e.length == (8 if e.truncated else int(np.flatnonzero(e.success[e.valid])[0]) + 1)
+        assert not e.bootstrap_value.any()
+
+
+def test_ignored_terminations_run_to_the_time_limit(tmp_path):
+    words = ("env.train.total_num_envs=16", "env.kwargs.goal=0.5", "env.train.ignore_terminations=true")
+    with running_crew(tmp_path, *words) as stage:
+        rollout = collect(stage)
+    assert {(e.terminated, e.truncated, e.length) for e in rollout.episodes} == {(False, True, 8)}
+    assert len({e.success_once for e in rollout.episodes}) == 2
+
+
+def test_each_action_meets_its_own_reward(tmp_path):
+    words = ("env.kwargs.echo=true", "env.use_rel_reward=false", "algorithm.rollout_epoch=4", "env.kwargs.tasks=3")
+    with running_crew(tmp_path, *words) as stage:
+        rollout = collect(stage)
+        for e in rollout.episodes:
+            assert e.length == 8
+            np.testing.assert_array_equal(e.reward, stage.crew.arena["action"][e.records][..., 0])
+
+
+def test_the_number_of_stages_does_not_change_the_episodes(tmp_path):
+    seen = []
+    for stages in (1, 2, 3):
+        words = (f"rollout.pipeline_stage_num={stages}", "runner.deterministic=true", "algorithm.rollout_epoch=2")
+        with running_crew(tmp_path, *words, "env.kwargs.tasks=3") as stage:
+            rollout = collect(stage)
+            logprob = [stage.crew.arena["logprob"][e.records].tolist() for e in rollout.episodes]
+            seen.append((facts(rollout), logprob))
+    assert seen[0] == seen[1] == seen[2]
+    assert any(e[1] < 8 for e in seen[0][0]), "some episode must end early, or this shows nothing"
+
+
+PPO = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12")
+
+
+def test_a_quota_cuts_running_episodes_and_bootstraps_them(tmp_path):
+    with running_crew(tmp_path, *PPO, "env.kwargs.goal=0.5", "env.train.total_num_envs=8") as stage:
+        rollout = collect(stage)
+        chunks = sum(len(e.records) for e in rollout.episodes)
+        assert chunks == 8 * 3, "each slot runs exactly its quota"
+        cut = [e for e in rollout.episodes if e.cut]
+        assert cut, "12 steps do not divide into episodes of 8"
+        by_end = {(e.terminated, e.truncated): e for e in rollout.episodes if not e.cut}
+        assert set(by_end) == {(True, False), (False, True)}
+        for e in rollout.episodes:
+            assert e.value.shape == (len(e.records), 1)
+            assert (e.final_record >= 0) == (not e.terminated)
+            if e.terminated:
+                assert not e.bootstrap_value.any()
+            else:
+                assert e.truncated
+                assert e.bootstrap_value == stage.crew.arena["value"][e.final_record]
+        assert len({float(e.bootstrap_value[0]) for e in cut}) > 1, "values of different observations differ"
+        assert_all_free(stage, rollout)
+
+
+def test_a_small_task_limit_is_never_exceeded(tmp_path):
+    words = ("env.kwargs.tasks=3", "env.kwargs.task_limit=1", "env.train.total_num_envs=6", "algorithm.rollout_epoch=2")
+    with running_crew(tmp_path, *words) as stage:
+        running: dict[int, int] = {}
+        together: list[set[int]] = []
+        slots = stage.crew.rollouts._slots
+
+        def look(_):
+            running.clear()
+            running.update({s.index: s.episode.task_id for s in slots if s.episode is not None})
+            together.append(set(running.values()))
+
+        plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        rollout = stage.crew.rollouts.collect(plan, version=0, on_episode=look)
+        assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
+        assert len({e.spec.task_id for e in rollout.episodes}) > 1
+        assert all(len(tasks) <= 1 for tasks in together)
+
+
+@pytest.mark.parametrize("where", ["step", "reset", "observe"])
+def test_a_crash_drops_whole_episodes_and_the_rest_is_untouched(tmp_path, where):
+    """Inline, so that the crash always comes at the same call. The survivors equal those of a run without a crash."""
+    plain = (
+        "runner.deterministic=true",
+        "algorithm.rollout_epoch=4",
+        "env.use_rel_reward=false",
+        "env.kwargs.echo=true",
+    )
+    fault = ("env.kwargs.fault=raise", f"env.kwargs.where={where}", "env.kwargs.at=6", f"env.kwargs.once={tmp_path}/m")
+    with running_crew(tmp_path, *plain) as stage:
+        golden = {f[0].episode_id: f for f in facts(collect(stage))}
+    with running_crew(tmp_path, *plain, *fault) as stage:
+        rollout = collect(stage)
+        assert stage.crew.fleet.restarts == 1
+        assert "the toy broke" in stage.said[0]
+        assert "env_0" in stage.said[0]
+        assert 1 <= rollout.dropped <= 4
+        assert len(rollout.episodes) == 16 - rollout.dropped
+        for fact in facts(rollout):
+            assert fact == golden[fact[0].episode_id]
+        for e in rollout.episodes:
+            np.testing.assert_array_equal(e.reward, stage.crew.arena["action"][e.records][..., 0])
+        assert_all_free(stage, rollout)
+        again = collect(stage, 1)
+        assert (again.dropped, len(again.episodes)) == (0, 16)
+        assert_all_free(stage, again)
+
+
+def test_restarts_have_a_budget(tmp_path):
+    words = ("env.kwargs.fault=raise", "env.kwargs.at=3", "faults.max_restarts_per_worker=1")
+    words += ("algorithm.rollout_epoch=4",)
+    with running_crew(tmp_path, *words) as stage, pytest.raises(WorkerError, match=r"env_0 .*restarted 1 times"):
+        collect(stage)
+
+
+def test_on_env_crash_fail_ends_the_run_at_the_first_death(tmp_path):
+    words = ("env.kwargs.fault=raise", "env.kwargs.at=3", "faults.on_env_crash=fail")
+    with running_crew(tmp_path, *words) as stage, pytest.raises(WorkerError, match="env_0 .*the toy broke"):
+        collect(stage)

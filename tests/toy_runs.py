@@ -1,0 +1,98 @@
+"""Training runs on the toy environment with the real tiny OpenVLA-OFT policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embodyrl.config.load import load_config, load_saved_config
+from embodyrl.config.schema import Config
+from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
+from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.train import train
+
+TOY = (
+    "env.env_type=toy_env:FACTORY",
+    "env.task_suite_name=null",
+    "env.train.max_episode_steps=8",
+    "env.train.total_num_envs=4",
+    "env.eval.max_episode_steps=8",
+    "env.eval.total_num_envs=2",
+    "algorithm.group_size=2",
+    "model.num_action_chunks=4",
+    "actor.global_batch_size=8",
+    "runner.max_steps=2",
+)
+"""Steps of four episodes of at most two chunks: a whole inline run takes a second."""
+
+
+def toy_words(folder: Path, *overrides: str, name: str = "run") -> list[str]:
+    """Overrides of a run in <folder>/<name>; videos go to <folder>/videos/<name>."""
+    places = (
+        f"runner.output_dir={folder}",
+        f"runner.experiment_name={name}",
+        f"video_cfg.base_dir={folder}/videos",
+    )
+    return [*TOY, *places, *overrides]
+
+
+def toy_config(folder: Path, *overrides: str, command: str = "train", name: str = "run") -> Config:
+    """Config of an inline run that logs to files only."""
+    quiet = ("launcher=inline", "runner.logger.backends=[jsonl]")
+    cfg = load_config(command, toy_words(folder, *quiet, *overrides, name=name))
+    check_components(cfg)
+    return cfg
+
+
+def train_toy(folder: Path, *overrides: str, name: str = "run") -> Path:
+    """Train in this process; returns the run folder."""
+    return train(toy_config(folder, *overrides, name=name)).run
+
+
+def resume_toy(run: Path, *overrides: str) -> Path:
+    """Go on with a run in this process."""
+    return train(load_saved_config(run, overrides), resume=run).run
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def comparable(run: Path) -> list[dict[str, Any]]:
+    """Rows without what depends on the clock."""
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(run)]
+
+
+def weights(run: Path, step: int) -> dict[str, bytes]:
+    """The policy's weight files of a checkpoint."""
+    folder = run / "checkpoints" / f"step_{step:06d}" / "policy"
+    files = {p.name: p.read_bytes() for p in sorted(folder.glob("*.safetensors"))}
+    assert files, f"no weights in {folder}"
+    return files
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A crew that waits for rollouts, without a run folder or a loop."""
+
+    blueprint: Blueprint
+    crew: Crew
+    said: list[str]
+    """What the fleet told the user."""
+
+
+@contextmanager
+def running_crew(folder: Path, *overrides: str) -> Iterator[Stage]:
+    """Start the workers of a config, and stop them at the end."""
+    blueprint = draw_blueprint(toy_config(folder, *overrides), training=True)
+    said: list[str] = []
+    crew = start_crew(blueprint, folder, said.append)
+    try:
+        yield Stage(blueprint, crew, said)
+    finally:
+        crew.close()
