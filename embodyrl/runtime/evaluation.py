@@ -43,9 +43,15 @@ class EvalResult:
     tasks: tuple[TaskResult, ...]
     dropped: int
     folder: Path
-    videos: tuple[str, ...]
+    recordings: tuple[tuple[int, str], ...]
+    """(episode id, path) of each recording that was kept."""
     wall_s: float
     env_steps: int
+
+    @property
+    def videos(self) -> tuple[str, ...]:
+        """Paths of the recordings."""
+        return tuple(path for _, path in self.recordings)
 
     def metrics(self) -> dict[str, float]:
         """Flat metrics for the monitor."""
@@ -156,7 +162,7 @@ def _summarise(collection: Collection, tasks: Sequence[str], folder: Path) -> Ev
         tasks=tuple(summarise_task(task, tasks[task], by_task[task]) for task in sorted(by_task)),
         dropped=collection.dropped,
         folder=folder,
-        videos=tuple(e.video for e in collection.episodes if e.video),
+        recordings=tuple((e.spec.episode_id, e.video) for e in collection.episodes if e.video),
         wall_s=collection.wall_s,
         env_steps=collection.env_steps,
     )

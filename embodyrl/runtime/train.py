@@ -15,13 +15,14 @@ from embodyrl import __version__
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
 from embodyrl.errors import CheckpointError, Interrupted
-from embodyrl.monitor import Fanout, RunInfo, TaskResult, build_monitor
+from embodyrl.monitor import Fanout, RunInfo, build_monitor
 from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
 from embodyrl.runtime.episodes import train_plan
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
 from embodyrl.runtime.files import write_atomically
 from embodyrl.runtime.metrics import rollout_metrics, settle
+from embodyrl.runtime.outcome import changes, compare_recordings
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import RunFolder, open_run, resolve_weights
 from embodyrl.types import PreparedBatch
@@ -239,20 +240,18 @@ class _Training:
         return interruption
 
     def _report(self, checkpoint: Path) -> None:
+        videos: list[Path] = []
         if self.first is not None and self.last is not None:
-            firsts = {row.task_id: row for row in self.first.tasks}
-            rows = [
-                TaskResult(
-                    task=row.task,
-                    first=(firsts[row.task_id].successes, firsts[row.task_id].episodes),
-                    last=(row.successes, row.episodes),
-                )
-                for row in self.last.tasks
-                if row.task_id in firsts
-            ]
-            self.monitor.results(rows)
+            self.monitor.results(changes(self.first, self.last))
+            videos = compare_recordings(
+                self.first,
+                self.last,
+                self.folder.videos,
+                steps=(0, self.step),
+                fps=self.cfg.video_cfg.fps,
+                warn=self.monitor.text,
+            )
         self.monitor.text(f"run        {self.folder.root}")
         self.monitor.text(f"checkpoint {checkpoint}")
-        for result in (self.first, self.last):
-            for path in (result.videos if result is not None else ())[:3]:
-                self.monitor.text(f"video      {path}")
+        for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
+            self.monitor.text(f"video      {path}")

@@ -1,0 +1,64 @@
+"""One recording out of two: the same episode before and after training, next to each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import imageio.v2 as imageio
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+_BAND = 34
+_GAP = 8
+_INK, _PAPER = (235, 235, 235), (24, 24, 28)
+
+
+def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str, str], fps: int) -> None:
+    """Write `out` (MP4): both recordings in step, each under its label; the shorter one holds its last frame.
+
+    Raises:
+        OSError: a recording cannot be read, or `out` cannot be written.
+    """
+    temporary = out.with_name(f".{out.stem}.{os.getpid()}.partial.mp4")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with (
+            imageio.get_reader(before) as left,
+            imageio.get_reader(after) as right,
+            imageio.get_writer(
+                temporary, fps=fps, codec="libx264", macro_block_size=2, pixelformat="yuv420p"
+            ) as writer,
+        ):
+            for pair in _in_step(iter(left), iter(right)):
+                writer.append_data(_compose(pair, labels))
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _in_step(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    a, b = next(left, None), next(right, None)
+    if a is None or b is None:
+        raise OSError("a recording holds no frames")
+    while True:
+        yield a, b
+        next_a, next_b = next(left, None), next(right, None)
+        if next_a is None and next_b is None:
+            return
+        a = a if next_a is None else next_a
+        b = b if next_b is None else next_b
+
+
+def _compose(pair: tuple[np.ndarray, np.ndarray], labels: tuple[str, str]) -> np.ndarray:
+    height = max(frame.shape[0] for frame in pair)
+    width = sum(frame.shape[1] for frame in pair) + _GAP
+    canvas = Image.new("RGB", (width + width % 2, height + _BAND + (height + _BAND) % 2), _PAPER)
+    draw = ImageDraw.Draw(canvas)
+    x = 0
+    for frame, label in zip(pair, labels, strict=True):
+        canvas.paste(Image.fromarray(np.asarray(frame)), (x, _BAND))
+        draw.text((x + 10, 4), label, fill=_INK, font=ImageFont.load_default(22))
+        x += frame.shape[1] + _GAP
+    return np.asarray(canvas)
