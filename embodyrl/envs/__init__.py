@@ -3,5 +3,6 @@
 from embodyrl.envs.protocol import ENVS
 
 ENVS.add("libero", "embodyrl.envs.libero:FACTORY")
+ENVS.add("tabletop", "embodyrl.envs.tabletop:FACTORY")
 
 __all__ = ["ENVS"]

@@ -1,0 +1,82 @@
+"""The scripted demonstrator: a function of the table's true state, so that it recovers from anything."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from embodyrl.envs.tabletop.world import (
+    GRASP_HEIGHT,
+    PUSH_HEIGHT,
+    PUSH_RADIUS,
+    STEP,
+    TRAVEL_HEIGHT,
+    Point,
+    Skill,
+    World,
+)
+from embodyrl.types import FloatArray
+
+OPEN, CLOSED = -1.0, 1.0
+
+_ABOVE = 0.02
+"""Close enough to a point above which the gripper goes down."""
+_PUSH_GAP = PUSH_RADIUS + 0.015
+
+Command = tuple[float, float, float, float]
+"""Where to go from here, metres, and the gripper value."""
+
+
+def expert_action(world: World) -> FloatArray:
+    """Return the next action [7]: position deltas in -1..1, zero rotation, gripper."""
+    if world.success():
+        command = 0.0, 0.0, TRAVEL_HEIGHT - world.z, CLOSED if world.closed and world.held is None else OPEN
+    else:
+        command = {Skill.touch: _touch, Skill.push: _push, Skill.put: _put}[world.task.skill](world)
+    dx, dy, dz, gripper = command
+    # One factor for both keeps the way straight.
+    largest = max(abs(dx), abs(dy), STEP)
+    action = np.zeros(7, np.float32)
+    action[:3] = dx / largest, dy / largest, min(max(dz / STEP, -1.0), 1.0)
+    action[6] = gripper
+    return action
+
+
+def _touch(world: World) -> Command:
+    return _go_down_at(world, world.blocks[world.task.block], OPEN)
+
+
+def _put(world: World) -> Command:
+    block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
+    if world.held == world.task.block:
+        lower = world.z < GRASP_HEIGHT and world.distance(plate) < _ABOVE
+        return (0.0, 0.0, 0.0, OPEN) if lower else _go_down_at(world, plate, CLOSED)
+    if world.closed:
+        return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
+    lower = world.z < GRASP_HEIGHT and world.distance(block) < _ABOVE
+    return (0.0, 0.0, 0.0, CLOSED) if lower else _go_down_at(world, block, OPEN)
+
+
+def _push(world: World) -> Command:
+    block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
+    if world.held is not None:
+        return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
+    dx, dy = plate[0] - block[0], plate[1] - block[1]
+    way = max(math.hypot(dx, dy), 1e-6)
+    ux, uy = dx / way, dy / way
+    ex, ey = block[0] - world.x, block[1] - world.y
+    along, aside = ex * ux + ey * uy, abs(ex * uy - ey * ux)
+    low = world.z < PUSH_HEIGHT
+    if low and aside < 0.75 * PUSH_RADIUS and 0.0 < along < PUSH_RADIUS + 2 * STEP:
+        free = max(along - PUSH_RADIUS, 0.0)
+        return dx + free * ux, dy + free * uy, -world.z, CLOSED
+    behind = block[0] - _PUSH_GAP * ux, block[1] - _PUSH_GAP * uy
+    return _go_down_at(world, behind, CLOSED)
+
+
+def _go_down_at(world: World, point: Point, gripper: float) -> Command:
+    """Travel high, go down above the point."""
+    height = 0.0 if world.distance(point) < _ABOVE else TRAVEL_HEIGHT
+    # Far away and low: the first step goes up and along at once, which keeps episodes short.
+    return point[0] - world.x, point[1] - world.y, height - world.z, gripper

@@ -1,0 +1,89 @@
+"""Checks, description and construction of the tabletop environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from embodyrl.config.schema import EnvConfig, RenderProfile
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims
+from embodyrl.envs.tabletop.views import MAX_SIZE
+from embodyrl.envs.tabletop.world import TASKS
+from embodyrl.registry import closest
+from embodyrl.types import EnvSpec, GripperConvention
+
+STATES_PER_TASK = 4000
+
+HORIZON = 48
+"""Step limit: about twice what the demonstrator needs."""
+
+SMALLEST_IMAGE = 32
+"""Pixels; on anything smaller a block has less than three."""
+
+
+class TabletopFactory:
+    """Builds the tabletop environment."""
+
+    consumes = frozenset({"use_rel_reward", "reward_coef", "init_params", "render_profile"})
+
+    def validate(self, cfg: EnvConfig) -> list[str]:
+        """Return config problems, one line each."""
+        return [*_foreign_key_problems(cfg), *_task_problems(cfg), *_image_problems(cfg)]
+
+    def spec(self, cfg: EnvConfig) -> EnvSpec:
+        """Describe the environment."""
+        return EnvSpec(
+            name="tabletop",
+            action_dim=7,
+            tasks=tuple(task.instruction for task in TASKS),
+            states_per_task=(STATES_PER_TASK,) * len(TASKS),
+            cameras=tuple(cfg.init_params.camera_names),
+            image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
+            state_dim=STATE_DIM,
+            gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
+            unnorm_key="tabletop",
+            max_episode_steps=HORIZON,
+            expert_tasks=tuple(range(len(TASKS))),
+        )
+
+    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
+        """Build `num_slots` tables in this process."""
+        sims = TabletopSims(self.spec(cfg))
+        return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
+
+
+def _foreign_key_problems(cfg: EnvConfig) -> Iterator[str]:
+    for key, value in (("task_suite_name", cfg.task_suite_name), ("id", cfg.id)):
+        if value is not None:
+            yield f"env.{key}={value} has no meaning for tabletop, choose tasks with env.train.task_ids; remove it."
+    if cfg.kwargs:
+        yield f"env.kwargs={dict(cfg.kwargs)} is not used by tabletop; remove it."
+    if cfg.render_profile is not RenderProfile.full:
+        yield "env.render_profile=lean is not for tabletop, which renders one way only; remove it."
+
+
+def _task_problems(cfg: EnvConfig) -> Iterator[str]:
+    for split, tasks in (("train", cfg.train.task_ids), ("eval", cfg.eval.task_ids)):
+        wrong = [task for task in tasks or () if not 0 <= task < len(TASKS)]
+        if wrong:
+            yield f"env.{split}.task_ids: {wrong} not in 0..{len(TASKS) - 1} (touch 0-2, push 3-11, put 12-20)."
+
+
+def _image_problems(cfg: EnvConfig) -> Iterator[str]:
+    params = cfg.init_params
+    for key, value in (("camera_heights", params.camera_heights), ("camera_widths", params.camera_widths)):
+        if not SMALLEST_IMAGE <= value <= MAX_SIZE:
+            yield f"env.init_params.{key}={value} is not in {SMALLEST_IMAGE}..{MAX_SIZE}, the sizes that show a block."
+    if params.camera_heights != params.camera_widths:
+        yield (
+            f"env.init_params: camera_heights={params.camera_heights} and camera_widths={params.camera_widths} differ; "
+            "tabletop's cameras are square, set both to the same number."
+        )
+    for name in params.camera_names:
+        if name not in CAMERAS:
+            yield (
+                f"env.init_params.camera_names: '{name}' is no tabletop camera.{closest(name, CAMERAS)} "
+                f"Known: {', '.join(CAMERAS)}."
+            )
+    if len(set(params.camera_names)) < len(params.camera_names):
+        yield f"env.init_params.camera_names={list(params.camera_names)} names a camera twice."

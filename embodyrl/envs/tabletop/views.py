@@ -1,0 +1,247 @@
+"""Pictures of a table: a slanted front view and a wrist view that looks straight down from the gripper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from embodyrl.envs.tabletop.world import BLOCK_HEIGHT, BLOCK_SIDE, PLATE_RADIUS, REACH, Point, World
+from embodyrl.types import ByteArray, FloatArray
+
+FRONT, WRIST = "front", "wrist"
+
+MAX_SIZE = 1024
+"""Largest side of a picture, pixels."""
+
+Colour = tuple[float, float, float]
+
+_BLOCK_RGB: tuple[Colour, ...] = ((214, 58, 50), (58, 164, 82), (52, 104, 214))
+_PLATE_RGB: tuple[Colour, ...] = ((246, 200, 52), (150, 84, 186), (250, 248, 244))
+_STEEL: Colour = (66, 70, 78)
+_FINGER: Colour = (40, 42, 48)
+_LAMP_OPEN: Colour = (236, 242, 246)
+_LAMP_CLOSED: Colour = (255, 176, 0)
+"""No hue of a block, which a lamp could be mistaken for."""
+_SHADOW: Colour = (52, 38, 28)
+_WALL = np.array((222, 228, 232), np.float32)
+_WOOD = np.array((192, 164, 130), np.float32)
+_TABLE_EDGE = np.array((134, 108, 82), np.float32)
+
+_SLANT = 0.82
+"""A metre in y is this many metres high in the front picture ..."""
+_RISE = 0.57
+"""... and a metre in z this many (sine and cosine of one camera angle)."""
+_FRONT_WIDTH = 0.72
+_FRONT_BOTTOM = -0.32
+_TABLE = REACH + 0.02
+_TEXELS_PER_M = 800
+_TEXTURE_HALF = 0.6
+
+_FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
+"""Distance of each finger from the middle."""
+
+
+_COUNT = np.arange(MAX_SIZE, dtype=np.float32)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+"""Ready-made arrays: most shapes cover few pixels, so that each numpy call counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Canvas:
+    """A float picture [S, S, 3] (0..255) with world coordinates: column = scale * (u - left), row counts down."""
+
+    pixels: FloatArray
+    scale: float
+    left: float
+    top: float
+
+    def box(
+        self,
+        u: float,
+        v: float,
+        half_u: float,
+        half_v: float,
+        colour: Colour,
+        *,
+        blur: float = 0.0,
+        strength: float = 1.0,
+    ) -> None:
+        """Blend an upright box; its edges fade over `blur` metres, at least over one pixel."""
+        soft = max(blur * self.scale, 1.0)
+        rows, cover_v = self._ramp((self.top - v) * self.scale, half_v * self.scale, soft)
+        cols, cover_u = self._ramp((u - self.left) * self.scale, half_u * self.scale, soft)
+        if strength < 1.0:
+            cover_v *= np.float32(strength)
+        self._blend(rows, cols, cover_v[:, None] * cover_u, colour)
+
+    def disc(self, u: float, v: float, radius: float, flat: float, colour: Colour) -> None:
+        """Blend an ellipse of half axes `radius` and `flat * radius`."""
+        size = len(self.pixels)
+        x, y, r = (u - self.left) * self.scale, (self.top - v) * self.scale, radius * self.scale
+        rows, cols = _span(y, flat * r + 1.0, size), _span(x, r + 1.0, size)
+        dy = (_COUNT[rows] - np.float32(y - 0.5)) / np.float32(flat)
+        dx = _COUNT[cols] - np.float32(x - 0.5)
+        cover = np.float32(r + 0.5) - np.sqrt((dy * dy)[:, None] + dx * dx)
+        np.maximum(np.minimum(cover, _ONE, out=cover), _ZERO, out=cover)
+        self._blend(rows, cols, cover, colour)
+
+    def finish(self) -> ByteArray:
+        """Round to bytes."""
+        return (self.pixels + 0.5).astype(np.uint8)
+
+    def _ramp(self, centre: float, half: float, soft: float) -> tuple[slice, FloatArray]:
+        """Pixels near a stripe and how much each is covered: exact for boxes whose edges fade over one pixel."""
+        where = _span(centre, half + 0.5 * soft, len(self.pixels))
+        cover = np.abs(_COUNT[where] - np.float32(centre - 0.5))
+        cover *= np.float32(-1.0 / soft)
+        cover += np.float32(half / soft + 0.5)
+        # Where a stripe is thinner than its fading edges, no pixel is covered fully.
+        np.minimum(cover, np.float32(min(1.0, 2.0 * half / soft)), out=cover)
+        return where, np.maximum(cover, _ZERO, out=cover)
+
+    def _blend(self, rows: slice, cols: slice, cover: FloatArray, colour: Colour) -> None:
+        window = self.pixels[rows, cols]
+        window += (np.array(colour, np.float32) - window) * cover[:, :, None]  # in place: a view of the picture
+
+
+def draw_front(world: World, size: int) -> ByteArray:
+    """Draw the front view [size, size, 3] uint8: near edge at the bottom, height upwards."""
+    canvas = _Canvas(
+        _front_background(size).copy(), size / _FRONT_WIDTH, -_FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH
+    )
+    for (x, y), colour in zip(world.plates, _PLATE_RGB, strict=True):
+        _front_plate(canvas, x, y * _SLANT, colour)
+    heights = [world.z if index == world.held else 0.0 for index in range(len(world.blocks))]
+    for (x, y), z in zip(world.blocks, heights, strict=True):
+        shift = 0.012 + 0.4 * z
+        half = BLOCK_SIDE / 2
+        canvas.box(
+            x + shift, (y - 0.3 * shift) * _SLANT, half, half * _SLANT, _SHADOW, blur=0.02 + 0.2 * z, strength=0.45
+        )
+    canvas.box(world.x, world.y * _SLANT, 0.045, 0.02, _SHADOW, blur=0.02 + 0.15 * world.z, strength=0.5)
+    # Far things first; the gripper is drawn with the block that it could hold.
+    things = [(y, index) for index, (_, y) in enumerate(world.blocks)]
+    things.append((world.y - 0.005, -1))
+    for _, index in sorted(things, reverse=True):
+        if index < 0:
+            _front_gripper(canvas, world)
+        else:
+            _front_block(canvas, world.blocks[index], heights[index], _BLOCK_RGB[index])
+    return canvas.finish()
+
+
+def draw_wrist(world: World, size: int) -> ByteArray:
+    """Draw the wrist view [size, size, 3] uint8: the gripper in the middle, y upwards; it sees more from higher up."""
+    half = 0.10 + 0.7 * world.z
+    canvas = _Canvas(_texture_window(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
+    for (x, y), colour in zip(world.plates, _PLATE_RGB, strict=True):
+        if max(abs(x - world.x), abs(y - world.y)) < half + PLATE_RADIUS:
+            canvas.disc(x, y, PLATE_RADIUS, 1.0, _shade(colour, 0.8))
+            canvas.disc(x, y, PLATE_RADIUS * 0.82, 1.0, colour)
+    side = BLOCK_SIDE / 2
+    for index, (x, y) in enumerate(world.blocks):
+        if index != world.held and max(abs(x - world.x), abs(y - world.y)) < half + BLOCK_SIDE:
+            canvas.box(x + 0.012, y - 0.006, side, side, _SHADOW, blur=0.02, strength=0.45)
+            canvas.box(x, y, side, side, _shade(_BLOCK_RGB[index], 0.75))
+            canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[index])
+    # Fingers and a held block move with the camera, so their size in the picture is constant.
+    hand = _Canvas(canvas.pixels, size / 0.2, -0.1, 0.1)
+    if world.held is not None:
+        hand.box(0.0, 0.0, side, side, _shade(_BLOCK_RGB[world.held], 0.75))
+        hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.held])
+    apart = _finger_distance(world)
+    for sign in (-1.0, 1.0):
+        hand.box(sign * apart, 0.0, 0.007, 0.022, _FINGER)
+        hand.box(sign * apart, 0.0, 0.0035, 0.018, _LAMP_CLOSED if world.closed else _LAMP_OPEN)
+    return canvas.finish()
+
+
+def _front_plate(canvas: _Canvas, u: float, v: float, colour: Colour) -> None:
+    canvas.disc(u + 0.008, v - 0.006, PLATE_RADIUS, _SLANT, _shade(tuple(_WOOD.tolist()), 0.72))
+    canvas.disc(u, v, PLATE_RADIUS, _SLANT, _shade(colour, 0.8))
+    canvas.disc(u, v + 0.001, PLATE_RADIUS * 0.82, _SLANT, colour)
+
+
+def _front_block(canvas: _Canvas, at: Point, z: float, colour: Colour) -> None:
+    half, deep, tall = BLOCK_SIDE / 2, BLOCK_SIDE / 2 * _SLANT, BLOCK_HEIGHT * _RISE
+    foot = at[1] * _SLANT + z * _RISE - deep
+    canvas.box(at[0], foot + tall / 2, half, tall / 2, _shade(colour, 0.68))
+    canvas.box(at[0], foot + tall + deep, half, deep, colour)
+    canvas.box(at[0], foot + tall + deep, half * 0.8, deep * 0.8, _shade(colour, 1.12))
+
+
+def _front_gripper(canvas: _Canvas, world: World) -> None:
+    v = world.y * _SLANT + world.z * _RISE
+    apart = _finger_distance(world)
+    long = 0.075 * _RISE
+    palm = v + 2 * long
+    canvas.box(world.x, palm + 0.06, 0.012, 0.05, _shade(_STEEL, 1.5))
+    for sign in (-1.0, 1.0):
+        canvas.box(world.x + sign * apart, v + long, 0.0065, long, _FINGER)
+        canvas.box(world.x + sign * (apart - 0.002), v + long, 0.0015, long, _shade(_FINGER, 2.0))
+    canvas.box(world.x, palm, 0.054, 0.014, _STEEL)
+    canvas.box(world.x, palm + 0.002, 0.03, 0.006, _LAMP_CLOSED if world.closed else _LAMP_OPEN)
+
+
+def _finger_distance(world: World) -> float:
+    if not world.closed:
+        return _FINGER_OPEN
+    return _FINGER_SHUT if world.held is None else _FINGER_HOLDING
+
+
+def _span(centre: float, half: float, size: int) -> slice:
+    """Pixels that the interval touches, inside the picture; empty outside."""
+    start = min(max(int(centre - half), 0), size)
+    return slice(start, max(min(int(centre + half) + 1, size), start))
+
+
+def _shade(colour: Colour, factor: float) -> Colour:
+    red, green, blue = (min(channel * factor, 255.0) for channel in colour)
+    return red, green, blue
+
+
+@lru_cache(maxsize=1)
+def _texture() -> ByteArray:
+    """The table from above [rows, columns, 3], first row at the far end, floor around it."""
+    count = int(2 * _TEXTURE_HALF * _TEXELS_PER_M)
+    axis = (np.arange(count, dtype=np.float32) + 0.5) / _TEXELS_PER_M - _TEXTURE_HALF
+    rng = np.random.default_rng(7)
+    plank = np.floor((axis + 1.0) / 0.136).astype(int)
+    tone = rng.uniform(-7.0, 7.0, plank.max() + 1)[plank]
+    seam = np.where(np.abs((axis + 1.0) / 0.136 - np.round((axis + 1.0) / 0.136)) < 0.012, -22.0, 0.0)
+    grain = np.repeat(rng.normal(0.0, 3.0, (count, count // 120)), 120, axis=1)
+    smooth = np.cumsum(np.pad(grain, ((0, 0), (120, 0)), mode="edge"), axis=1)
+    grain = (smooth[:, 120:] - smooth[:, :-120]) / 120
+    picture = _WOOD + (tone + seam)[::-1, None, None] + grain[:, :, None]
+    outside = np.maximum(np.abs(axis)[:, None], np.abs(axis)) > _TABLE
+    picture[outside] = _TABLE_EDGE * 0.5
+    return picture.clip(0, 255).astype(np.uint8)
+
+
+def _texture_window(x: float, y: float, half: float, size: int) -> FloatArray:
+    """Cut out the table around a point, `half` metres to each side."""
+    offsets = ((np.arange(size, dtype=np.float32) + 0.5) * (2 * half / size) - half + _TEXTURE_HALF) * _TEXELS_PER_M
+    columns = (offsets + x * _TEXELS_PER_M).astype(np.intp)
+    rows = (offsets - y * _TEXELS_PER_M).astype(np.intp)
+    return _texture()[rows[:, None], columns].astype(np.float32)
+
+
+@lru_cache(maxsize=4)
+def _front_background(size: int) -> FloatArray:
+    """Wall, table top and its near edge."""
+    pixel = _FRONT_WIDTH / size
+    centres = (np.arange(size, dtype=np.float32) + 0.5) * pixel
+    u, v = centres - _FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH - centres
+    y = v / _SLANT
+    picture = np.empty((size, size, 3), np.float32)
+    picture[:] = _WALL - 26.0 * np.linspace(0.0, 1.0, size, dtype=np.float32)[:, None, None]
+    on_top = np.flatnonzero(np.abs(y) < _TABLE)
+    rows = ((_TEXTURE_HALF - y[on_top]) * _TEXELS_PER_M).astype(np.intp)
+    columns = np.flatnonzero(np.abs(u) < _TABLE)
+    texels = ((u[columns] + _TEXTURE_HALF) * _TEXELS_PER_M).astype(np.intp)
+    picture[on_top[:, None], columns] = _texture()[rows[:, None], texels]
+    edge = np.flatnonzero((y <= -_TABLE) & (v > -_TABLE * _SLANT - 0.035))
+    picture[edge[:, None], columns] = _TABLE_EDGE
+    return picture

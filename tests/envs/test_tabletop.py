@@ -1,0 +1,259 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from embodyrl.config.schema import EnvConfig, EnvSplitConfig, InitParams, RenderProfile
+from embodyrl.envs import ENVS
+from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Skill, Task, World, new_world
+from embodyrl.types import EpisodeStart, ObservationOut
+
+FACTORY = ENVS.get("tabletop")
+SIZE = 112
+
+
+def config(**changes):
+    params = InitParams(camera_heights=SIZE, camera_widths=SIZE, camera_names=["front", "wrist"])
+    return EnvConfig(**{"env_type": "tabletop", "init_params": params, **changes})
+
+
+def make(slots=1):
+    return FACTORY.make(config(), slots)
+
+
+def start(reset_id, *, limit=48, seed=0, ignore=False):
+    return EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=limit, ignore_terminations=ignore)
+
+
+def see(env, slot=0):
+    images, state = np.zeros((2, SIZE, SIZE, 3), np.uint8), np.zeros(4, np.float32)
+    env.observe([slot], [ObservationOut(images=images, state=state)])
+    return images, state
+
+
+def world(skill, *, blocks=((0.1, 0.0), (-0.2, -0.2), (0.2, -0.2)), z=0.0, closed=False):
+    plates = ((0.1, 0.2), (-0.2, 0.2), (0.0, 0.2))
+    return World(Task(skill, 0, 0), list(blocks), plates, 0.0, 0.0, z, closed)
+
+
+def moves(*rows):
+    actions = np.zeros((1, len(rows), 7), np.float32)
+    for action, (x, y, z, gripper) in zip(actions[0], rows, strict=True):
+        action[:3], action[6] = (x, y, z), gripper
+    return actions
+
+
+def test_every_instruction_is_its_own_task():
+    spec = FACTORY.spec(config())
+    assert len(set(spec.tasks)) == len(TASKS) == 21
+    assert spec.tasks[0] == "touch the red block"
+    assert spec.tasks[7] == "push the green block to the purple plate"
+    assert spec.tasks[20] == "put the blue block on the white plate"
+    assert spec.num_reset_ids >= 21 * 2000
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("skill", list(Skill))
+def test_the_demonstrator_solves_its_tasks(skill, noise):
+    env = make(16)
+    tasks = [index for index, task in enumerate(TASKS) if task.skill is skill]
+    solved, steps, episodes = 0, 0, 0
+    for task in tasks:
+        ids = env.spec.reset_ids_of(task)[: 96 // len(tasks) // 16 * 16 or 16]
+        for first in range(0, len(ids), 16):
+            slots = list(range(16))
+            env.reset(slots, [start(ids[first + slot], seed=slot) for slot in slots])
+            _, result = env.expert_chunk(slots, 48, noise=noise)
+            solved += int(result.terminated.any(axis=1).sum())
+            steps += int(result.valid.sum())
+            episodes += 16
+    assert solved >= (episodes if noise == 0.0 else 0.95 * episodes)
+    assert steps / episodes < {Skill.touch: 12, Skill.push: 24, Skill.put: 32}[skill]
+
+
+def test_noise_shakes_what_is_executed_and_not_what_is_recorded():
+    env = make(2)
+    env.reset([0, 1], [start(60000), start(60000)])
+    quiet, _ = env.expert_chunk([0], 1, noise=0.0)
+    loud, _ = env.expert_chunk([1], 1, noise=0.5)
+    assert quiet.tolist() == loud.tolist()
+    assert see(env, 0)[1].tolist() != see(env, 1)[1].tolist()
+
+
+def test_reset_ids_fix_the_layout_and_differ():
+    layouts = {tuple(new_world(TASKS[0], i).blocks) for i in range(500)}
+    assert len(layouts) == 500
+    env = make(2)
+    env.reset([0, 1], [start(1234, seed=1), start(1234, seed=1)])
+    env.step_chunk([0], moves(*[(1, -1, -1, 1)] * 5))
+    env.reset([0], [start(1234, seed=1)])
+    for one, other in zip(see(env, 0), see(env, 1), strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_layouts_keep_their_distances_and_no_task_is_solved_at_the_start():
+    for index in range(0, 84000, 97):
+        task = TASKS[index // 4000]
+        table = new_world(task, index)
+        gaps = [math.dist(a, b) for i, a in enumerate(table.blocks) for b in table.blocks[:i]]
+        assert min(gaps) > 0.13
+        assert min(math.dist(a, b) for a in table.blocks for b in table.plates) > PLATE_RADIUS
+        assert not table.success()
+
+
+def test_grasp_carry_and_release():
+    table = world(Skill.put, blocks=((0.03, 0.0), (-0.2, -0.2), (0.2, -0.2)))
+    table.step(0, 0, 0, True)
+    assert table.held == 0
+    assert table.blocks[0] == (0.0, 0.0)
+    for _ in range(5):
+        table.step(0.5, 1, 1, True)
+    assert table.blocks[0] == pytest.approx((0.1, 0.2))
+    assert not table.success(), "still in the hand"
+    table.step(0, 0, 0, False)
+    assert table.success()
+    assert table.blocks[0] == pytest.approx((0.1, 0.2))
+
+
+@pytest.mark.parametrize(("x", "z", "caught"), [(0.039, 0.0, True), (0.041, 0.0, False), (0.0, 0.036, False)])
+def test_fingers_catch_only_what_is_between_them(x, z, caught):
+    table = world(Skill.put, blocks=((x, 0.0), (-0.2, -0.2), (0.2, -0.2)), z=z)
+    table.step(0, 0, 0, True)
+    assert (table.held == 0) is caught
+    table.blocks[0] = (0.0, 0.0)
+    table.z = 0.0
+    table.step(0, 0, 0, True)
+    assert (table.held == 0) is caught, "only the moment of closing counts"
+
+
+def test_a_closed_low_gripper_pushes_straight_and_an_open_or_high_one_does_not():
+    pushing, straddling, above = (
+        world(Skill.push, closed=True),
+        world(Skill.push),
+        world(Skill.push, z=0.05, closed=True),
+    )
+    for table, close in ((pushing, True), (straddling, False), (above, True)):
+        table.blocks[0] = (0.1, 0.02)
+        for _ in range(4):
+            table.step(1, 0, 0, close)
+    x, y = pushing.blocks[0]
+    assert math.dist((x, y), (pushing.x, pushing.y)) == pytest.approx(PUSH_RADIUS)
+    assert y == 0.02
+    assert x > 0.19
+    assert straddling.blocks[0] == above.blocks[0] == (0.1, 0.02)
+
+
+def test_pushing_means_not_lifting():
+    table = world(Skill.push, blocks=((0.0, 0.0), (-0.2, -0.2), (0.2, -0.2)))
+    table.step(0, 0, 0, True)
+    for _ in range(5):
+        table.step(0.5, 1, 1, True)
+    table.step(0, 0, 0, False)
+    assert math.dist(table.blocks[0], table.plates[0]) < 0.001
+    assert not table.success()
+
+
+def test_the_wrong_block_or_plate_earns_nothing():
+    put_red_on_yellow = next(i for i, t in enumerate(TASKS) if t == Task(Skill.put, 0, 0))
+    table = new_world(TASKS[put_red_on_yellow], 48000)
+    for block in range(3):
+        for plate in range(3):
+            table.blocks = [(0.0, -0.2), (0.1, -0.2), (0.2, -0.2)]
+            table.blocks[block] = table.plates[plate]
+            assert table.success() is (block == 0 and plate == 0)
+
+
+def test_success_ends_the_episode_with_reward_one():
+    env = make()
+    task = TASKS.index(Task(Skill.put, 1, 2))
+    env.reset([0], [start(env.spec.reset_ids_of(task)[5])])
+    _, result = env.expert_chunk([0], 48, noise=0.0)
+    last = int(result.valid.sum()) - 1
+    assert result.reward.sum() == result.reward[0, last] == 1.0
+    assert result.terminated[0, last]
+
+
+def test_the_demonstrator_keeps_what_it_reached_when_terminations_are_ignored():
+    env = make()
+    for task in (0, 3, 12):
+        env.reset([0], [start(env.spec.reset_ids_of(task)[1], ignore=True, limit=60)])
+        _, result = env.expert_chunk([0], 60, noise=0.0)
+        assert result.success[0].any()
+        assert task == 0 or result.success[0, -1]
+
+
+def test_state_follows_the_actions():
+    env = make()
+    env.reset([0], [start(0)])
+    before = see(env)[1]
+    env.step_chunk([0], moves((1, 0, 0, -1), (0.5, -1, -0.25, 1)))
+    assert see(env)[1] - before == pytest.approx([0.06, -0.04, -0.01, -1.0], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["red", "green", "blue"])
+def test_each_block_is_seen_where_it_is(name):
+    env = make()
+    env.reset([0], [start(77)])
+    table = new_world(TASKS[0], 77)
+    index = ("red", "green", "blue").index(name)
+    image = see(env)[0][0].astype(int)
+    others = np.delete(image, index, axis=2).max(axis=2)
+    rows, cols = np.nonzero(image[:, :, index] > others + 60)
+    assert len(rows) >= 36, "at least 6 x 6 pixels"
+    x = (cols.mean() + 0.5) / SIZE * 0.72 - 0.36
+    assert x == pytest.approx(table.blocks[index][0], abs=0.01)
+
+
+def test_wrist_view_centres_the_block_under_the_gripper():
+    env = make()
+    env.reset([0], [start(env.spec.reset_ids_of(0)[3])])
+    env.expert_chunk([0], 48, noise=0.0)
+    wrist = see(env)[0][1]
+    red, green, blue = wrist[SIZE // 2, SIZE // 2].astype(int)
+    assert red > 150
+    assert max(green, blue) < 100
+
+
+def test_both_pictures_change_with_height_and_grip():
+    env = make()
+    env.reset([0], [start(9)])
+    seen = [see(env)[0]]
+    for row in ((0, 0, -1, -1), (0, 0, 0, 1)):
+        env.step_chunk([0], moves(row))
+        seen.append(see(env)[0])
+    for before, after in itertools.pairwise(seen):
+        for camera in range(2):
+            changed = np.abs(before[camera].astype(int) - after[camera].astype(int)).max(axis=2) > 40
+            assert changed.sum() >= 8
+
+
+def test_people_see_both_views_side_by_side():
+    env = make()
+    env.reset([0], [start(9)])
+    frame = env.render(0)
+    assert frame.dtype == np.uint8
+    assert frame.shape[1] == 2 * frame.shape[0] >= 512
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"task_suite_name": "libero_10"}, "env.task_suite_name=libero_10 has no meaning"),
+        ({"id": "PickCube-v1"}, "env.id=PickCube-v1 has no meaning"),
+        ({"kwargs": {"a": 1}}, "env.kwargs={'a': 1} is not used"),
+        ({"render_profile": RenderProfile.lean}, "env.render_profile=lean"),
+        ({"train": EnvSplitConfig(task_ids=[3, 21])}, r"env.train.task_ids: [21] not in 0..20"),
+        ({"init_params": InitParams(camera_names=["frnt"])}, "'frnt' is no tabletop camera. Did you mean 'front'?"),
+        ({"init_params": InitParams(camera_names=["front", "front"])}, "names a camera twice"),
+        ({"init_params": InitParams(camera_heights=64, camera_widths=96, camera_names=["front"])}, "differ"),
+        ({"init_params": InitParams(camera_heights=16, camera_widths=16, camera_names=["front"])}, "32..1024"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_cure(changes, words):
+    problems = FACTORY.validate(config(**changes))
+    assert any(words in problem for problem in problems), problems
+
+
+def test_the_shipped_settings_are_accepted():
+    assert FACTORY.validate(config()) == []
