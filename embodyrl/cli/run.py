@@ -27,8 +27,20 @@ def train(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Run `embodyrl eval`."""
-    cfg = load_config("eval", args.words, config_dirs=_folders(args))
+    cfg = load_config("eval", args.words, config_dirs=_folders(args), base=_config_of_ckpt(args.words))
     return 0 if _only_look(args, cfg) else _evaluate(cfg, args.words)
+
+
+def _config_of_ckpt(words: list[str]) -> Path | None:
+    """The saved config of the run that `ckpt=` points into, so that its model need not be typed again."""
+    named = [w.removeprefix("ckpt=") for w in words if w.startswith("ckpt=")]
+    if not named:
+        return None
+    path = Path(named[-1])
+    for folder in (path, *path.parents):
+        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+            return folder / "config.yaml"
+    return None
 
 
 def _evaluate(cfg: Config, overrides: list[str]) -> int:

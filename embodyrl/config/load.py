@@ -39,13 +39,17 @@ class _Setting:
     """Text in front of a message: the override as typed, or the file."""
 
 
-def load_config(command: str, overrides: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> Config:
+def load_config(
+    command: str, overrides: Sequence[str], *, config_dirs: Sequence[Path] = (), base: Path | None = None
+) -> Config:
     """Compose, type and validate the config of a command.
 
     Args:
         command: `train`, `eval`, ...; selects the root file of conf/.
         overrides: `group=option` and `key=value` as typed by the user.
         config_dirs: further folders with YAML groups, searched after the shipped one.
+        base: the config.yaml of a run whose weights are used: its environment, model and algorithm hold wherever the
+            command line does not choose that group.
 
     Raises:
         ConfigError: with one line per problem: unparsable override, unknown key or option, wrong type, value out of
@@ -53,8 +57,17 @@ def load_config(command: str, overrides: Sequence[str], *, config_dirs: Sequence
     """
     problems: list[str] = []
     groups, settings = _split(command, overrides, config_dirs, problems)
-    settings = [*_compose(command, groups, config_dirs, problems), *settings]
+    inherited = [] if base is None else _inherit(base, groups)
+    settings = [*_compose(command, groups, config_dirs, problems), *inherited, *settings]
     return _finish(settings, problems)
+
+
+def _inherit(base: Path, groups: Mapping[str, str]) -> list[_Setting]:
+    if "experiment" in groups:
+        return []  # an experiment chooses everything
+    sections = [section for section in ("env", "model", "algorithm") if section not in groups]
+    saved = _flatten(_read_plain_yaml(base), "", f"{base}: ")
+    return [setting for setting in saved if setting.key.split(".")[0] in sections]
 
 
 def load_saved_config(path: Path, overrides: Sequence[str]) -> Config:
