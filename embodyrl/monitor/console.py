@@ -32,6 +32,11 @@ _FIELDS: tuple[tuple[str, str], ...] = (
 )
 
 
+_PHASES = ("simulate", "render", "reset", "infer", "update", "score", "checkpoint")
+"""Parts of a step that do not contain each other; env workers and the policy run side by side, so the shares of a well
+overlapped step add up to more than 100 %."""
+
+
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """Return the line of one step; metrics that are absent are left out.
 
@@ -48,7 +53,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 def _time_shares(metrics: Mapping[str, float]) -> str:
     """Return the three longest phases, `time/*`, as shares of the step."""
     whole = metrics.get("time/step", 0.0)
-    phases = {name[5:]: value for name, value in metrics.items() if name.startswith("time/") and name != "time/step"}
+    phases = {name: metrics[f"time/{name}"] for name in _PHASES if f"time/{name}" in metrics}
     if not whole > 0 or not phases:
         return ""
     longest = sorted(phases.items(), key=lambda item: -item[1])[:3]

@@ -10,9 +10,10 @@ from embodyrl.monitor.console import PROGRESS_PERIOD_S, ConsoleMonitor, rate, st
 
 METRICS = {
     "time/step": 12.4,
-    "time/rollout": 9.3,
+    "time/rollout": 9.9,
+    "time/simulate": 9.3,
     "time/update": 2.48,
-    "time/sync": 0.5,
+    "time/render": 0.5,
     "time/log": 0.01,
     "train/success_once": 0.25,
     "train/return": 0.25,
@@ -24,7 +25,7 @@ METRICS = {
 }
 LINE = (
     "step 3/100 | 12.4 s | success 0.250 | return 0.25 | loss 0.0123 | kl 0.0004 | gn 0.91 | 45 env steps/s"
-    " | restarts 0 | rollout 75% update 20% sync 4%"
+    " | restarts 0 | simulate 75% update 20% render 4%"
 )
 INFO = RunInfo(run_id="r", total_steps=100)
 
