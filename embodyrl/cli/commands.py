@@ -116,11 +116,10 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         summary="Check whether this machine can run it: Python, torch, memory, rendering, folders.",
         target="embodyrl.cli.doctor:doctor",
-        usage="embodyrl doctor [overrides] [--json] [--clean-shm]",
+        usage="embodyrl doctor [overrides] [--json]",
         flags=(
             _JSON,
             _CONFIG_DIR,
-            _switch("--clean-shm", "remove shared-memory segments whose owner is dead"),
         ),
         examples=("embodyrl doctor", "embodyrl doctor experiment=libero_laptop", "embodyrl doctor --json"),
     ),

@@ -23,8 +23,6 @@ def doctor(args: argparse.Namespace) -> int:
         probes.probe_python(),
         probes.probe_torch(),
         probes.probe_memory(),
-        probes.probe_shm_size(),
-        probes.probe_stale_segments(clean=args.clean_shm),
         probes.probe_open_files(),
         *probes.probe_folders(folders),
         *probes.probe_extras(),

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-SHM = Path("/dev/shm")
-_SEGMENT = re.compile(r"embodyrl-(?P<uid>\d+)-(?P<pid>\d+)-(?P<start>\d+)-\d+")
 _GIB = 2**30
 
 
@@ -61,54 +59,6 @@ def probe_memory() -> Finding:
         workers = max(1, int(free // (2 * _GIB)))
         return Finding("memory", "warn", text, f"launcher.env_workers={workers}, or close other programs")
     return Finding("memory", "ok", text)
-
-
-def probe_shm_size() -> Finding:
-    """Size of /dev/shm, which simulators and torch use between processes."""
-    if not SHM.is_dir():
-        return Finding("/dev/shm", "warn", "does not exist", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm")
-    usage = shutil.disk_usage(SHM)
-    text = f"{usage.total / _GIB:.2f} GiB, {usage.free / _GIB:.2f} GiB free"
-    if usage.free < 32 * 2**20:
-        return Finding("/dev/shm", "warn", text, "free it, or start the container with --shm-size=2g")
-    return Finding("/dev/shm", "ok", text)
-
-
-def stale_segments(folder: Path) -> list[Path]:
-    """Shared-memory segments of this user whose owner is dead.
-
-    Their names are `embodyrl-<uid>-<pid>-<start time>-<k>`; the start time (clock ticks since boot, field 22 of
-    /proc/<pid>/stat) tells an owner from a later process that got the same pid.
-    """
-    found = []
-    for path in sorted(folder.glob("embodyrl-*")):
-        match = _SEGMENT.fullmatch(path.name)
-        if match and int(match["uid"]) == os.getuid() and _start_time(int(match["pid"])) != match["start"]:
-            found.append(path)
-    return found
-
-
-def _start_time(pid: int) -> str | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The second field, the command, may hold blanks and parentheses; it ends at the last one.
-    return stat.rpartition(")")[2].split()[19]
-
-
-def probe_stale_segments(*, clean: bool) -> Finding:
-    """Left-over shared memory of dead processes; `clean` removes it."""
-    stale = stale_segments(SHM)
-    if not stale:
-        return Finding("stale shared memory", "ok", "none")
-    size = sum(path.stat().st_size for path in stale)
-    text = f"{len(stale)} segments of dead processes, {size / _GIB:.2f} GiB"
-    if not clean:
-        return Finding("stale shared memory", "warn", text, "embodyrl doctor --clean-shm")
-    for path in stale:
-        path.unlink(missing_ok=True)
-    return Finding("stale shared memory", "ok", f"removed {text}")
 
 
 def probe_open_files() -> Finding:

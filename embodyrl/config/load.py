@@ -287,7 +287,8 @@ def _assign(draft: DictConfig, setting: _Setting) -> str | None:
 def _is_loose(key: Key, value: object) -> bool:
     """Conversions that OmegaConf would make silently and that are more likely mistakes: 3 -> true, true -> 'True'."""
     if key.base is bool:
-        return not isinstance(value, bool) and not (isinstance(value, str) and value.startswith("${"))
+        # Whether null is allowed is the schema's question.
+        return not isinstance(value, bool | None) and not (isinstance(value, str) and value.startswith("${"))
     return key.base is str and isinstance(value, bool)
 
 

@@ -78,7 +78,7 @@ def test_the_way_to_an_error_imports_nothing_heavy(tmp_path: Path, code: str, al
         (["list", "envs", "seed=1"], "no further words"),
         (["show", "algoritm"], "Did you mean 'algorithm'?"),
         (["show", "env=libero_11"], "Did you mean 'libero_10'?"),
-        (["doctor", "--clean"], "Did you mean '--clean-shm'?"),
+        (["doctor", "--jsn"], "Did you mean '--json'?"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
