@@ -52,6 +52,16 @@ class OnVideoError(str, Enum):
     stop = "stop"
 
 
+class EpisodeFilter(str, Enum):
+    success = "success"
+    all = "all"
+
+
+class FrameFormat(str, Enum):
+    png = "png"
+    mp4 = "mp4"
+
+
 class RenderProfile(str, Enum):
     full = "full"
     lean = "lean"
@@ -132,6 +142,8 @@ class EnvSplitConfig:
     """Env steps per slot and rollout epoch where the algorithm counts steps (GAE); default max_episode_steps."""
     task_ids: list[int] | None = None
     """Tasks to use; default all."""
+    state_ids: list[int] | None = None
+    """[first, last]: initial states of each task that this split may use; default all."""
     enable_offload: bool = False
     """Free simulator memory between rollouts."""
 
@@ -153,6 +165,8 @@ class EnvConfig:
     init_params: InitParams = field(default_factory=InitParams)
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
+    fast_physics: bool | None = None
+    """Inner loop without repeated work, equal to the benchmark's up to rounding; null: on with render_profile=lean."""
     train: EnvSplitConfig = field(default_factory=EnvSplitConfig)
     eval: EnvSplitConfig = field(default_factory=EnvSplitConfig)
 
@@ -183,6 +197,8 @@ class ModelConfig:
     """Camera images per query."""
     use_proprio: bool = False
     """Feed proprioception."""
+    action_normalization: str = "bounds_q99"
+    """Statistics that stand for -1 and 1 of actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
     precision: Precision = Precision.bf16
     """Compute precision; master weights stay fp32 while training."""
     image_pipeline: str = "rlinf"
@@ -337,11 +353,37 @@ class EvalConfig:
 
 
 @dataclass
+class DataConfig:
+    path: str | None = None
+    """Folder with demonstrations, as `embodyrl collect` writes them."""
+    val_path: str | None = None
+    """Folder with demonstrations for validation; default: a share of those in data.path."""
+    val_share: float = 0.1
+    """Share of the episodes in data.path that is held out for validation; 0: no validation."""
+    shuffle: bool = True
+    """Draw samples in random order."""
+    image_aug: bool = True
+    """Random crop, brightness, contrast, saturation and hue, as in the official fine-tuning recipe."""
+
+
+@dataclass
+class CollectConfig:
+    out: str | None = None
+    """Folder to write demonstrations to; one that is incomplete is continued."""
+    episodes: int = 50
+    """Episodes to keep, spread evenly over the tasks."""
+    filter: EpisodeFilter = EpisodeFilter.success
+    """success: keep only episodes that reach their goal; all: keep every episode."""
+    images: FrameFormat = FrameFormat.png
+    """png: lossless, inside the parquet files; mp4: much smaller, but frames come back slightly changed."""
+
+
+@dataclass
 class CheckpointConfig:
     keep: int = 3
     """Newest checkpoints that stay."""
     keep_best: bool = True
-    """Also keep the checkpoint with the best validation success."""
+    """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
 
 
 @dataclass
@@ -391,6 +433,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    collect: CollectConfig = field(default_factory=CollectConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     video_cfg: VideoConfig = field(default_factory=VideoConfig)

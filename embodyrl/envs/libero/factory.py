@@ -27,7 +27,9 @@ STATE_DIM = 8
 class LiberoFactory:
     """Builds LIBERO environments from `env.task_suite_name`."""
 
-    consumes = frozenset({"task_suite_name", "use_rel_reward", "reward_coef", "init_params", "render_profile"})
+    consumes = frozenset(
+        {"task_suite_name", "use_rel_reward", "reward_coef", "init_params", "render_profile", "fast_physics"}
+    )
 
     def validate(self, cfg: EnvConfig) -> list[str]:
         """Return config problems, one line each; imports nothing of the simulator."""
@@ -68,7 +70,9 @@ class LiberoFactory:
         from embodyrl.envs.libero.sims import LiberoSims
 
         workers = math.ceil(max(cfg.train.total_num_envs, cfg.eval.total_num_envs) / num_slots)
-        sims = LiberoSims(spec, max_models=install.model_budget(workers))
+        lean = cfg.render_profile is RenderProfile.lean
+        fast = lean if cfg.fast_physics is None else cfg.fast_physics
+        sims = LiberoSims(spec, max_models=install.model_budget(workers, lean=lean), lean=lean, fast=fast)
         return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
 
 
@@ -93,8 +97,6 @@ def _foreign_key_problems(cfg: EnvConfig) -> Iterator[str]:
         yield f"env.id={cfg.id} has no meaning for LIBERO; choose the suite with env.task_suite_name and remove env.id."
     if cfg.kwargs:
         yield f"env.kwargs={dict(cfg.kwargs)} is not used by LIBERO, whose simulator settings are fixed; remove it."
-    if cfg.render_profile is not RenderProfile.full:
-        yield "env.render_profile=lean is not available for LIBERO in this version; use env.render_profile=full."
 
 
 def _image_problems(cfg: EnvConfig) -> Iterator[str]:

@@ -30,6 +30,9 @@ _GL_LIBRARIES = {
 _MODEL_BYTES = int(2.6e9)
 """Resident memory of one loaded task, measured: 0.6 to 2.5 GB."""
 
+_LEAN_MODEL_BYTES = int(0.4e9)
+"""The same with lean visuals."""
+
 _MEMORY_SHARE = 0.8
 """Part of the free memory that models may take; the rest is for policies and buffers loaded after us."""
 
@@ -197,9 +200,10 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-def model_budget(workers: int) -> int:
+def model_budget(workers: int, *, lean: bool) -> int:
     """Number of task models one of `workers` processes may keep loaded at the same time, at least 1."""
-    return max(1, int(_available_bytes() * _MEMORY_SHARE / max(workers, 1) / _MODEL_BYTES))
+    size = _LEAN_MODEL_BYTES if lean else _MODEL_BYTES
+    return max(1, int(_available_bytes() * _MEMORY_SHARE / max(workers, 1) / size))
 
 
 def _available_bytes() -> int:

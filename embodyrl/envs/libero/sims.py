@@ -19,8 +19,10 @@ class LiberoSims:
 
     task_limit: int | None
 
-    def __init__(self, spec: EnvSpec, *, max_models: int) -> None:
+    def __init__(self, spec: EnvSpec, *, max_models: int, lean: bool = False, fast: bool = False) -> None:
         self.spec = spec
+        self._lean = lean
+        self._fast = fast
         self.task_limit = max_models
         self._tasks = install.suite_tasks(spec.name)
         self._init_states: dict[int, Any] = {}
@@ -70,4 +72,5 @@ class LiberoSims:
 
     def _build(self, task: int) -> TaskSimulator:
         entry = self._tasks[task]
-        return TaskSimulator(install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file)
+        path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+        return TaskSimulator(path, lean=self._lean, fast=self._fast)

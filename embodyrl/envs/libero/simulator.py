@@ -15,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.envs.chunked import SimStep
+from embodyrl.envs.libero.fast import FastLoop
 from embodyrl.envs.libero.install import quiet
+from embodyrl.envs.libero.lean import lean_models
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, FloatArray
 
@@ -66,15 +68,25 @@ class TaskSimulator:
     step. What the benchmark would have observed is reconstructed exactly from the positions at the sampled substep.
     """
 
-    def __init__(self, bddl_file: Path) -> None:
+    def __init__(self, bddl_file: Path, *, lean: bool = False, fast: bool = False) -> None:
+        """Load a task.
+
+        Args:
+            bddl_file: The benchmark's description of the task.
+            lean: Visuals for software rendering (see `lean.py`); states stay bit-identical.
+            fast: The faster inner loop (see `fast.py`); states agree up to rounding.
+        """
         from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
 
         # The constructor draws poses from the global generator; a fixed seed makes a reloaded model the same model.
-        with quiet(), _numpy_seed(0):
+        with quiet(), _numpy_seed(0), lean_models() if lean else contextlib.nullcontext():
             wrapper = OffScreenRenderEnv(
                 bddl_file_name=str(bddl_file), use_camera_obs=False, hard_reset=False, ignore_done=True
             )
         self._env: Any = wrapper.env
+        if lean:
+            self._env.sim._render_context_offscreen.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
+        self._fast = FastLoop(self._env) if fast else None
         self._env._observables = {}
         self._env._update_observables = self._after_substep
         self._robot = self._env.robots[0]
@@ -116,7 +128,17 @@ class TaskSimulator:
         """Execute one action [7] in -1..1; success is the benchmark's goal predicate after the step."""
         self._substep = 0
         self._view_sites = self._model.site_rgba.copy()
-        _, reward, done, _ = self._env.step(np.asarray(action, np.float64))
+        command = np.asarray(action, np.float64)
+        # The first step after a reset uses the controller's measurements from before the initial state was set; the
+        # benchmark's own loop repeats that.
+        if self._fast is None or not self._robot.controller.new_update:
+            _, reward, done, _ = self._env.step(command)
+        else:
+            self._env.timestep += 1
+            self._fast.run(command, self._after_substep)
+            self._env.cur_time += self._env.control_timestep
+            reward, _, _ = self._env._post_action(command)
+            done = self._env._check_success()
         return SimStep(reward=float(reward), terminated=bool(done), success=bool(done))
 
     def observe(self, cameras: tuple[str, ...], images: ByteArray, state: FloatArray) -> None:

@@ -1,0 +1,180 @@
+"""Fewer triangles for meshes that are only looked at."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.envs.libero.install import INSTALL
+from embodyrl.errors import MissingDependencyError
+
+_NORMAL_WEIGHT = 0.5
+_TEXCOORD_WEIGHT = 1.0
+"""How much a change of a unit normal, or of the texture coordinate, counts beside a change of position."""
+
+_WELD = 1.0e-6
+"""Vertices closer than this part of the mesh's size are one vertex."""
+
+_SEAM_SLACK = 3
+"""Texture seams may stop the careful simplification this far above its goal before the sloppy one is taken."""
+
+_Floats = npt.NDArray[np.float32]
+_Indices = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisualMesh:
+    """Triangles with one normal and one texture coordinate per vertex."""
+
+    position: _Floats
+    """[P, 3], units of the file."""
+    normal: _Floats
+    """[P, 3] unit vectors."""
+    texcoord: _Floats
+    """[P, 2]"""
+    faces: _Indices
+    """[F, 3]"""
+    textured: bool
+
+    def subset(self, faces: _Indices) -> VisualMesh:
+        """Keep `faces` [F', 3] and the vertices they use."""
+        used, index = np.unique(faces, return_inverse=True)
+        return VisualMesh(
+            position=self.position[used],
+            normal=self.normal[used],
+            texcoord=self.texcoord[used],
+            faces=index.reshape(-1, 3).astype(np.uint32),
+            textured=self.textured,
+        )
+
+    def to_msh(self) -> bytes:
+        """Encode in MuJoCo's binary mesh format."""
+        texcoord = self.texcoord if self.textured else self.texcoord[:0]
+        header = struct.pack("4i", len(self.position), len(self.normal), len(texcoord), len(self.faces))
+        arrays = (self.position, self.normal, texcoord, self.faces.astype(np.int32))
+        return header + b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+
+
+def read_mesh(path: Path) -> VisualMesh:
+    """Read any mesh file that MuJoCo reads; equal vertices are welded, normals are smooth and weighted by area."""
+    import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
+
+    mujoco: Any = _mujoco
+    spec = mujoco.MjSpec()
+    spec.add_mesh(name="mesh", file=str(path)).inertia = mujoco.mjtMeshInertia.mjMESH_INERTIA_SHELL
+    geom = mujoco.mjtGeom.mjGEOM_MESH
+    spec.worldbody.add_body().add_geom(type=geom, meshname="mesh", contype=0, conaffinity=0)
+    model = spec.compile()
+    # MuJoCo moves a mesh into its inertial frame; undo that.
+    rotation = np.zeros(9)
+    mujoco.mju_quat2Mat(rotation, model.mesh_quat[0])
+    position = (model.mesh_vert @ rotation.reshape(3, 3).T + model.mesh_pos[0]).astype(np.float32)
+    textured = len(model.mesh_texcoord) > 0
+    texcoord = model.mesh_texcoord.copy() if textured else np.zeros((1, 2), np.float32)
+    texcoord_faces = model.mesh_facetexcoord.copy() if textured else np.zeros_like(model.mesh_face)
+    return _weld(position, model.mesh_face.copy(), texcoord, texcoord_faces, textured)
+
+
+def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
+    """Collapse edges (quadric error with attributes, meshoptimizer) until about `max_faces` triangles are left.
+
+    Raises:
+        MissingDependencyError: meshoptimizer is not installed.
+    """
+    if len(mesh.faces) <= max_faces:
+        return mesh
+    careful, sloppy = _simplifiers()
+    faces = careful(mesh, max_faces)
+    if len(faces) > _SEAM_SLACK * max_faces:
+        rough = sloppy(mesh, max_faces)
+        faces = rough if 0 < len(rough) < len(faces) else faces
+    return mesh.subset(faces)
+
+
+def _weld(
+    position: _Floats, faces: np.ndarray, texcoord: _Floats, texcoord_faces: np.ndarray, textured: bool
+) -> VisualMesh:
+    """One vertex per different (position, texture coordinate); normals are shared by all vertices at a position."""
+    size = float(np.ptp(position, axis=0).max()) or 1.0
+    place = np.unique(np.round(position / (size * _WELD)).astype(np.int64), axis=0, return_inverse=True)[1].reshape(-1)
+    patch = np.unique(np.round(texcoord / 1.0e-5).astype(np.int64), axis=0, return_inverse=True)[1].reshape(-1)
+    corners = np.stack([place[faces.ravel()], patch[texcoord_faces.ravel()]], axis=1)
+    vertices, first, index = np.unique(corners, axis=0, return_index=True, return_inverse=True)
+    welded = index.reshape(-1, 3)
+    position, texcoord = position[faces.ravel()[first]], texcoord[texcoord_faces.ravel()[first]]
+
+    a, b, c = (position[welded[:, k]] for k in range(3))
+    area_normal = np.cross(b - a, c - a)
+    summed = np.zeros((int(place.max()) + 1, 3))
+    for k in range(3):
+        np.add.at(summed, vertices[welded[:, k], 0], area_normal)
+    normal = summed[vertices[:, 0]]
+    length = np.linalg.norm(normal, axis=1, keepdims=True)
+    normal = np.where(length > 0, normal / np.maximum(length, 1.0e-30), [0.0, 0.0, 1.0])
+    i, j, k = welded.T
+    proper = welded[(i != j) & (j != k) & (k != i)]
+    return VisualMesh(
+        position=np.ascontiguousarray(position, np.float32),
+        normal=normal.astype(np.float32),
+        texcoord=np.ascontiguousarray(texcoord, np.float32),
+        faces=proper.astype(np.uint32),
+        textured=textured,
+    )
+
+
+_Simplifier = Callable[[VisualMesh, int], _Indices]
+
+
+@functools.cache
+def _simplifiers() -> tuple[_Simplifier, _Simplifier]:
+    """Bind the library's edge collapse with attributes, and its sloppy clustering that ignores topology.
+
+    The wheel's own Python wrapper declares a wrong argument list for the first one (no vertex locks), hence these
+    bindings on a handle of our own.
+    """
+    try:
+        from meshoptimizer import _loader  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"env.render_profile=lean needs meshoptimizer, which cannot be imported: {error}. Cure: {INSTALL}, "
+            "or env.render_profile=full"
+        ) from error
+    library = ctypes.CDLL(_loader.lib._name)
+    floats, indices, size = ctypes.POINTER(ctypes.c_float), ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t
+    careful = library.meshopt_simplifyWithAttributes
+    careful.restype = size
+    careful.argtypes = [indices, indices, size, floats, size, size, floats, size, floats, size]
+    careful.argtypes += [ctypes.c_void_p, size, ctypes.c_float, ctypes.c_uint, floats]
+    sloppy = library.meshopt_simplifySloppy
+    sloppy.restype = size
+    sloppy.argtypes = [indices, indices, size, floats, size, size, size, ctypes.c_float, floats]
+
+    def as_floats(array: _Floats) -> Any:
+        return array.ctypes.data_as(floats)
+
+    def prepare(mesh: VisualMesh) -> tuple[_Indices, tuple[Any, ...]]:
+        source, out = np.ascontiguousarray(mesh.faces.ravel()), np.zeros(mesh.faces.size, np.uint32)
+        shape = (as_floats(mesh.position), len(mesh.position), 12)
+        return out, (out.ctypes.data_as(indices), source.ctypes.data_as(indices), len(source), *shape)
+
+    def simplify(mesh: VisualMesh, max_faces: int) -> _Indices:
+        out, head = prepare(mesh)
+        attributes = np.ascontiguousarray(np.concatenate([mesh.normal, mesh.texcoord], axis=1))
+        weights = np.array([_NORMAL_WEIGHT] * 3 + [_TEXCOORD_WEIGHT] * 2, np.float32)
+        count = careful(*head, as_floats(attributes), 20, as_floats(weights), 5, None, 3 * max_faces, 1.0, 0, None)
+        return out[:count].reshape(-1, 3)
+
+    def cluster(mesh: VisualMesh, max_faces: int) -> _Indices:
+        out, head = prepare(mesh)
+        count = sloppy(*head, 3 * max_faces, 1.0, None)
+        return out[:count].reshape(-1, 3)
+
+    return simplify, cluster

@@ -1,0 +1,132 @@
+"""`env.render_profile=lean`: the same physics with visuals that a software renderer draws quickly.
+
+Only meshes of geoms that touch nothing (`contype = conaffinity = 0`, visual group) and image files of textures are
+replaced; masses and inertias come from the collision group alone. What is drawn therefore differs a little from the
+published benchmark, what happens does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import tempfile
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from embodyrl.envs.libero.decimate import decimate, read_mesh
+from embodyrl.errors import EnvError
+
+MAX_FACES = 2000
+"""Triangles per mesh; a scene of the benchmark has 70 to 110 meshes, the biggest of 100 000 triangles."""
+
+MAX_TEXTURE = 512
+"""Longer side of a texture, pixels; the benchmark's are up to 4096."""
+
+_VERSION = 1
+"""Part of the cache key; raise it when the same settings give other files."""
+
+
+def lean_xml(xml: str) -> str:
+    """Point visual meshes and textures of a MuJoCo model at small copies, which are made once and kept on disk.
+
+    Raises:
+        EnvError: the cache folder cannot be written.
+        MissingDependencyError: meshoptimizer is not installed.
+    """
+    root = ET.fromstring(xml)
+    assets = root.find("asset")
+    assert assets is not None, "a LIBERO model has assets"
+    touched = _physical_meshes(root)
+    for mesh in assets.findall("mesh"):
+        if mesh.get("name") not in touched and (file := mesh.get("file")):
+            mesh.set("file", str(_small_mesh(Path(file))))
+            # Thin decimated meshes may enclose no volume, which MuJoCo refuses even where it is never used.
+            mesh.set("inertia", "shell")
+    for texture in assets.findall("texture"):
+        if (file := texture.get("file")) and texture.get("gridsize") is None:
+            texture.set("file", str(_small_texture(Path(file))))
+    return ET.tostring(root, encoding="unicode")
+
+
+@contextlib.contextmanager
+def lean_models() -> Iterator[None]:
+    """Within this context robosuite compiles every model from its lean XML, without multi-sampling."""
+    from robosuite.environments.base import MujocoEnv  # pyright: ignore[reportMissingImports]
+
+    original = MujocoEnv._initialize_sim
+
+    def initialize(self: Any, xml_string: str | None = None) -> None:
+        original(self, lean_xml(xml_string or self.model.get_xml()))
+        self.sim.model._model.vis.quality.offsamples = 0
+
+    MujocoEnv._initialize_sim = initialize
+    try:
+        yield
+    finally:
+        MujocoEnv._initialize_sim = original
+
+
+def _physical_meshes(root: ET.Element) -> set[str]:
+    """Names of meshes that collide or have mass."""
+    visual = {"group": "1", "contype": "0", "conaffinity": "0"}
+    return {
+        name
+        for geom in root.iter("geom")
+        if (name := geom.get("mesh")) is not None and any(geom.get(key) != value for key, value in visual.items())
+    }
+
+
+def _small_mesh(path: Path) -> Path:
+    return _cached(path, f"{MAX_FACES} faces", ".msh", lambda: decimate(read_mesh(path), MAX_FACES).to_msh())
+
+
+def _small_texture(path: Path) -> Path:
+    return _cached(path, f"{MAX_TEXTURE} px", ".png", lambda: _shrink(path))
+
+
+def _shrink(path: Path) -> bytes:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        factor = min(1.0, MAX_TEXTURE / max(image.size))
+        size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
+        buffer = io.BytesIO()
+        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def cache_folder() -> Path:
+    """Where small copies are kept; may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "libero_lean"
+
+
+def _cached(source: Path, setting: str, suffix: str, make: Callable[[], bytes]) -> Path:
+    """Path of the copy of `source`; made under another name first, so that no process ever sees half a file."""
+    stat = source.stat()
+    key = f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns} {setting} {_VERSION}"
+    folder = cache_folder()
+    target = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{suffix}"
+    if target.is_file():
+        return target
+    content = make()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".new-", delete=False) as file:
+            try:
+                file.write(content)
+                file.flush()
+                os.replace(file.name, target)
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise EnvError(
+            f"env.render_profile=lean: its cache {folder} cannot be written: {error}. "
+            "Cure: free some space (60 MB), or set XDG_CACHE_HOME to a writable folder."
+        ) from error
+    return target
