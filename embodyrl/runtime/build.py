@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from embodyrl.algorithms.protocol import Algorithm, build_algorithm
@@ -47,6 +47,8 @@ class Blueprint:
     total_steps: int
     """Training steps."""
     optimizer_steps_per_step: int
+    single_step: bool = False
+    """Every env step is a record: the policy is asked anew after each action."""
 
     @property
     def num_slots(self) -> int:
@@ -81,6 +83,11 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
     if algorithm is not None and algorithm.needs_values:
         value_dim = 1 if cfg.algorithm.reward_type == RewardLevel.chunk_level else cfg.model.num_action_chunks
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
+    if 0 < policy.num_images < len(env.cameras):
+        # Every camera costs rendering time and memory in each record; a policy reads the first ones.
+        cameras = list(env.cameras[: policy.num_images])
+        cfg = replace(cfg, env=replace(cfg.env, init_params=replace(cfg.env.init_params, camera_names=cameras)))
+        env = ENVS.get(cfg.env.env_type).spec(cfg.env)
     problems = mismatches(cfg, env, policy)
     if algorithm is not None and algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
         problems.append(
@@ -205,6 +212,7 @@ def _env_spec(blueprint: Blueprint, arena: Arena, seat: EnvSeat) -> WorkerSpec:
         video=cfg.video_cfg,
         scripted=blueprint.policy.scripted,
         expert_noise=cfg.model.expert_noise,
+        single_step=blueprint.single_step,
         shared_arena=_shared(cfg, arena),
     )
     return WorkerSpec(
@@ -242,7 +250,11 @@ def _count_slots(cfg: Config, env: EnvSpec, *, training: bool) -> int:
 
 
 def _count_env_workers(cfg: Config, env: EnvSpec, *, training: bool) -> int:
-    slots = _count_slots(cfg, env, training=training)
+    return count_env_workers(cfg, _count_slots(cfg, env, training=training))
+
+
+def count_env_workers(cfg: Config, slots: int) -> int:
+    """Env worker processes for so many slots."""
     if cfg.launcher.env_workers != "auto":
         return min(int(cfg.launcher.env_workers), slots)
     return 1 if cfg.launcher.name == "inline" else max(1, min(os.cpu_count() or 1, slots))

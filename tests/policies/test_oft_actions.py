@@ -3,10 +3,11 @@ import json
 import numpy as np
 import pytest
 
-from embodyrl.policies.openvla_oft.actions import ActionTokenizer, normalise, unnormalise
-from embodyrl.policies.openvla_oft.config import ActionStatistics, read_config
+from embodyrl.policies.openvla_oft.actions import ActionTokenizer
+from embodyrl.policies.openvla_oft.config import read_config
+from embodyrl.policies.openvla_oft.statistics import Bounds, normalise, unnormalise
 
-STATISTICS = ActionStatistics(q01=(-0.5, 0.0, 2.0), q99=(1.0, 1.0, 2.0), mask=(True, False, True))
+STATISTICS = Bounds(low=(-0.5, 0.0, 2.0), high=(1.0, 1.0, 2.0), mask=(True, False, True))
 
 
 @pytest.fixture
@@ -46,6 +47,6 @@ def test_normalise_inverts_and_clips():
 def test_greedy_actions_of_the_original(tokenizer, golden, golden_dir):
     """SimpleVLA's un-normalised actions of its greedy ids."""
     want = golden("simplevla_batch2")
-    statistics = read_config(golden_dir / "tiny_oft").action_statistics("libero_10")
+    statistics = read_config(golden_dir / "tiny_oft").statistics.bounds("libero_10_no_noops", "action", "bounds_q99")
     got = unnormalise(tokenizer.decode(want["greedy_token_ids"].numpy()).reshape(2, 8, 7), statistics)
     np.testing.assert_allclose(got, want["greedy_actions"].numpy(), atol=1e-6)

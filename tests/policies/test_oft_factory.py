@@ -58,7 +58,7 @@ def test_a_good_folder_and_the_preset_have_no_problems(checkpoint):
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"use_proprio": True}, "use_proprio"),
+        ({"action_normalization": "bound"}, "Did you mean 'bounds'"),
         ({"is_lora": True}, "is_lora"),
         ({"image_pipeline": "oficial"}, "Did you mean 'official'"),
         ({"action_dim": 0}, "at least 1"),
@@ -74,7 +74,7 @@ def test_bad_values_are_refused_one_line_each(checkpoint, config, part):
 
 
 def test_problems_are_reported_together(checkpoint):
-    assert len(problems(checkpoint, use_proprio=True, is_lora=True, action_dim=0)) == 3
+    assert len(problems(checkpoint, is_lora=True, action_dim=0)) == 2
 
 
 def test_incomplete_folders(checkpoint):
@@ -137,14 +137,18 @@ def test_statistics_key_rule(checkpoint):
     other["action"]["q01"][0] = -9.0
     del other["action"]["mask"]
     statistics.write_text(json.dumps({"libero_10": other, "libero_10_no_noops": raw, "libero_goal_no_noops": raw}))
-    config = read_config(checkpoint)
-    assert config.action_statistics("libero_10").q01[0] == -9.0
-    assert config.action_statistics("libero_10").mask == (True,) * 7
-    assert config.action_statistics(None, "libero_goal").mask == (True,) * 6 + (False,)
+    found = read_config(checkpoint).statistics
+    assert found.find("libero_10") == "libero_10"
+    assert found.bounds("libero_10", "action", "bounds_q99").low[0] == -9.0
+    assert found.bounds("libero_10", "action", "bounds_q99").mask == (True,) * 7
+    assert found.find(None, "libero_goal") == "libero_goal_no_noops"
+    assert found.bounds("libero_goal_no_noops", "action", "bounds_q99").mask == (True,) * 6 + (False,)
+    assert list(found.bounds("libero_10_no_noops", "action", "bounds").high) == raw["action"]["max"]
+    assert list(found.bounds("libero_10_no_noops", "proprio", "bounds_q99").low) == raw["proprio"]["q01"]
     with pytest.raises(CheckpointError, match="libero_goal_no_noops"):
-        config.action_statistics("bridge_orig", "libero_goal")
+        found.find("bridge_orig", "libero_goal")
     with pytest.raises(CheckpointError, match=r"model\.unnorm_key is not set"):
-        config.action_statistics(None, None)
+        found.find(None, None)
 
 
 def test_statistics_file_replaces_those_of_the_config(checkpoint):

@@ -1,5 +1,6 @@
 """The forward pass against what the original implementations computed (tests/golden/openvla_oft/README.md)."""
 
+import dataclasses
 import json
 
 import torch
@@ -7,8 +8,8 @@ import torch.nn.functional as F
 
 from embodyrl.config.schema import Precision
 from embodyrl.policies.openvla_oft import policy as policy_module
-from embodyrl.policies.openvla_oft.config import read_config
-from embodyrl.policies.openvla_oft.model import OpenVlaOft
+from embodyrl.policies.openvla_oft.config import OftOptions, read_config
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 
 FIRST_ACTION_ID = 31744
 
@@ -17,7 +18,8 @@ def inputs_of(golden, rows=2):
     data = golden("inputs")
     prompts = [data["prompt_a"], data["prompt_b"]][:rows]
     ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-    return data["pixel_values_1img"][:rows], ids, torch.tensor([len(p) for p in prompts])
+    lengths = torch.tensor([len(p) for p in prompts])
+    return ModelInputs(pixels=data["pixel_values_1img"][:rows], prompt_ids=ids, prompt_lengths=lengths)
 
 
 def close(actual, expected, atol, rtol=0.0):
@@ -26,7 +28,7 @@ def close(actual, expected, atol, rtol=0.0):
 
 def test_vision_and_projector(checkpoint, make_policy, golden):
     module, want = make_policy(checkpoint).module, golden("vision")
-    pixels = inputs_of(golden)[0]
+    pixels = inputs_of(golden).pixels
     with torch.no_grad():
         features = module.vision_backbone(pixels)
         close(module.vision_backbone.featurizer(pixels[:, :3]), want["featurizer_patches"], 1e-5)
@@ -47,8 +49,8 @@ def test_official_embeddings_and_logits(checkpoint, make_policy, golden):
     module, want = make_policy(checkpoint).module, golden("official_discrete_1img")
     batch = inputs_of(golden, rows=1)
     with torch.no_grad():
-        embeddings, mask, _ = module.embed(*batch)
-        logits, value = module(*batch)
+        embeddings, mask, _ = module.embed(module.prefix(batch), batch)
+        logits, value = module(batch)
     close(embeddings, want["llm_inputs_embeds"], 1e-5)
     assert mask.all()
     assert value.shape == (1, 0)
@@ -58,11 +60,12 @@ def test_official_embeddings_and_logits(checkpoint, make_policy, golden):
 
 def test_official_bf16(checkpoint, make_policy, golden):
     module = make_policy(checkpoint, precision=Precision.bf16, trainable=False).module
-    pixels, ids, lengths = inputs_of(golden, rows=1)
+    batch = inputs_of(golden, rows=1)
+    batch = dataclasses.replace(batch, pixels=batch.pixels.bfloat16())
     want = golden("official_discrete_1img_bf16")
     with torch.no_grad():
-        embeddings, _, _ = module.embed(pixels.bfloat16(), ids, lengths)
-        logits, _ = module(pixels.bfloat16(), ids, lengths)
+        embeddings, _, _ = module.embed(module.prefix(batch), batch)
+        logits, _ = module(batch)
     assert embeddings.dtype == torch.bfloat16
     assert logits.dtype == torch.float32
     close(embeddings.float(), want["llm_inputs_embeds"].float(), 0.02)
@@ -74,8 +77,8 @@ def test_simplevla_padded_batch(checkpoint, make_policy, golden):
     module, want = make_policy(checkpoint).module, golden("simplevla_batch2")
     batch = inputs_of(golden)
     with torch.no_grad():
-        embeddings, mask, _ = module.embed(*batch)
-        logits, value = module(*batch)
+        embeddings, mask, _ = module.embed(module.prefix(batch), batch)
+        logits, value = module(batch)
     assert torch.equal(mask, want["llm_attention_mask"].bool())
     close(embeddings[mask], want["llm_inputs_embeds"][mask], 1e-5)
     close(logits, want["logits_last256_unpadded"], 1e-3)
@@ -89,7 +92,7 @@ def test_rlinf_variant_without_stop_and_with_value_head(checkpoint, make_policy,
     module, want = make_policy(checkpoint, append_stop=False, value_dim=8).module, golden("rlinf_variant_batch2")
     module.load_state_dict({k: v for k, v in want.items() if k.startswith("value_head.")}, strict=False)
     with torch.no_grad():
-        logits, value = module(*inputs_of(golden))
+        logits, value = module(inputs_of(golden))
     tokens = want["action_tokens"].flatten(1) - FIRST_ACTION_ID
     scores = policy_module.score_tokens(logits / 1.6, tokens, value)
     close(scores.logprob, want["logprobs"], 1e-4)
@@ -100,7 +103,7 @@ def test_rlinf_variant_without_stop_and_with_value_head(checkpoint, make_policy,
 
 def test_ppo_loss_and_gradients(checkpoint, make_policy, golden):
     module, want = make_policy(checkpoint).module, golden("simplevla_ppo_grad")
-    logits, value = module(*inputs_of(golden, rows=1))
+    logits, value = module(inputs_of(golden, rows=1))
     tokens = golden("simplevla_batch2")["sample_token_ids"][:1] - FIRST_ACTION_ID
     logprob = policy_module.score_tokens(logits / 1.6, tokens, value).logprob
     close(logprob, want["logprobs"], 1e-4)
@@ -133,7 +136,7 @@ def test_a_causal_mask_is_far_off(checkpoint, make_policy, golden, monkeypatch):
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", causal)
     with torch.no_grad():
-        logits, _ = module(*inputs_of(golden, rows=1))
+        logits, _ = module(inputs_of(golden, rows=1))
     assert (logits - want["action_logits_31744_32064"][..., :256]).abs().max() > 10
 
 
@@ -143,7 +146,7 @@ def test_7b_keys_shapes_and_count(golden_dir, checkpoint):
     (checkpoint / "config.json").write_bytes(config_file.read_bytes())
     config = read_config(checkpoint)
     with torch.device("meta"):
-        module = OpenVlaOft(config, num_action_tokens=56, append_stop=True, value_dim=0)
+        module = OpenVlaOft(config, OftOptions(num_action_chunks=8, action_dim=7))
     want = json.loads((golden_dir / "keys_openvla_7b.json").read_text())
     assert {k: list(v.shape) for k, v in module.state_dict().items()} == want
     assert len(want) == 982
@@ -152,7 +155,7 @@ def test_7b_keys_shapes_and_count(golden_dir, checkpoint):
 
 def test_unused_weights_get_no_gradient_and_all_others_do(checkpoint, make_policy, golden):
     module = make_policy(checkpoint, value_dim=1).module
-    logits, value = module(*inputs_of(golden))
+    logits, value = module(inputs_of(golden))
     (logits.logsumexp(-1).sum() + value.sum()).backward()
     frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     without = {name for name, p in module.named_parameters() if p.grad is None}

@@ -12,13 +12,13 @@ pytestmark = pytest.mark.filterwarnings("error")
 TINY = "assets/openvla_oft_tiny"
 
 
-def observe(seed=0, rows=4, cameras=1, instructions=("pick up the black bowl", "put the")):
+def observe(seed=0, rows=4, cameras=1, state_dim=0, instructions=("pick up the black bowl", "put the")):
     rng = np.random.default_rng(seed)
     images = rng.integers(0, 256, (rows, cameras, 64, 64, 3), dtype=np.uint8)
     images.flags.writeable = False  # as the arena's views
     return Observation(
         images=images,
-        state=np.zeros((rows, 0), np.float32),
+        state=rng.normal(size=(rows, state_dim)).astype(np.float32),
         instructions=tuple(instructions[i % len(instructions)] for i in range(rows)),
     )
 
@@ -190,3 +190,33 @@ def test_tiny_preset_can_learn_to_tell_images_and_tasks_apart(make_policy):
 def test_the_image_pipeline_is_a_choice(checkpoint, make_policy):
     a, b = (make_policy(checkpoint, image_pipeline=name).act(observe(), noise=None) for name in ("rlinf", "official"))
     assert np.abs(a.logprob - b.logprob).max() > 1e-3
+
+
+def test_encode_is_the_nearest_token_of_an_action(checkpoint, make_policy):
+    policy = make_policy(checkpoint)
+    out = policy.act(observe(), noise=uniforms(4))
+    # The lowest two ids share one bin centre; encoding picks the higher one.
+    np.testing.assert_array_equal(policy.encode(out.actions), np.maximum(out.tokens, 31745))
+    far = policy.encode(np.full((2, 8, 7), 99.0, np.float32)).reshape(2, 8, 7)
+    assert (far == 31744).all()
+
+
+def test_the_tiny_preset_reads_both_cameras_and_the_state(make_policy, env_spec, tmp_path):
+    cameras = ("agentview", "robot0_eye_in_hand")
+    env = dataclasses.replace(env_spec, cameras=cameras, state_dim=8, unnorm_key="libero_object")
+        env_spec, cameras=("agentview", "robot0_eye_in_hand"), state_dim=8, unnorm_key="libero_object"
+    )
+    options = {"env": env, "num_images_in_input": 2, "use_proprio": True, "value_dim": 1}
+    policy = make_policy(TINY, **options)
+    assert policy.spec.uses_state
+    base = observe(cameras=2, state_dim=8)
+    out = policy.act(base, noise=None)
+    wrist = base.images.copy()
+    wrist[:, 1] = 255 - wrist[:, 1]
+    for changed in (dataclasses.replace(base, images=wrist), dataclasses.replace(base, state=base.state + 0.1)):
+        assert np.abs(policy.act(changed, noise=None).value - out.value).max() > 1e-4
+    np.testing.assert_allclose(policy.score(base, out.tokens).logprob.detach().numpy(), out.logprob, atol=1e-5)
+    policy.save(tmp_path / "saved")
+    again = make_policy(tmp_path / "saved", seed=5, **options).act(base, noise=None)
+    np.testing.assert_array_equal(again.logprob, out.logprob)
+    assert sum(p.numel() for p in policy.module.parameters()) == policy.spec.num_parameters

@@ -12,9 +12,11 @@ from embodyrl.policies.openvla_oft.config import (
     INDEX_FILE,
     TOKENIZER_FILE,
     OftConfig,
+    proprio_parameters,
     read_config,
     value_head_parameters,
 )
+from embodyrl.policies.openvla_oft.statistics import NORMALISATIONS
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
@@ -47,6 +49,7 @@ class OpenVlaOftFactory:
             "precision",
             "image_pipeline",
             "append_stop",
+            "action_normalization",
             "is_lora",
         }
     )
@@ -67,10 +70,10 @@ class OpenVlaOftFactory:
                 f"model.image_pipeline is '{cfg.image_pipeline}'.{closest(cfg.image_pipeline, PIPELINES)} "
                 f"Known: {', '.join(PIPELINES)}; take the recipe that the checkpoint was trained with."
             )
-        if cfg.use_proprio:
+        if cfg.action_normalization not in NORMALISATIONS:
             problems.append(
-                "model.use_proprio=true: the proprioception projector is not built yet; use a checkpoint trained "
-                "without proprioception and set model.use_proprio=false."
+                f"model.action_normalization is '{cfg.action_normalization}'."
+                f"{closest(cfg.action_normalization, NORMALISATIONS)} Known: {', '.join(NORMALISATIONS)}."
             )
         if cfg.is_lora:
             problems.append(
@@ -101,17 +104,25 @@ class OpenVlaOftFactory:
 
 
 def _spec(cfg: ModelConfig, config: OftConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
-    statistics = config.action_statistics(cfg.unnorm_key, env.unnorm_key)
+    data_set = config.statistics.find(cfg.unnorm_key, env.unnorm_key)
     problems = []
-    if len(statistics.mask) != cfg.action_dim:
+    width = len(config.statistics.bounds(data_set, "action", cfg.action_normalization).mask)
+    if width != cfg.action_dim:
         problems.append(
-            f"model.action_dim is {cfg.action_dim}, but the action statistics in {config.folder} have "
-            f"{len(statistics.mask)} dimensions; set model.action_dim={len(statistics.mask)} or another unnorm_key."
+            f"model.action_dim is {cfg.action_dim}, but the action statistics '{data_set}' in {config.folder} have "
+            f"{width} dimensions; set model.action_dim={width} or another unnorm_key."
         )
+    if cfg.use_proprio:
+        width = len(config.statistics.bounds(data_set, "proprio", cfg.action_normalization).mask)
+        if width != env.state_dim:
+            problems.append(
+                f"model.use_proprio=true: the proprio statistics '{data_set}' in {config.folder} have {width} "
+                f"dimensions, env '{env.name}' gives {env.state_dim}; set another unnorm_key, or use_proprio=false."
+            )
     if len(env.cameras) < cfg.num_images_in_input:
         problems.append(
             f"model.num_images_in_input is {cfg.num_images_in_input}, but env '{env.name}' has {len(env.cameras)} "
-            f"cameras; lower it or give the env more cameras."
+            f"cameras; lower it or name more in env.init_params.camera_names."
         )
     if env.image_rotation_deg not in (0, 180):
         problems.append(f"env '{env.name}' declares image_rotation_deg={env.image_rotation_deg}; only 0 and 180 work.")
@@ -124,8 +135,11 @@ def _spec(cfg: ModelConfig, config: OftConfig, env: EnvSpec, value_dim: int) -> 
         tokens_per_chunk=cfg.num_action_chunks * cfg.action_dim,
         value_dim=value_dim,
         num_images=cfg.num_images_in_input,
+        uses_state=cfg.use_proprio,
         gripper=GripperConvention(open=1.0, closed=0.0),
-        num_parameters=config.num_parameters + value_head_parameters(config.llama.hidden_size, value_dim),
+        num_parameters=config.num_parameters
+        + value_head_parameters(config.llama.hidden_size, value_dim)
+        + proprio_parameters(config.llama.hidden_size, env.state_dim if cfg.use_proprio else 0),
     )
 
 
@@ -146,7 +160,7 @@ def _folder_problems(cfg: ModelConfig) -> list[str]:
     try:
         config = read_config(folder)
         if cfg.unnorm_key:
-            config.action_statistics(cfg.unnorm_key)
+            config.statistics.find(cfg.unnorm_key)
     except CheckpointError as error:
         return [f"model.path: {error}"]
     problems = []

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.policies.openvla_oft.config import ActionStatistics
-from embodyrl.types import FloatArray, IntArray
+from embodyrl.types import IntArray
 
 
 class ActionTokenizer:
@@ -30,18 +29,3 @@ class ActionTokenizer:
     def decode(self, ids: IntArray) -> npt.NDArray[np.float64]:
         """Bin centres in -1..1 of token ids; ids outside the range are clipped to it."""
         return self._centres[np.clip(self.vocab_end - ids - 1, 0, len(self._centres) - 1)]
-
-
-def unnormalise(normalised: npt.NDArray[np.float64], statistics: ActionStatistics) -> FloatArray:
-    """Map actions [..., A] from -1..1 to the units of the training data (BOUNDS_Q99); masked ones stay."""
-    low, high = np.asarray(statistics.q01), np.asarray(statistics.q99)
-    scaled = 0.5 * (normalised + 1.0) * (high - low + 1e-8) + low
-    return np.where(statistics.mask, scaled, normalised).astype(np.float32)
-
-
-def normalise(actions: npt.ArrayLike, statistics: ActionStatistics) -> npt.NDArray[np.float64]:
-    """Map actions [..., A] of the training data to -1..1, the inverse of `unnormalise`; used to make SFT targets."""
-    low, high = np.asarray(statistics.q01), np.asarray(statistics.q99)
-    raw = np.asarray(actions, dtype=np.float64)
-    scaled = np.clip(2.0 * (raw - low) / (high - low + 1e-8) - 1.0, -1.0, 1.0)
-    return np.where(statistics.mask, np.where(low == high, 0.0, scaled), raw)

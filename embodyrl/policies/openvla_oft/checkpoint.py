@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,11 +14,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.openvla_oft.components import (
+    VALUE_HEAD,
+    component_of,
+    find_component,
+    read_pt,
+    side_components,
+)
 from embodyrl.policies.openvla_oft.config import CONFIG_FILE, INDEX_FILE, RANDOM_INIT_KEY
 
 SHARD_BYTES = 5 * 10**9
-VALUE_HEAD_FILE = "value_head.safetensors"
-VALUE_PREFIX = "value_head."
+_FORMAT = {"format": "pt"}
 SIDE_FILES = (
     CONFIG_FILE,
     "generation_config.json",
@@ -57,48 +65,79 @@ def weight_files(folder: Path) -> list[Path]:
 def load_into(module: nn.Module, folder: Path) -> None:
     """Copy the weights of a folder into a module, in place, casting to the module's dtypes.
 
-    All headers are checked before the first weight is touched. Weights of a value head are taken where both sides
-    have them: `value_head.safetensors`, or keys of that prefix among the model's own.
+    All headers are checked before the first weight is touched. Heads and projectors come from files of their own; a
+    value head may also be missing or lie among the model's own keys.
+
+    Args:
+        module: on any device.
+        folder: shards and component files.
 
     Raises:
         CheckpointError: a file is unreadable or truncated, a key is missing or surplus, or a shape differs.
     """
-    files = weight_files(folder)
+    target = module.state_dict()
+    files: dict[Path, str | None] = dict.fromkeys(weight_files(folder))
     if not files:
         raise CheckpointError(
             f"{folder} holds no model*.safetensors. Point model.path at a folder with the whole checkpoint (weights "
-            f"in .bin or .pt form are not read, because loading them can run code)."
+            f"in .bin form are not read, because loading them can run code; a low-rank adapter alone goes to "
+            f"model.lora.path)."
         )
-    if (folder / VALUE_HEAD_FILE).exists():
-        files = [*files, folder / VALUE_HEAD_FILE]
-    target = module.state_dict()
-    _check_keys(target, {path: _shapes(path) for path in files}, folder)
+    beside = side_components(target)
+    for name in beside:
+        path = find_component(folder, name)
+        if path is not None:
+            files[path] = name
+        elif name != VALUE_HEAD:
+            raise CheckpointError(
+                f"{folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model needs. "
+                f"The checkpoint was trained without it (see model.use_proprio, action_head, use_film), or is "
+                f"incomplete."
+            )
+    readers = {path: _reader(path, name, beside) for path, name in files.items()}
+    _check_keys(target, {path: reader.shapes() for path, reader in readers.items()}, folder)
     with torch.no_grad():
-        for path in files:
-            for key, tensor in _tensors(path):
+        for reader in readers.values():
+            for key, tensor in reader.tensors():
                 if key in target:
                     target[key].copy_(tensor)
 
 
 def save_from(module: nn.Module, folder: Path, side_files: Mapping[str, bytes]) -> None:
-    """Write a module's weights (in their own dtypes), its value head and the given side files to a folder.
+    """Write a module's weights (in their own dtypes), its components and the given side files to a folder.
 
     The caller provides a fresh folder and makes the write atomic by renaming it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
-    value_head = {key: state.pop(key) for key in list(state) if key.startswith(VALUE_PREFIX)}
-    if value_head:
-        save_file(value_head, folder / VALUE_HEAD_FILE, metadata={"format": "pt"})
+    state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
+    save_components(state, folder)
+    beside = side_components(state)
+    save_shards({k: t for k, t in state.items() if component_of(k) not in beside}, folder)
+    save_side_files(folder, side_files)
+
+
+def save_components(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write each component of a state dict to its own file."""
+    for name in side_components(state):
+        part = {key: _stored(tensor) for key, tensor in state.items() if component_of(key) == name}
+        save_file(part, folder / f"{name}.safetensors", metadata=_FORMAT)
+
+
+def save_shards(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Write weights as one file or as shards with an index; only one shard at a time is copied to host memory."""
     shards = _split(state)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        save_file({key: _stored(tensor) for key, tensor in shard.items()}, folder / name, metadata=_FORMAT)
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(map(_bytes, state.values()))}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
+    """Write tokenizer, preprocessor, statistics and configuration."""
     for name, content in side_files.items():
         (folder / name).write_bytes(content)
 
@@ -119,21 +158,22 @@ def _check_keys(target: Mapping[str, Tensor], shapes: dict[Path, dict[str, list[
     seen: set[str] = set()
     for path, entries in shapes.items():
         for key, shape in entries.items():
-            if key not in target and not key.startswith(VALUE_PREFIX):
+            of_values = component_of(key) == VALUE_HEAD
+            if key not in target and not of_values:
                 raise CheckpointError(
                     f"{path} has a weight '{key}' that this model does not know. config.json and the weights do not "
                     f"belong together, or LoRA adapters are not merged; take both from one repository."
                 )
             if key in target and shape != list(target[key].shape):
-                if key.startswith(VALUE_PREFIX):
+                if of_values:
                     hint = "The value head is of a run with another reward_type; use that one, or remove the head."
                 else:
                     hint = "config.json does not belong to these weights; take both from one repository."
                 needed = list(target[key].shape)
                 raise CheckpointError(f"{path}: weight '{key}' has shape {shape}, this model needs {needed}. {hint}")
         seen |= entries.keys()
-    has_values = any(key.startswith(VALUE_PREFIX) for key in seen)
-    missing = [key for key in target if key not in seen and (has_values or not key.startswith(VALUE_PREFIX))]
+    has_values = any(component_of(key) == VALUE_HEAD for key in seen)
+    missing = [key for key in target if key not in seen and (has_values or component_of(key) != VALUE_HEAD)]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(target)} weights, the first is '{missing[0]}'. Files read: "
@@ -141,26 +181,71 @@ def _check_keys(target: Mapping[str, Tensor], shapes: dict[Path, dict[str, list[
         )
 
 
-def _shapes(path: Path) -> dict[str, list[int]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_slice(key).get_shape() for key in file.keys() if not _ignored(key)}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is truncated or no safetensors file ({error}). Its download or copy was cut off; fetch it again."
-        ) from error
+class _Reader(Protocol):
+    """One file of weights, read in two passes: shapes first, tensors when everything fits."""
+
+    def shapes(self) -> dict[str, list[int]]: ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118
-            if not _ignored(key):
-                yield key, file.get_tensor(key)
+@dataclass(frozen=True, slots=True)
+class SafetensorsReader:
+    """A safetensors file; `skipped` components are read from elsewhere."""
+
+    path: Path
+    skipped: tuple[str, ...] = ()
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each weight.
+
+        Raises:
+            CheckpointError: the file is truncated or no safetensors file.
+        """
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                return {key: file.get_slice(key).get_shape() for key in file.keys() if self._wanted(key)}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{self.path} is truncated or no safetensors file ({error}). Its download or copy was cut off; fetch "
+                f"it again."
+            ) from error
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights one by one, mapped from the file."""
+        with safe_open(self.path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                if self._wanted(key):
+                    yield key, file.get_tensor(key)
+
+    def _wanted(self, key: str) -> bool:
+        # Old conversions carry the rotary frequencies, which are computed here.
+        return component_of(key) not in self.skipped and not key.endswith("rotary_emb.inv_freq")
 
 
-def _ignored(key: str) -> bool:
-    """Old conversions carry the rotary frequencies, which are computed here."""
-    return key.endswith("rotary_emb.inv_freq")
+@dataclass(frozen=True, slots=True)
+class PtReader:
+    """A public `.pt` component file, already read."""
+
+    state: Mapping[str, Tensor]
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each weight."""
+        return {key: list(tensor.shape) for key, tensor in self.state.items()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights one by one."""
+        yield from self.state.items()
+
+
+def _reader(path: Path, component: str | None, beside: list[str]) -> _Reader:
+    if component is None:
+        return SafetensorsReader(path, tuple(name for name in beside if name != VALUE_HEAD))
+    return PtReader(read_pt(path, component)) if path.suffix == ".pt" else SafetensorsReader(path)
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.openvla_oft.statistics import STATISTICS_FILE, Statistics
 from embodyrl.registry import closest
 
 CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
-STATISTICS_FILE = "dataset_statistics.json"
 TOKENIZER_FILE = "tokenizer.json"
 INDEX_FILE = "model.safetensors.index.json"
 TINY_VIT_FILE = "tiny_vit_specs.json"
@@ -116,12 +116,25 @@ class PixelNorm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActionStatistics:
-    """Bounds of the training actions, length A; where `mask` is false an action is not normalised."""
+class OftOptions:
+    """What the run decides beside the checkpoint's own files."""
 
-    q01: tuple[float, ...]
-    q99: tuple[float, ...]
-    mask: tuple[bool, ...]
+    num_action_chunks: int
+    action_dim: int
+    action_head: str = "discrete"
+    autoregressive: bool = False
+    """OpenVLA: one action, token by token under a causal mask; false: all tokens at once, every query sees all keys."""
+    append_stop: bool = True
+    """Put the STOP token after the action placeholders; without meaning where `autoregressive`."""
+    state_dim: int = 0
+    """Width of the proprioception; 0: not used."""
+    use_film: bool = False
+    rope_bf16_table: bool = False
+    value_dim: int = 0
+
+    @property
+    def num_action_tokens(self) -> int:
+        return self.num_action_chunks * self.action_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +150,7 @@ class OftConfig:
     action_vocab_end: int
     """Vd: one past the highest action id; rows above pad the embedding table."""
     n_bins: int
-    statistics: Mapping[str, ActionStatistics]
+    statistics: Statistics
     random_init: bool
     """The folder asks for random initial weights instead of holding some."""
 
@@ -154,30 +167,6 @@ class OftConfig:
     def num_parameters(self) -> int:
         """Parameters of the checkpoint, the value head excluded."""
         return sum(map(_vit_parameters, self.towers)) + _projector_parameters(self) + _llama_parameters(self.llama)
-
-    def action_statistics(self, *keys: str | None) -> ActionStatistics:
-        """Return the statistics of the first key that is given, or else of the only data set there is.
-
-        Raises:
-            CheckpointError: neither the key nor `<key>_no_noops` exists.
-        """
-        wanted = next((key for key in keys if key), None)
-        if wanted is None and len(self.statistics) == 1:
-            return next(iter(self.statistics.values()))
-        known = ", ".join(sorted(self.statistics))
-        if wanted is None:
-            raise CheckpointError(
-                f"model.unnorm_key is not set and the environment names no data set. Statistics in "
-                f"{self.folder}: {known}. Set model.unnorm_key to the one the checkpoint was trained with."
-            )
-        for key in (wanted, f"{wanted}_no_noops"):
-            if key in self.statistics:
-                return self.statistics[key]
-        raise CheckpointError(
-            f"No action statistics '{wanted}' (nor '{wanted}_no_noops') in {self.folder}."
-            f"{closest(wanted, self.statistics)} Known: {known}. The checkpoint was probably trained on another "
-            f"benchmark; set model.unnorm_key or model.path."
-        )
 
 
 def read_config(folder: Path) -> OftConfig:
@@ -218,7 +207,7 @@ def _parse(folder: Path) -> OftConfig:
         pad_token_id=int(_field(config, "pad_token_id", where)),
         action_vocab_end=llama.vocab_size - int(_field(config, "pad_to_multiple_of", where)),
         n_bins=int(_field(config, "n_action_bins", where)),
-        statistics={key: _read_statistics(key, value, folder) for key, value in raw.items()},
+        statistics=Statistics(raw, folder),
         random_init=config.get(RANDOM_INIT_KEY) == "random",
     )
 
@@ -306,22 +295,6 @@ def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
     return first, second
 
 
-def _read_statistics(key: str, raw: Mapping[str, Any], folder: Path) -> ActionStatistics:
-    action = raw.get("action", {})
-    try:
-        q01, q99 = tuple(map(float, action["q01"])), tuple(map(float, action["q99"]))
-        mask = tuple(map(bool, action.get("mask", [True] * len(q01))))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder / STATISTICS_FILE}: data set '{key}' has no usable action q01/q99 ({error!r}). Fetch it again."
-        ) from error
-    if not len(q01) == len(q99) == len(mask):
-        raise CheckpointError(
-            f"{folder / STATISTICS_FILE}: data set '{key}' has q01, q99 and mask of different length."
-        )
-    return ActionStatistics(q01=q01, q99=q99, mask=mask)
-
-
 def _vit_parameters(vit: VitSpec) -> int:
     w, h = vit.width, vit.mlp_hidden
     mlp = 2 * w * h + h + w
@@ -340,6 +313,11 @@ def _llama_parameters(llama: LlamaSpec) -> int:
     w = llama.hidden_size
     layer = 4 * w * w + 3 * w * llama.intermediate_size + 2 * w
     return 2 * llama.vocab_size * w + llama.num_layers * layer + w
+
+
+def proprio_parameters(width: int, state_dim: int) -> int:
+    """Parameters of the proprioception projector to tokens of `width`; 0 for state_dim 0."""
+    return width * (state_dim + 1) + width * (width + 1) if state_dim else 0
 
 
 def value_head_parameters(width: int, value_dim: int) -> int:

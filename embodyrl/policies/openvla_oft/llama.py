@@ -1,28 +1,67 @@
-"""Llama-2 with attention over the whole sequence and no cache: one forward yields a whole action chunk."""
+"""Llama-2 as OpenVLA needs it: attention over the whole sequence for action chunks, causal for single tokens."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from embodyrl.policies.openvla_oft.config import LlamaSpec
 
+Rope = tuple[Tensor, Tensor]
 
-def rope_tables(positions: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine tables [positions, head_dim] of the half-split rotary embedding, always in float32.
 
-    A table rounded to bfloat16 turns far positions by up to 0.4 rad and moves the logits visibly.
+def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequencies: bool = False) -> Rope:
+    """Cosine and sine tables [B, 1, T, head_dim] of the half-split rotary embedding at positions [B, T], in float32.
+
+    `bf16_frequencies` rounds the inverse frequencies as code does that casts the whole model with its buffers; far
+    positions then turn by up to 0.4 rad and the logits move visibly.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-    angle = torch.outer(torch.arange(positions, device=device).float(), 1.0 / theta**exponent)
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions.device).float() / head_dim
+    frequency = 1.0 / theta**exponent
+    if bf16_frequencies:
+        frequency = frequency.bfloat16().float()
+    angle = positions[:, None, :, None].float() * frequency
     angle = torch.cat([angle, angle], dim=-1)
     return angle.cos(), angle.sin()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, rope: Rope) -> Tensor:
+    cos, sin = rope[0].to(x.dtype), rope[1].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Take rows [B, R] of x [B, T, ...] (B = 1 in x broadcasts): [B, R, ...]."""
+    if len(x) == 1:
+        return x[0][rows]
+    return x[torch.arange(len(rows), device=rows.device)[:, None], rows]
+
+
+def _pick_positions(table: Tensor, rows: Tensor) -> Tensor:
+    return pick_rows(table[:, 0], rows)[:, None]
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values [B, heads, T, head_dim] of every layer, in the order of the layers."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the new tokens' keys and values of a layer; return all of them."""
+        if layer == len(self.keys):
+            self.keys.append(k)
+            self.values.append(v)
+        else:
+            self.keys[layer] = torch.cat([self.keys[layer], k], dim=2)
+            self.values[layer] = torch.cat([self.values[layer], v], dim=2)
+        return self.keys[layer], self.values[layer]
 
 
 class RmsNorm(nn.Module):
@@ -39,26 +78,45 @@ class RmsNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-class LlamaAttention(nn.Module):
-    """Multi-head attention where every query sees every key that is not padding."""
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Who attends to whom, equal for all layers."""
 
-    def __init__(self, spec: LlamaSpec) -> None:
+    rope: Rope
+    mask: Tensor
+    """[B, 1, 1 or T, keys] bool: every query sees the keys that are True."""
+    cache: KeyValueCache | None = None
+
+
+class LlamaAttention(nn.Module):
+    """Multi-head attention; the plan says what a query sees."""
+
+    def __init__(self, spec: LlamaSpec, layer: int) -> None:
         super().__init__()
-        self.heads = spec.num_heads
+        self.layer = layer
+        self.head_dim = spec.hidden_size // spec.num_heads
         width = spec.hidden_size
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, width, bias=False)
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], key_mask: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        shape = (batch, tokens, self.heads, width // self.heads)
-        q, k, v = (proj(x).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        cos, sin = rope[0].to(q.dtype), rope[1].to(q.dtype)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=key_mask[:, None, None, :])
-        return self.o_proj(out.transpose(1, 2).reshape(batch, tokens, width))
+    def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+        q, rope, mask = x, plan.rope, plan.mask
+        if rows is not None:
+            q = pick_rows(x, rows)
+            rope = (_pick_positions(rope[0], rows), _pick_positions(rope[1], rows))
+            if mask.shape[2] > 1:
+                mask = pick_rows(mask[:, 0], rows)[:, None]
+        q = _rotate(self._heads(self.q_proj(q)), rope)
+        k, v = _rotate(self._heads(self.k_proj(x)), plan.rope), self._heads(self.v_proj(x))
+        if plan.cache is not None:
+            k, v = plan.cache.extend(self.layer, k, v)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class LlamaMlp(nn.Module):
@@ -77,47 +135,70 @@ class LlamaMlp(nn.Module):
 class LlamaLayer(nn.Module):
     """Pre-norm decoder layer."""
 
-    def __init__(self, spec: LlamaSpec) -> None:
+    def __init__(self, spec: LlamaSpec, layer: int) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(spec)
+        self.self_attn = LlamaAttention(spec, layer)
         self.mlp = LlamaMlp(spec)
         self.input_layernorm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], key_mask: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, key_mask)
+    def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+        """Map [B, T, D] to [B, T, D], or to [B, R, D] where only `rows` [B, R] are wanted."""
+        attended = self.self_attn(self.input_layernorm(x), plan, rows)
+        x = (x if rows is None else pick_rows(x, rows)) + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class LlamaModel(nn.Module):
     """Embeddings, layers and final norm."""
 
-    def __init__(self, spec: LlamaSpec) -> None:
+    def __init__(self, spec: LlamaSpec, *, rope_bf16_table: bool = False) -> None:
         super().__init__()
         self.head_dim = spec.hidden_size // spec.num_heads
         self.rope_theta = spec.rope_theta
+        self.rope_bf16_table = rope_bf16_table
+        self.gradient_checkpointing = False
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(spec) for _ in range(spec.num_layers))
+        self.layers = nn.ModuleList(LlamaLayer(spec, i) for i in range(spec.num_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
 
-    def forward(self, embeddings: Tensor, key_mask: Tensor) -> Tensor:
-        """Map embeddings [B, T, D] at positions 0..T-1 to hidden states [B, T, D]; the final norm is the caller's.
+    def forward(
+        self,
+        embeddings: Tensor,
+        mask: Tensor,
+        *,
+        rows: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Map embeddings [B, T, D] to hidden states after the final norm.
 
         Args:
             embeddings: [B, T, D].
-            key_mask: [B, T] bool, False where a position is padding and must not be attended to.
+            mask: [B, 1, 1 or T, keys] bool, False where a key must not be attended to.
+            rows: [B, R] the rows that are wanted; the last layer then skips the queries and the MLP of all others.
+            positions: [B, T]; default 0..T-1.
+            cache: earlier tokens, which this call extends.
+
+        Returns:
+            [B, R, D], or [B, T, D] without `rows`.
         """
-        rope = rope_tables(embeddings.shape[1], self.head_dim, self.rope_theta, embeddings.device)
+        if positions is None:
+            positions = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
+        rope = rope_tables(positions, self.head_dim, self.rope_theta, bf16_frequencies=self.rope_bf16_table)
+        plan = AttentionPlan(rope, mask, cache)
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         x = embeddings
         for layer in self.layers:
-            x = layer(x, rope, key_mask)
-        return x
+            wanted = rows if layer is self.layers[-1] else None
+            x = checkpoint(layer, x, plan, wanted, use_reentrant=False) if recompute else layer(x, plan, wanted)
+        return self.norm(x)
 
 
 class LanguageModel(nn.Module):
     """The body and the untied output matrix."""
 
-    def __init__(self, spec: LlamaSpec) -> None:
+    def __init__(self, spec: LlamaSpec, *, rope_bf16_table: bool = False) -> None:
         super().__init__()
-        self.model = LlamaModel(spec)
+        self.model = LlamaModel(spec, rope_bf16_table=rope_bf16_table)
         self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)

@@ -1,12 +1,15 @@
-"""OpenVLA-OFT with discrete actions: images and prompt in, the logits of a whole action chunk out."""
+"""OpenVLA-OFT: images, prompt and proprioception in, the logits of a whole action chunk out."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig
+from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.llama import LanguageModel, RmsNorm
 from embodyrl.policies.openvla_oft.vision import LayerScale, Projector, VisionBackbone
 
@@ -31,67 +34,151 @@ class ValueHead(nn.Module):
             return self.mlp(hidden.float())
 
 
-class OpenVlaOft(nn.Module):
-    """One model class for every size; parameter names are those of the public checkpoints."""
+class ProprioProjector(nn.Module):
+    """Two linear layers from the normalised proprioception to one token of the language model, exact GELU between."""
 
-    def __init__(self, config: OftConfig, *, num_action_tokens: int, append_stop: bool, value_dim: int) -> None:
+    def __init__(self, state_dim: int, width: int) -> None:
         super().__init__()
-        self.num_action_tokens = num_action_tokens
-        self.append_stop = append_stop
+        self.fc1 = nn.Linear(state_dim, width)
+        self.fc2 = nn.Linear(width, width)
+
+    def forward(self, state: Tensor) -> Tensor:
+        """Map [B, S] to [B, D]."""
+        return self.fc2(F.gelu(self.fc1(state)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """One batch, ready for the model."""
+
+    pixels: Tensor
+    """[B, 6*images, S, S] normalised."""
+    prompt_ids: Tensor
+    """[B, W] token ids from BOS to the final empty token, padded right with anything."""
+    prompt_lengths: Tensor
+    """[B] number of real prompt tokens of each row."""
+    state: Tensor | None = None
+    """[B, S] proprioception in -1..1."""
+
+
+class OpenVlaOft(nn.Module):
+    """One model class for every size and head; parameter names are those of the public checkpoints."""
+
+    def __init__(self, config: OftConfig, options: OftOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.append_stop = options.append_stop and not options.autoregressive
         self.stop_token_id = config.llama.eos_token_id
         self.pad_token_id = config.pad_token_id
         self.action_columns = slice(config.action_vocab_start, config.action_vocab_end)
         width = config.llama.hidden_size
-        self.vision_backbone = VisionBackbone(config.towers)
+        self.vision_backbone = VisionBackbone(config.towers, width if options.use_film else 0)
         self.projector = Projector(sum(t.width for t in config.towers), width)
-        self.language_model = LanguageModel(config.llama)
-        self.value_head = ValueHead(width, value_dim) if value_dim else None
+        self.language_model = LanguageModel(config.llama, rope_bf16_table=options.rope_bf16_table)
+        self.proprio_projector = ProprioProjector(options.state_dim, width) if options.state_dim else None
+        self.value_head = ValueHead(width, options.value_dim) if options.value_dim else None
 
-    def forward(self, pixels: Tensor, prompt_ids: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Predict all action tokens of a chunk at once.
+    def forward(self, inputs: ModelInputs, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Predict the distributions of all action tokens of a chunk.
 
         Args:
-            pixels: [B, 6*images, S, S] normalised.
-            prompt_ids: [B, W] token ids from BOS to the final empty token, padded right with anything.
-            prompt_lengths: [B] number of real prompt tokens of each row.
+            inputs: the batch.
+            tokens: [B, L] the chosen ids, for autoregressive models; parallel ones never see them.
 
         Returns:
             Float32 logits [B, L, bins] of the action ids in ascending order (before the temperature), and values
             [B, V] (V = 0 without a value head).
         """
-        embeddings, key_mask, last_prompt = self.embed(pixels, prompt_ids, prompt_lengths)
-        hidden = self.language_model.model(embeddings, key_mask)
-        # Row j predicts action token j: the last prompt token predicts the first, placeholder j-1 the j-th.
-        offset = torch.arange(self.num_action_tokens, device=hidden.device)
-        row = torch.arange(len(hidden), device=hidden.device)[:, None]
-        action_hidden = self.language_model.model.norm(hidden[row, last_prompt[:, None] + offset])
-        logits = F.linear(action_hidden, self.language_model.lm_head.weight[self.action_columns]).float()
+        slots = None
+        if self.options.autoregressive:
+            assert tokens is not None, "an autoregressive model scores given tokens; see autoregressive.py for acting"
+            slots = self.language_model.model.embed_tokens(tokens)
+        return self.read_out(self.action_hidden(self.prefix(inputs), inputs, slots))
+
+    def read_out(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn action rows [B, n, D] into float32 logits [B, n, bins] and the value [B, V] of the first row."""
+        logits = sliced_linear(self.language_model.lm_head, hidden, self.action_columns).float()
         if self.value_head is None:
             return logits, logits.new_zeros(len(logits), 0)
-        return logits, self.value_head(action_hidden[:, 0])
+        return logits, self.value_head(hidden[:, 0])
 
-    def embed(self, pixels: Tensor, prompt_ids: Tensor, prompt_lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Lay out [BOS, patches, prompt, zeros for the actions, STOP, padding] for each row.
+    def prefix(self, inputs: ModelInputs) -> Tensor:
+        """Embed what follows BOS: the patches image by image, then the proprioception: [B, P, D]."""
+        language = self._language_vector(inputs) if self.options.use_film else None
+        parts = [self.projector(self.vision_backbone(inputs.pixels, language))]
+        if self.proprio_projector is not None:
+            assert inputs.state is not None, "this model reads proprioception"
+            parts.append(self.proprio_projector(inputs.state)[:, None])
+        return torch.cat(parts, dim=1)
+
+    def action_hidden(self, prefix: Tensor, inputs: ModelInputs, slots: Tensor | None = None) -> Tensor:
+        """Run the language model and return the rows [B, L, D] that predict the L action tokens.
+
+        Row j predicts token j: the last prompt token predicts the first one, placeholder j-1 the j-th.
+        """
+        embeddings, mask, last_prompt = self.embed(prefix, inputs, slots)
+        offset = torch.arange(self.options.num_action_tokens, device=embeddings.device)
+        rows = last_prompt[:, None] + offset
+        return self.language_model.model(embeddings, self.attention_mask(mask), rows=rows)
+
+    def attention_mask(self, key_mask: Tensor) -> Tensor:
+        """[B, 1, 1 or T, T] from a key mask [B, T]: causal where tokens are predicted one by one."""
+        mask = key_mask[:, None, None, :]
+        if self.options.autoregressive:
+            size = key_mask.shape[1]
+            mask = mask & torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
+        return mask
+
+    def embed(
+        self, prefix: Tensor, inputs: ModelInputs, slots: Tensor | None = None, *, num_slots: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Lay out [BOS, prefix, prompt, action slots, STOP, padding] for each row.
 
         Padding sits at the far right of its row, so that positions are 0..T-1 for every row.
+
+        Args:
+            prefix: [B, P, D] see `prefix`.
+            inputs: the batch.
+            slots: [B, L, D] embeddings at the action positions; zeros by default.
+            num_slots: number of action positions; L by default.
 
         Returns:
             Embeddings [B, T, D], key mask [B, T] and the index [B] of the last prompt token.
         """
+        if num_slots is None:
+            num_slots = self.options.num_action_tokens
+        prompt_ids, lengths = inputs.prompt_ids, inputs.prompt_lengths[:, None]
         width, stop = prompt_ids.shape[1], int(self.append_stop)
-        index = torch.arange(width + self.num_action_tokens + stop, device=prompt_ids.device)
-        lengths = prompt_lengths[:, None]
+        index = torch.arange(width + num_slots + stop, device=prompt_ids.device)
         in_prompt = index < lengths
-        is_stop = (index == lengths + self.num_action_tokens) & self.append_stop
+        is_stop = (index == lengths + num_slots) & self.append_stop
         ids = F.pad(prompt_ids, (0, len(index) - width)).where(in_prompt, self.pad_token_id)
         ids = ids.masked_fill(is_stop, self.stop_token_id)
         tokens = self.language_model.model.embed_tokens(ids)
         tokens = tokens * (in_prompt | is_stop)[..., None].to(tokens.dtype)
-        patches = self.projector(self.vision_backbone(pixels)).to(tokens.dtype)
-        mask = index < lengths + self.num_action_tokens + stop
-        seen = mask.new_ones(patches.shape[:2])
-        embeddings = torch.cat([tokens[:, :1], patches, tokens[:, 1:]], dim=1)
-        return embeddings, torch.cat([seen, mask], dim=1), patches.shape[1] + prompt_lengths - 1
+        if slots is not None:
+            where = lengths + torch.arange(num_slots, device=lengths.device)
+            tokens = tokens.scatter(1, where[..., None].expand_as(slots), slots.to(tokens.dtype))
+        mask = index < lengths + num_slots + stop
+        seen = mask.new_ones(prefix.shape[:2])
+        embeddings = torch.cat([tokens[:, :1], prefix.to(tokens.dtype), tokens[:, 1:]], dim=1)
+        return embeddings, torch.cat([seen, mask], dim=1), prefix.shape[1] + inputs.prompt_lengths - 1
+
+    def _language_vector(self, inputs: ModelInputs) -> Tensor:
+        """Mean [B, D] of the embeddings of the prompt and STOP."""
+        embed = self.language_model.model.embed_tokens
+        index = torch.arange(inputs.prompt_ids.shape[1], device=inputs.prompt_ids.device)
+        real = (index < inputs.prompt_lengths[:, None])[..., None]
+        tokens = embed(inputs.prompt_ids.where(real[..., 0], self.pad_token_id))
+        stop = embed.weight[self.stop_token_id] * self.append_stop
+        total = (tokens * real.to(tokens.dtype)).sum(dim=1) + stop
+        return total / (inputs.prompt_lengths[:, None] + int(self.append_stop)).to(total.dtype)
+
+    def recompute_activations(self) -> None:
+        """Store only the layers' inputs in the forward pass, and recompute the rest in the backward pass."""
+        self.language_model.model.gradient_checkpointing = True
+        self.vision_backbone.featurizer.gradient_checkpointing = True
+        self.vision_backbone.fused_featurizer.gradient_checkpointing = True
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -138,3 +225,15 @@ def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor,
         into_stream = module_name.endswith((".attn.proj", ".mlp.fc2", ".o_proj", ".down_proj"))
         return fan_in**-0.5 / ((2 * depth) ** 0.5 if into_stream else 1.0)
     return 0.5  # position, class, register and pooling tokens
+
+
+def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
+    """Compute some output columns of a bias-free linear layer, which may carry low-rank adapters (peft)."""
+    if isinstance(layer, nn.Linear):
+        return F.linear(x, layer.weight[columns])
+    wrapped: Any = layer
+    out = F.linear(x, wrapped.base_layer.weight[columns])
+    for name in wrapped.active_adapters:
+        low, high = wrapped.lora_A[name], wrapped.lora_B[name]
+        out = out + F.linear(low(x.to(low.weight.dtype)), high.weight[columns]) * wrapped.scaling[name]
+    return out

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.schema import ModelConfig, Precision
-from embodyrl.policies.openvla_oft.actions import ActionTokenizer, unnormalise
+from embodyrl.policies.openvla_oft.actions import ActionTokenizer
 from embodyrl.policies.openvla_oft.checkpoint import load_into, read_side_files, save_from
-from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig
+from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.images import preprocess
-from embodyrl.policies.openvla_oft.model import OpenVlaOft
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.prompt import PromptEncoder
+from embodyrl.policies.openvla_oft.statistics import normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -30,7 +31,11 @@ class OpenVlaOftPolicy:
         self._rotation_deg = request.env.image_rotation_deg
         self._pipeline = cfg.image_pipeline
         self._side_files = read_side_files(config.folder)
-        self._statistics = config.action_statistics(cfg.unnorm_key, request.env.unnorm_key)
+        data_set = config.statistics.find(cfg.unnorm_key, request.env.unnorm_key)
+        self._bounds = config.statistics.bounds(data_set, "action", cfg.action_normalization)
+        self._state_bounds = (
+            config.statistics.bounds(data_set, "proprio", cfg.action_normalization) if spec.uses_state else None
+        )
         self._actions = ActionTokenizer(vocab_end=config.action_vocab_end, n_bins=config.n_bins)
         self._prompts = PromptEncoder(
             config.folder / TOKENIZER_FILE, bos_token_id=config.llama.bos_token_id, tasks=request.env.tasks
@@ -55,11 +60,15 @@ class OpenVlaOftPolicy:
         tokens = (choice + self._config.action_vocab_start).cpu().numpy()
         shape = (len(obs), self.spec.num_action_chunks, self.spec.action_dim)
         return PolicyOutput(
-            actions=unnormalise(self._actions.decode(tokens).reshape(shape), self._statistics),
+            actions=unnormalise(self._actions.decode(tokens).reshape(shape), self._bounds),
             tokens=tokens,
             logprob=logprob.cpu().numpy(),
             value=value.cpu().numpy(),
         )
+
+    def encode(self, actions: FloatArray) -> IntArray:
+        """Token ids [B, L] of actions [B, K, A] in the units of the training data (see `Policy.encode`)."""
+        return self._actions.encode(normalise(actions, self._bounds)).reshape(len(actions), -1)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
@@ -81,6 +90,10 @@ class OpenVlaOftPolicy:
         load_into(self.module, folder)
 
     def _forward(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
+            return self.module(self._inputs(obs))
+
+    def _inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(
             obs.images[:, : self.spec.num_images],
             rotation_deg=self._rotation_deg,
@@ -90,19 +103,17 @@ class OpenVlaOftPolicy:
             device=self._device,
         )
         ids, lengths = (torch.tensor(x, device=self._device) for x in self._prompts.batch(obs.instructions))
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            return self.module(pixels.to(self._input_dtype), ids, lengths)
+        state = None
+        if self._state_bounds is not None:
+            normalised = normalise(obs.state, self._state_bounds, flat_to_zero=False)
+            state = torch.tensor(normalised, device=self._device, dtype=self._input_dtype)
+        return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
 
 
 def build_module(cfg: ModelConfig, config: OftConfig, spec: PolicySpec, request: PolicyRequest) -> OpenVlaOft:
     """Build the model on the meta device, give it memory once, and fill it from the checkpoint or at random."""
     with torch.device("meta"):
-        module = OpenVlaOft(
-            config,
-            num_action_tokens=spec.tokens_per_chunk,
-            append_stop=cfg.append_stop,
-            value_dim=request.value_dim,
-        )
+        module = OpenVlaOft(config, model_options(cfg, spec, request))
     if not request.trainable:
         module.requires_grad_(False)
         if cfg.precision == Precision.bf16:
@@ -116,6 +127,17 @@ def build_module(cfg: ModelConfig, config: OftConfig, spec: PolicySpec, request:
     else:
         load_into(module, config.folder)
     return module
+
+
+def model_options(cfg: ModelConfig, spec: PolicySpec, request: PolicyRequest) -> OftOptions:
+    """What the config says about the model."""
+    return OftOptions(
+        num_action_chunks=spec.num_action_chunks,
+        action_dim=spec.action_dim,
+        append_stop=cfg.append_stop,
+        state_dim=request.env.state_dim if spec.uses_state else 0,
+        value_dim=request.value_dim,
+    )
 
 
 def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:

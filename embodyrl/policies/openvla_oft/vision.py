@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from embodyrl.policies.openvla_oft.config import VitSpec
 
@@ -73,9 +74,34 @@ class Block(nn.Module):
         self.mlp = Mlp(spec.width, spec.mlp_hidden)
         self.ls2 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.ls1(self.attn(self.norm1(x)))
+    def forward(self, x: Tensor, language: Tensor | None) -> Tensor:
+        """Map [B, T, width] to the same shape; a plain block has no use for the language vector."""
+        return self.feed_forward(self.attend(x))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Attention with its residual."""
+        return x + self.ls1(self.attn(self.norm1(x)))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """MLP with its residual."""
         return x + self.ls2(self.mlp(self.norm2(x)))
+
+
+class FilmBlock(nn.Module):
+    """A block whose stream is scaled and shifted by the instruction between attention and MLP (FiLM)."""
+
+    def __init__(self, spec: VitSpec, language_width: int) -> None:
+        super().__init__()
+        self.block = Block(spec)
+        self.scale = nn.Linear(language_width, spec.width)
+        self.shift = nn.Linear(language_width, spec.width)
+
+    def forward(self, x: Tensor, language: Tensor | None) -> Tensor:
+        """Map [B, T, width] with a language vector [B, D] to [B, T, width]."""
+        assert language is not None
+        x = self.block.attend(x)
+        x = x * (1.0 + self.scale(language)[:, None]) + self.shift(language)[:, None]
+        return self.block.feed_forward(x)
 
 
 class AttentionPool(nn.Module):
@@ -94,16 +120,19 @@ class AttentionPool(nn.Module):
 class Vit(nn.Module):
     """One tower; its features are the output of the last but one block, without final norm and prefix tokens."""
 
-    def __init__(self, spec: VitSpec) -> None:
+    def __init__(self, spec: VitSpec, film_width: int = 0) -> None:
         super().__init__()
         self.num_prefix = spec.num_prefix
+        self.gradient_checkpointing = False
         if spec.class_token:
             self.cls_token = nn.Parameter(torch.empty(1, 1, spec.width))
         if spec.reg_tokens:
             self.reg_token = nn.Parameter(torch.empty(1, spec.reg_tokens, spec.width))
         self.pos_embed = nn.Parameter(torch.empty(1, spec.num_patches, spec.width))
         self.patch_embed = PatchEmbed(spec)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.depth))
+        self.blocks = nn.ModuleList(
+            FilmBlock(spec, film_width) if film_width else Block(spec) for _ in range(spec.depth)
+        )
         self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
         if spec.attn_pool:
             self.attn_pool = AttentionPool(spec)
@@ -112,30 +141,34 @@ class Vit(nn.Module):
             unused = name.startswith((f"blocks.{spec.depth - 1}.", "norm.", "attn_pool."))
             parameter.requires_grad_(not unused)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Map normalised pixels [B, 3, S, S] to patch features [B, patches, width]."""
+    def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
+        """Map normalised pixels [B, 3, S, S] (and a language vector [B, D] for FiLM) to [B, patches, width]."""
         x = self.patch_embed(pixels) + self.pos_embed
         prefix = [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]
         if prefix:
             x = torch.cat([*(p.expand(len(x), -1, -1) for p in prefix), x.to(prefix[0].dtype)], dim=1)
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         for block in self.blocks[:-1]:
-            x = block(x)
+            x = checkpoint(block, x, language, use_reentrant=False) if recompute else block(x, language)
         return x[:, self.num_prefix :]
 
 
 class VisionBackbone(nn.Module):
-    """DINOv2 and SigLIP side by side."""
+    """DINOv2 and SigLIP side by side; `film_width` is the width of the language vector, 0 without FiLM."""
 
-    def __init__(self, towers: tuple[VitSpec, VitSpec]) -> None:
+    def __init__(self, towers: tuple[VitSpec, VitSpec], film_width: int = 0) -> None:
         super().__init__()
-        self.featurizer = Vit(towers[0])
-        self.fused_featurizer = Vit(towers[1])
+        self.featurizer = Vit(towers[0], film_width)
+        self.fused_featurizer = Vit(towers[1], film_width)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
         """Map [B, 6*images, S, S] (per image: DINOv2 rgb, SigLIP rgb) to [B, images*patches, width of both]."""
         batch, channels, height, width = pixels.shape
-        single = pixels.reshape(batch * channels // 6, 6, height, width)
-        dino, siglip = self.featurizer(single[:, :3]), self.fused_featurizer(single[:, 3:])
+        images = channels // 6
+        single = pixels.reshape(batch * images, 6, height, width)
+        if language is not None:
+            language = language.repeat_interleave(images, dim=0)
+        dino, siglip = self.featurizer(single[:, :3], language), self.fused_featurizer(single[:, 3:], language)
         return torch.cat([dino, siglip], dim=-1).reshape(batch, -1, dino.shape[-1] + siglip.shape[-1])
 
 

@@ -1,0 +1,111 @@
+"""Statistics of training data: between the units of actions and proprioception and -1..1; imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.errors import CheckpointError
+from embodyrl.registry import closest
+from embodyrl.types import FloatArray
+
+STATISTICS_FILE = "dataset_statistics.json"
+NORMALISATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
+"""Names of `model.action_normalization` and the fields that bound -1..1: LIBERO and Bridge use q99, ALOHA min/max."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What -1 and 1 stand for, per dimension; where `mask` is false a dimension is not normalised."""
+
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    mask: tuple[bool, ...]
+
+
+class Statistics(Mapping[str, Mapping[str, Any]]):
+    """The data sets of `dataset_statistics.json` (or of config.json's `norm_stats`) by name."""
+
+    def __init__(self, raw: Mapping[str, Any], folder: Path) -> None:
+        self._raw = dict(raw)
+        self._folder = folder
+
+    def __getitem__(self, key: str) -> Mapping[str, Any]:
+        return self._raw[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def find(self, *keys: str | None) -> str:
+        """Return the data set that the first given key names (`<key>_no_noops` also counts), or else the only one.
+
+        Raises:
+            CheckpointError: neither the key nor `<key>_no_noops` exists.
+        """
+        wanted = next((key for key in keys if key), None)
+        if wanted is None and len(self) == 1:
+            return next(iter(self))
+        known = ", ".join(sorted(self))
+        if wanted is None:
+            raise CheckpointError(
+                f"model.unnorm_key is not set and the environment names no data set. Statistics in "
+                f"{self._folder}: {known}. Set model.unnorm_key to the one the checkpoint was trained with."
+            )
+        for key in (wanted, f"{wanted}_no_noops"):
+            if key in self:
+                return key
+        raise CheckpointError(
+            f"No action statistics '{wanted}' (nor '{wanted}_no_noops') in {self._folder}."
+            f"{closest(wanted, self)} Known: {known}. The checkpoint was probably trained on another "
+            f"benchmark; set model.unnorm_key or model.path."
+        )
+
+    def bounds(self, data_set: str, part: str, normalisation: str) -> Bounds:
+        """Read the bounds of `action` or `proprio`; a missing mask means that every dimension is normalised.
+
+        Raises:
+            CheckpointError: the data set lacks the part or its fields, or they are malformed.
+        """
+        low_name, high_name = NORMALISATIONS[normalisation]
+        where = f"{self._folder / STATISTICS_FILE}: data set '{data_set}'"
+        try:
+            entry = self._raw[data_set][part]
+            low, high = (tuple(map(float, entry[name])) for name in (low_name, high_name))
+            mask = tuple(map(bool, entry.get("mask", [True] * len(low)))) if part == "action" else (True,) * len(low)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{where} has no usable {part} {low_name}/{high_name} ({error!r}). Fetch the file again, or check "
+                f"model.action_normalization and model.use_proprio."
+            ) from error
+        if not len(low) == len(high) == len(mask):
+            raise CheckpointError(f"{where} has {part} {low_name}, {high_name} and mask of different length.")
+        return Bounds(low=low, high=high, mask=mask)
+
+
+def unnormalise(normalised: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
+    """Map values [..., D] from -1..1 to the units of the training data; masked ones stay."""
+    low, high = np.asarray(bounds.low), np.asarray(bounds.high)
+    scaled = 0.5 * (normalised + 1.0) * (high - low + 1e-8) + low
+    return np.where(bounds.mask, scaled, normalised).astype(np.float32)
+
+
+def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = True) -> npt.NDArray[np.float64]:
+    """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalise`; masked ones stay.
+
+    `flat_to_zero`: dimensions whose bounds coincide become 0, as when training targets are made; the public inference
+    code does not do so for proprioception.
+    """
+    low, high = np.asarray(bounds.low), np.asarray(bounds.high)
+    raw = np.asarray(values, dtype=np.float64)
+    scaled = np.clip(2.0 * (raw - low) / (high - low + 1e-8) - 1.0, -1.0, 1.0)
+    if flat_to_zero:
+        scaled = np.where(low == high, 0.0, scaled)
+    return np.where(bounds.mask, scaled, raw)
