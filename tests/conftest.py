@@ -28,5 +28,6 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         return not left
 
     assert wait_until(nothing_left, 5.0), f"{request.node.name} left behind: {left}"
-    temporary = folder / "tmp" if folder is not None else None
-    assert temporary is None or not temporary.exists() or not list(temporary.iterdir()), list(temporary.iterdir())
+    files = [] if folder is None else [*(folder / "tmp").glob("*"), *folder.rglob("*.tmp"), *folder.rglob(".tmp-*")]
+    # torch makes the (empty) folder of its compiler cache when it is imported.
+    assert not [f for f in files if not f.name.startswith("torchinductor_")]

@@ -11,9 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import embodyrl
+
 MARK = "EMBODYRL_TEST_SESSION"
 """Environment variable that all processes of a test session inherit, orphans included."""
 TESTS = Path(__file__).parent
+SOURCE = Path(embodyrl.__file__).parents[1]
+"""The commands run the code that the tests import."""
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float) -> bool:
@@ -66,7 +70,8 @@ def command_environment(cwd: Path, extra: Mapping[str, str] | None = None) -> di
     """Environment of a command under test: toys importable, temporary files where the test can look for them."""
     temporary = cwd / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    return {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(temporary), **(extra or {})}
+    path = f"{TESTS}:{SOURCE}"
+    return {**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), **(extra or {})}
 
 
 def run_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -2,8 +2,8 @@
 
 Each step adds the first action dimension to a position; the goal lies at +2 (task 0) or -2 (task 1, ...). Settings in
 `env.kwargs`: `tasks`, `task_limit`, `goal`, `echo` (the reward is the first action dimension, nothing ends), `reward`
-(given in every step instead of 1 at success), and one fault: {"fault": "raise|kill|exit|hang|nan|gate", "where":
-"init|reset|step|observe", "at": from the how-manieth call on, "once": path of a marker file that the first sinner makes}.
+(given in every step instead of 1 at success), and one fault: {"fault": "raise|kill|exit|hang|nonfinite|gate", "where":
+"init|reset|step|observe", "at": from which call on, "once": path of a marker file that the first sinner makes}.
 A "gate" makes its marker and waits until the file "<marker>.open" exists.
 """
 
@@ -58,7 +58,7 @@ class ToySims:
         self._position[slot] += float(action[0])
         sign = 1.0 if self._task[slot] == 0 else -1.0
         success = sign * self._position[slot] > self._goal
-        reward = float("nan") if fault == "nan" else float(self._kwargs.get("reward", success))
+        reward = float("nan") if fault == "nonfinite" else float(self._kwargs.get("reward", success))
         return SimStep(reward=reward, terminated=success, success=success)
 
     def _maybe_misbehave(self, where: str) -> str | None:

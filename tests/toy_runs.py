@@ -24,6 +24,8 @@ TOY = (
     "env.eval.total_num_envs=2",
     "algorithm.group_size=2",
     "model.num_action_chunks=4",
+    "model.num_images_in_input=1",
+    "model.use_proprio=false",
     "actor.global_batch_size=8",
     "runner.max_steps=2",
 )

@@ -32,6 +32,7 @@ class _Seat:
     log: Path
     since: float
     """Start of the wait for the oldest open order."""
+    ready: bool = False
     open_limits: deque[float] = field(default_factory=deque)
     """Allowed seconds of each unanswered order, oldest first."""
 
@@ -73,7 +74,9 @@ class LocalLauncher:
                 else:
                     os.environ[key] = value
         theirs.close()
-        self._seats[spec.name] = _Seat(process, PipeChannel(ours), log, time.monotonic(), deque([timeout_s]))
+        self._seats[spec.name] = _Seat(
+            process, PipeChannel(ours), log, time.monotonic(), open_limits=deque([timeout_s])
+        )
 
     def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
         seat = self._seats.get(worker)
@@ -117,6 +120,7 @@ class LocalLauncher:
             if isinstance(message, WorkerFailed):
                 self._bury(name, f"raised {message.error}", message.traceback, message.exit_code)
                 return
+            seat.ready = True
             seat.since = time.monotonic()
             if seat.open_limits:
                 seat.open_limits.popleft()
@@ -164,6 +168,8 @@ class LocalLauncher:
                 except ChannelClosed:
                     pass  # already gone
             for seat in seats:
+                if not seat.ready:
+                    seat.process.kill()  # busy with imports, and nothing to close yet
                 seat.process.join(max(0.0, deadline - time.monotonic()))
         finally:
             # Also when a second Ctrl-C cuts the wait short: workers ignore the gentle signals.

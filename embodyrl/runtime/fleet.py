@@ -42,14 +42,20 @@ class Fleet:
         return sum(self._restarts.values())
 
     def start(self, specs: dict[str, tuple[WorkerSpec, Callback]]) -> None:
-        """Start workers side by side and wait until all are ready."""
-        for name, (spec, callback) in specs.items():
-            self._specs[name] = spec
-            self._callbacks[name] = callback
-            self._starting.add(name)
-            self._launcher.start(spec, timeout_s=self._faults.start_timeout_s)
-        while self._starting:
-            self.pump(1.0)
+        """Start workers side by side and wait until all are ready.
+
+        Raises:
+            Interrupted: a signal asked the run to stop.
+            WorkerError: a worker could not start.
+        """
+        with self.signals():
+            for name, (spec, callback) in specs.items():
+                self._specs[name] = spec
+                self._callbacks[name] = callback
+                self._starting.add(name)
+                self._launcher.start(spec, timeout_s=self._faults.start_timeout_s)
+            while self._starting:
+                self.pump(1.0)
 
     def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
         """Send an order; its reply reaches the worker's callback from `pump`."""

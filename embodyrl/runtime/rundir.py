@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +33,8 @@ class RunFolder:
     root: Path
     videos: Path
     logs: Path
+    lock: int
+    """File descriptor that holds the lock."""
 
     @property
     def run_id(self) -> str:
@@ -45,7 +49,7 @@ class RunFolder:
 
     def unlock(self) -> None:
         """Let another process use this run."""
-        (self.root / _LOCK_FILE).unlink(missing_ok=True)
+        _release(self.root / _LOCK_FILE, self.lock)
 
 
 def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path | None) -> RunFolder:
@@ -59,7 +63,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
     videos = Path(cfg.video_cfg.base_dir) / root.name
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _lock(root)
+        lock = _take(root / _LOCK_FILE, root)
         attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
         logs = root / "logs" / f"attempt_{attempt}"
         logs.mkdir(parents=True)
@@ -69,7 +73,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
-    return RunFolder(root=root, videos=videos, logs=logs)
+    return RunFolder(root=root, videos=videos, logs=logs, lock=lock)
 
 
 def _new_root(cfg: Config, command: str) -> Path:
@@ -97,14 +101,50 @@ def _free_name(root: Path) -> Path:
     return candidate
 
 
-def _lock(root: Path) -> None:
-    """Refuse a run that a living process of this host holds."""
-    lock = root / _LOCK_FILE
-    if lock.exists():
-        host, _, pid = lock.read_text(encoding="utf-8").strip().partition(" ")
-        if host == socket.gethostname() and pid.isdigit() and Path(f"/proc/{pid}").exists() and int(pid) != os.getpid():
-            raise EmbodyError(f"Run {root} is in use by process {pid}; stop that one first.")
-    lock.write_text(f"{socket.gethostname()} {os.getpid()}", encoding="utf-8")
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a folder outside of a run (which may not exist yet) for this process; the lock lies beside it.
+
+    Raises:
+        EmbodyError: another process uses it.
+    """
+    lock = folder.with_name(f".{folder.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = _take(lock, folder)
+    except OSError as error:
+        raise EmbodyError(f"Cannot write to {lock.parent}: {error.strerror}. Choose another folder.") from error
+    try:
+        yield
+    finally:
+        _release(lock, handle)
+
+
+def _take(lock: Path, folder: Path) -> int:
+    """Lock a file for this process; the system lets go of it when the process ends, however it ends.
+
+    Raises:
+        EmbodyError: another process holds it; names it.
+    """
+    while True:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 256, 0).decode("utf-8", errors="replace") or "another process"
+            os.close(handle)
+            raise EmbodyError(f"{folder} is in use by {holder}; stop that one first.") from None
+        if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+            break
+        os.close(handle)  # its last holder removed the file in the moment before we took it
+    os.truncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return handle
+
+
+def _release(lock: Path, handle: int) -> None:
+    lock.unlink(missing_ok=True)
+    os.close(handle)
 
 
 def _describe_machine() -> str:

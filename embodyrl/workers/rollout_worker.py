@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.errors import EnvError
+from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation, decode_instruction
 from embodyrl.workers.messages import InferOrder, ValueOrder
@@ -43,7 +43,12 @@ class RolloutWorker:
         self._gripper = gripper
 
     def infer(self, order: InferOrder) -> None:
-        """Choose one chunk per item and write it beside its observation."""
+        """Choose one chunk per item and write it beside its observation.
+
+        Raises:
+            NonFiniteError: the policy's outputs are not finite. Tokens drawn from NaN look like any others, so this is
+                the place where diverged weights are noticed even if no later update looks at them.
+        """
         arena, policy = self._arena, self._policy
         records = arena.read([item.ticket for item in order.items])
         rows = _rows([item.row for item in order.items], order.padded_size)
@@ -53,8 +58,13 @@ class RolloutWorker:
             noise = _pad(token_noise(keys, policy.spec.tokens_per_chunk), rows, order.padded_size)
         out = policy.act(read_observation(arena, _pad(records, rows, order.padded_size)), noise=noise)
         actions = out.actions[rows]
-        if not np.isfinite(actions).all():
-            raise EnvError("The policy produced a non-finite action. Likely cause: diverged weights or bad statistics.")
+        for what, values in (("action", actions), ("log-probability", out.logprob[rows]), ("value", out.value[rows])):
+            if not np.isfinite(values).all():
+                raise NonFiniteError(
+                    f"The policy produced a non-finite {what}. Likely cause: weights that diverged (lower "
+                    "actor.optim.lr, actor.optim.value_lr or actor.optim.clip_grad), or broken action statistics. "
+                    "Older checkpoints are intact."
+                )
         convert_gripper(actions, policy.spec.gripper, self._gripper)
         arena["action"][records] = actions
         arena["tokens"][records] = out.tokens[rows]

@@ -167,5 +167,5 @@ def test_restarts_have_a_budget(tmp_path):
 
 def test_on_env_crash_fail_ends_the_run_at_the_first_death(tmp_path):
     words = ("env.kwargs.fault=raise", "env.kwargs.at=3", "faults.on_env_crash=fail")
-    with running_crew(tmp_path, *words) as stage, pytest.raises(WorkerError, match="env_0 .*the toy broke"):
+    with running_crew(tmp_path, *words) as stage, pytest.raises(WorkerError, match=r"env_0 .*the toy broke"):
         collect(stage)

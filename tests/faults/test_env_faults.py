@@ -1,0 +1,96 @@
+"""Env workers that die, hang, raise or lie, in real processes: named, restarted and counted."""
+
+from __future__ import annotations
+
+import pytest
+from processes import run_cli
+from toy_runs import rows, toy_words
+
+from embodyrl.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.slow
+
+
+def run_with_fault(tmp_path, *fault, workers=2):
+    kwargs = [f"env.kwargs.{setting}" for setting in fault]
+    words = toy_words(tmp_path, *kwargs, f"launcher.env_workers={workers}", "algorithm.rollout_epoch=2")
+    done = run_cli("train", *words, cwd=tmp_path)
+    return done, tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("fault", "where", "said"),
+    [
+        ("kill", "step", "died with SIGKILL"),
+        ("kill", "reset", "died with SIGKILL"),
+        ("kill", "observe", "died with SIGKILL"),
+        ("exit", "step", "exited with code 7"),
+        ("raise", "step", "the toy broke"),
+    ],
+)
+def test_one_crash_is_named_restarted_and_counted(tmp_path, fault, where, said):
+    done, run = run_with_fault(tmp_path, f"fault={fault}", f"where={where}", "at=3", f"once={tmp_path}/marker")
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    line = next(line for line in printed.splitlines() if "restarting" in line)
+    assert "worker env_" in line
+    assert said in printed.replace("\n", " ")
+    assert "Traceback" not in printed
+    first, second = rows(run)
+    assert (first["env/restarts"], second["env/restarts"]) == (1, 1)
+    assert second["env/dropped_episodes"] == 0
+    # A dead worker takes at most the episodes in its own two slots with it, and what it took is counted.
+    assert 1 <= first["env/dropped_episodes"] <= 2
+    assert first["train/episodes"] + first["env/dropped_episodes"] == 8
+    assert second["train/episodes"] == 8
+    CheckpointStore(run / "checkpoints").verify(run / "checkpoints" / "step_000002")
+
+
+def test_a_hung_env_is_killed_with_a_stack_dump_and_restarted(tmp_path):
+    kwargs = ["fault=hang", "at=3", f"once={tmp_path}/marker"]
+    words = toy_words(tmp_path, *(f"env.kwargs.{k}" for k in kwargs), "faults.step_timeout_s=1")
+    done = run_cli("train", *words, "launcher.env_workers=2", "algorithm.rollout_epoch=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "gave no answer for" in " ".join(done.stdout.split())
+    logs = "".join(p.read_text() for p in (tmp_path / "run" / "logs" / "attempt_1").glob("env_*.log"))
+    assert "_maybe_misbehave" in logs, "the stack dump shows where it hung"
+    first, second = rows(tmp_path / "run")
+    assert (first["env/restarts"], second["env/restarts"]) == (1, 1)
+    assert first["train/episodes"] + first["env/dropped_episodes"] == 8
+
+
+def test_a_nan_reward_is_refused_at_the_border(tmp_path):
+    done, run = run_with_fault(tmp_path, "fault=nonfinite", "at=3", f"once={tmp_path}/marker", workers=1)
+    assert done.returncode == 0, done.stderr
+    assert "reward" in done.stdout
+    assert "nan" in done.stdout
+    assert rows(run)[0]["env/restarts"] == 1
+
+
+def test_a_worker_that_always_crashes_ends_the_run_with_exit_4(tmp_path):
+    words = toy_words(tmp_path, "env.kwargs.fault=raise", "faults.max_restarts_per_worker=1", "launcher.env_workers=1")
+    done = run_cli("train", *words, "algorithm.rollout_epoch=4", cwd=tmp_path)
+    assert done.returncode == 4
+    assert "worker env_0 raised RuntimeError: the toy broke; it was restarted 1 times already" in done.stderr
+    assert "faults.max_restarts_per_worker" in done.stderr
+    assert "env_0.log" in done.stderr
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_a_worker_that_cannot_start_ends_the_run_at_once(tmp_path):
+    done, _ = run_with_fault(tmp_path, "fault=raise", "where=init", workers=1)
+    assert done.returncode == 4
+    assert "worker env_0 raised RuntimeError: the toy broke" in done.stderr
+    assert "restart" not in done.stdout
+
+
+def test_a_step_that_loses_all_its_episodes_changes_nothing_and_goes_on(tmp_path):
+    """All four episodes run in the one worker that dies; there is nothing to learn from, and a next step."""
+    words = toy_words(tmp_path, "env.kwargs.fault=kill", "env.kwargs.at=3", f"env.kwargs.once={tmp_path}/marker")
+    words += ["rollout.pipeline_stage_num=1", "launcher.env_workers=1", "runner.save_interval=1"]
+    done = run_cli("train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = rows(tmp_path / "run")
+    assert (first["train/episodes"], first["env/dropped_episodes"], first["env/restarts"]) == (0, 4, 1)
+    assert first["actor/optimizer_steps"] == 0
+    assert (second["train/episodes"], second["env/dropped_episodes"]) == (4, 0)

@@ -1,0 +1,106 @@
+"""Non-finite numbers, full disks, damaged files, folders that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from processes import run_cli
+from toy_runs import rows, toy_config, toy_words, train_toy, weights
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.errors import CheckpointError, EmbodyError, NonFiniteError
+from embodyrl.runtime.evaluate import evaluate
+
+EXPLODING = ("env.kwargs.reward=1e37", "algorithm.normalize_advantages=false", "env.kwargs.goal=0.7")
+"""Rewards, advantages and the loss are finite; the squares in the norm of the gradient are not."""
+
+
+def test_a_non_finite_loss_stops_with_the_weights_untouched(tmp_path):
+    start = train_toy(tmp_path, "actor.optim.lr=0", "runner.max_steps=1", name="start")
+    words = (f"ckpt={start}", "runner.max_steps=2", "runner.save_interval=1", "env.use_rel_reward=false")
+    with pytest.raises(NonFiniteError, match=r"weights were not touched.*actor\.optim\.lr") as caught:
+        train_toy(tmp_path, *words, *EXPLODING, name="bad")
+    assert caught.value.exit_code == 5
+    assert CheckpointStore(tmp_path / "bad" / "checkpoints").steps() == []
+    assert not (tmp_path / "bad" / "lock").exists()
+
+
+def test_a_skipped_update_is_counted_and_changes_nothing(tmp_path):
+    start = train_toy(tmp_path, "actor.optim.lr=0", "runner.max_steps=1", name="start")
+    words = (f"ckpt={start}", "runner.max_steps=2", "env.use_rel_reward=false", "faults.on_nonfinite=skip")
+    run = train_toy(tmp_path, *words, *EXPLODING, name="skipping")
+    for row in rows(run):
+        assert row["actor/skipped_nonfinite"] >= 1
+        assert row["actor/optimizer_steps"] == 0
+    assert weights(run, 2) == weights(start, 1)
+
+
+@pytest.mark.slow
+def test_an_absurd_learning_rate_ends_with_exit_5(tmp_path):
+    words = toy_words(tmp_path, "actor.optim.lr=1e30", "env.kwargs.goal=0.7", "runner.max_steps=5")
+    done = run_cli("train", *words, "launcher=inline", cwd=tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert "non-finite log-probability" in done.stderr
+    assert "actor.optim.lr" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_non_finite_numbers_in_a_worker_process_have_the_same_exit_code(tmp_path):
+    words = toy_words(tmp_path, *EXPLODING, "env.use_rel_reward=false")
+    done = run_cli("train", *words, cwd=tmp_path)
+    assert done.returncode == 5, done.stderr
+    assert "weights were not touched" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 12 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(tmp_path, small_disk):
+    probe = train_toy(tmp_path, "runner.max_steps=1", name="probe")
+    size = sum(p.stat().st_size for p in (probe / "checkpoints").rglob("*") if p.is_file())
+    (small_disk / "ballast").write_bytes(bytes(max(0, 12 * 2**20 - int(1.5 * size) - 2**20)))
+    with pytest.raises(CheckpointError, match=r"No space left.*needs.*MiB.*checkpoint\.keep=1") as caught:
+        train_toy(small_disk, "runner.max_steps=3", "runner.save_interval=1")
+    assert caught.value.exit_code == 6
+    store = CheckpointStore(small_disk / "run" / "checkpoints")
+    assert store.steps() == [1]
+    store.verify(store.path(1))
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_refused_by_the_command_with_exit_6(tmp_path):
+    run = train_toy(tmp_path, "runner.max_steps=1")
+    victim = next((run / "checkpoints" / "step_000001" / "policy").glob("*.safetensors"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    before = (run / "metrics.jsonl").read_bytes()
+    done = run_cli("train", "--resume", str(run), "runner.max_steps=2", cwd=tmp_path)
+    assert done.returncode == 6
+    assert victim.name in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_unwritable_video_folder_fails_before_any_rollout(tmp_path):
+    (tmp_path / "videos").write_text("a file where the folder should be")
+    cfg = toy_config(tmp_path, "video=all", "eval.episodes=1", command="eval")
+    with pytest.raises(EmbodyError, match=r"Cannot write recordings to .*video_cfg\.base_dir"):
+        evaluate(cfg)
+    assert not list(Path(tmp_path, "run").rglob("episodes.jsonl"))

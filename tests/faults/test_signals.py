@@ -1,0 +1,141 @@
+"""Real signals at every phase of a run: the run stops in order, says one line, and can go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from processes import Command, start_cli, wait_until, workers_of
+from toy_gates import GATE
+from toy_runs import toy_words
+
+from embodyrl.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def start(tmp_path):
+    commands: list[Command] = []
+
+    def begin(*overrides: str, **env: str) -> Command:
+        words = toy_words(tmp_path, "runner.max_steps=50", "runner.save_interval=1", *overrides)
+        commands.append(start_cli("train", "launcher.env_workers=1", *words, cwd=tmp_path, env=env))
+        return commands[-1]
+
+    yield begin
+    for command in commands:
+        command.stop()
+
+
+def hold_in_rollout(gate, at=40):
+    return (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", f"env.kwargs.at={at}")
+
+
+def open_gate(gate) -> None:
+    gate.with_name(gate.name + ".open").touch()
+
+
+def assert_one_line_and_no_traceback(command: Command) -> str:
+    assert "Traceback" not in command.printed, command.printed
+    lines = command.err.read_text().splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("embodyrl: ")
+    return lines[0]
+
+
+def assert_saved(run) -> None:
+    store = CheckpointStore(run / "checkpoints")
+    latest = store.latest()
+    assert latest is not None
+    store.verify(latest)
+    assert not (run / "lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=["int", "term", "hup"]
+)
+def test_a_signal_to_the_group_in_a_rollout_saves_and_exits(start, tmp_path, signum, code):
+    gate = tmp_path / "gate"
+    command = start(*hold_in_rollout(gate))
+    command.wait_for(gate)
+    command.signal_group(signum)
+    open_gate(gate)
+    assert command.wait() == code
+    line = assert_one_line_and_no_traceback(command)
+    assert "--resume" in line
+    assert "checkpoints/step_0" in line
+    assert_saved(tmp_path / "run")
+
+
+def test_ctrl_c_in_an_update_finishes_the_update_first(start, tmp_path):
+    gate = tmp_path / "gate"
+    command = start("algorithm.adv_type=toy_gates:GATED_GRPO", **{GATE: str(gate)})
+    command.wait_for(gate)
+    command.signal_group(signal.SIGINT)
+    open_gate(gate)
+    assert command.wait() == 130
+    assert "after step 1" in assert_one_line_and_no_traceback(command)
+    assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert_saved(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
+def test_a_signal_while_workers_start_leaves_in_order(start, tmp_path, signum, code):
+    command = start()
+    # Workers exist but are still importing: the earliest moment at which they could print a traceback.
+    assert wait_until(lambda: workers_of(command.pid) or command.process.poll() is not None, 60)
+    command.signal_group(signum)
+    assert command.wait() == code
+    assert_one_line_and_no_traceback(command)
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_anybody(start, tmp_path):
+    """The env worker never leaves its gate, so the first Ctrl-C alone would wait for the grace period."""
+    gate = tmp_path / "gate"
+    command = start(*hold_in_rollout(gate))
+    command.wait_for(gate)
+    worker = command.worker("env_0")
+    command.signal_group(signal.SIGINT)
+    assert wait_until(lambda: "policy" not in workers_of(command.pid), 30), "first comes the checkpoint"
+    command.signal_group(signal.SIGINT)
+    assert command.wait(5.0) == 130
+    assert_one_line_and_no_traceback(command)
+    assert str(worker) not in workers_of(command.pid).values()
+    assert_saved(tmp_path / "run")
+
+
+def test_kill_9_of_the_driver_leaves_no_worker(start, tmp_path):
+    gate = tmp_path / "gate"
+    command = start(*hold_in_rollout(gate))
+    command.wait_for(gate)
+    assert set(workers_of(command.pid)) == {"policy", "env_0"}
+    pids = list(workers_of(command.pid).values())
+    command.process.kill()
+    command.wait()
+    assert wait_until(lambda: not any(alive(pid) for pid in pids), 5.0)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_policy_worker_ends_the_run_with_exit_4(start, tmp_path):
+    gate = tmp_path / "gate"
+    command = start(*hold_in_rollout(gate, at=60))
+    command.wait_for(tmp_path / "run" / "metrics.jsonl", lines=1)
+    command.wait_for(gate)
+    os.kill(command.worker("policy"), signal.SIGKILL)
+    open_gate(gate)
+    assert command.wait(10.0) == 4
+    error = command.err.read_text()
+    assert "worker policy died with SIGKILL" in error
+    assert "policy.log" in error
+    assert_saved(tmp_path / "run")

@@ -1,0 +1,31 @@
+"""Advantage estimators that tests register by path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from toy_env import wait_at_gate
+
+from embodyrl.algorithms.grpo import GRPO, grpo_credits
+from embodyrl.algorithms.protocol import Credit
+from embodyrl.config.schema import AlgorithmConfig
+from embodyrl.types import Episode
+
+GATE = "TOY_GATE"
+"""Environment variable: where `GATED_GRPO` shows that an update has begun."""
+
+
+def _gated(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Credit]:
+    wait_at_gate(Path(os.environ[GATE]))
+    return grpo_credits(episodes, cfg)
+
+
+def _negated(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Credit]:
+    return [Credit(advantage=-c.advantage, returns=c.returns) for c in grpo_credits(episodes, cfg)]
+
+
+GATED_GRPO = replace(GRPO, compute=_gated)
+NEGATED_GRPO = replace(GRPO, compute=_negated)
