@@ -23,6 +23,14 @@ CAMERAS = ("agentview", "robot0_eye_in_hand")
 
 STATE_DIM = 8
 
+EXPERT_TASKS: dict[str, tuple[int, ...]] = {
+    "libero_object": tuple(range(10)),
+    "libero_spatial": tuple(range(10)),
+    "libero_goal": (1, 2, 4, 6, 8, 9),
+    "libero_10": (0, 7),
+}
+"""Tasks with a scripted demonstrator: those that picking and placing solves (no drawer, knob or push)."""
+
 
 class LiberoFactory:
     """Builds LIBERO environments from `env.task_suite_name`."""
@@ -57,6 +65,7 @@ class LiberoFactory:
             gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
             unnorm_key=f"{suite}_no_noops",
             max_episode_steps=HORIZONS[suite],
+            expert_tasks=EXPERT_TASKS.get(suite, ()),
         )
 
     def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:

@@ -6,6 +6,7 @@ from typing import Any
 
 from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.libero import install
+from embodyrl.envs.libero.expert import Demonstrator
 from embodyrl.envs.libero.pool import SimPool
 from embodyrl.envs.libero.simulator import TaskSimulator
 from embodyrl.errors import EnvError
@@ -27,6 +28,7 @@ class LiberoSims:
         self._tasks = install.suite_tasks(spec.name)
         self._init_states: dict[int, Any] = {}
         self._slot_task: dict[int, int] = {}
+        self._demonstrators: dict[int, Demonstrator] = {}
         self.pool = SimPool(self._build, max_models=max_models)
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
@@ -43,11 +45,16 @@ class LiberoSims:
                 f"{self.spec.states_per_task[task]} expected. Cure: {install.INSTALL}"
             )
         self._slot_task[slot] = task
+        self._demonstrators[slot] = Demonstrator(seed)
         self.pool.begin(slot, task).reset(states[index], seed)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position and rotation deltas in -1..1 (0.05 m, 0.5 rad), gripper -1 opens."""
         return self.pool.use(slot).step(action)
+
+    def expert(self, slot: int) -> FloatArray:
+        """Return the demonstrator's next action [7]; to be executed before the next one is asked for."""
+        return self._demonstrators[slot].act(self.pool.use(slot).scene)
 
     def observe(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec, and read proprioception [8], into the views."""

@@ -18,6 +18,7 @@ from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.libero.fast import FastLoop
 from embodyrl.envs.libero.install import quiet
 from embodyrl.envs.libero.lean import lean_models
+from embodyrl.envs.libero.scene import Scene
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, FloatArray
 
@@ -87,6 +88,7 @@ class TaskSimulator:
         if lean:
             self._env.sim._render_context_offscreen.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         self._fast = FastLoop(self._env) if fast else None
+        self.scene = Scene(self._env)
         self._env._observables = {}
         self._env._update_observables = self._after_substep
         self._robot = self._env.robots[0]

@@ -1,0 +1,177 @@
+"""Scripted demonstrators: pick up and place by privileged poses, through the same 7-D actions as any policy.
+
+Closed loop: every action follows from the current state, a missed or lost object is approached again, with another
+grasp. So a demonstrator tolerates noise on its actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.envs.libero.grasps import Grasp, find_grasps, order_grasps
+from embodyrl.envs.libero.scene import Goal, Scene
+from embodyrl.types import FloatArray
+
+OPEN, CLOSED = -1.0, 1.0
+
+_STEP = 0.05
+"""Metres that a position command of 1 asks for; 0.5 rad for rotations."""
+_TURN = 0.5
+
+_HOVER = 0.10
+"""Height above an object from which the hand descends."""
+_CLEAR = 0.06
+"""Height of a carried object above its target's top."""
+_DROP = {"on": 0.012, "in": 0.03}
+"""Height above the target's top from which an object is released."""
+_CLOSE_STEPS, _OPEN_STEPS = 12, 15
+_SLIP = 0.04
+"""A carried object that moved this far in the hand is lost."""
+
+DoubleArray = npt.NDArray[np.float64]
+Actions = Iterator[FloatArray]
+
+
+class Demonstrator:
+    """Solves one episode; the variant (which grasp first) follows from the seed.
+
+    It holds no part of the simulator, so it outlives a swap or reload of the model that carries its slot.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._attempts: dict[Goal, int] = {}
+        self._scene: Scene | None = None
+        self._plan = self._episode()
+
+    def act(self, scene: Scene) -> FloatArray:
+        """Return the next action [7] for the current state of the slot's model."""
+        scene.refresh()
+        self._scene = scene
+        try:
+            return next(self._plan)
+        finally:
+            self._scene = None
+
+    @property
+    def _now(self) -> Scene:
+        assert self._scene is not None
+        return self._scene
+
+    def _episode(self) -> Actions:
+        while True:
+            goal = next((goal for goal in self._now.goals if not self._now.holds(goal)), None)
+            if goal is None:
+                yield self._command(np.zeros(3), 0.0, OPEN)
+            else:
+                yield from self._pick_and_place(goal)
+
+    def _pick_and_place(self, goal: Goal) -> Actions:
+        """One attempt; ends early where the object is not in the hand."""
+        grasp = self._next_grasp(goal)
+        start = self._now.box(goal.subject)
+        yield from self._approach(grasp, start.top + _HOVER)
+        for _ in range(_CLOSE_STEPS):
+            yield self._command(np.zeros(3), 0.0, CLOSED)
+
+        target = self._now.box(self._now.owner(goal.target))
+        lift = max(target.top + grasp.point[2] - start.bottom + _CLEAR, self._now.hand[2] + 0.12)
+        base = self._now.hand[:2].copy()
+        yield from self._move(lambda: np.array([*base, lift]), CLOSED, tolerance=0.02, limit=60)
+        if self._now.box(goal.subject).bottom < start.bottom + 0.03:
+            return
+
+        held = self._offset(goal.subject)
+        yield from self._carry(goal, held, lambda: lift, tolerance=0.012, limit=90)
+        drop = target.top + _DROP[goal.relation]
+        yield from self._carry(
+            goal,
+            held,
+            lambda: self._now.hand[2] + min(drop - self._now.box(goal.subject).bottom, lift - self._now.hand[2]),
+            tolerance=0.012,
+            limit=40,
+            speed=0.6,
+        )
+        if not self._lost(goal.subject, held):
+            for _ in range(_OPEN_STEPS):
+                yield self._command(np.zeros(3), 0.0, OPEN)
+        base = self._now.hand[:2].copy()
+        yield from self._move(lambda: np.array([*base, lift]), OPEN, tolerance=0.02, limit=30)
+
+    def _next_grasp(self, goal: Goal) -> Grasp:
+        """The first grasp of the episode's order; after a failure the next one, measured anew."""
+        attempt = self._attempts.get(goal, 0)
+        self._attempts[goal] = attempt + 1
+        grasps = order_grasps(find_grasps(self._now, goal.subject), np.random.default_rng(self._seed))
+        return grasps[attempt % len(grasps)]
+
+    def _approach(self, grasp: Grasp, hover: float) -> Actions:
+        if self._now.hand[2] < hover - 0.03:
+            base = self._now.hand[:2].copy()
+            yield from self._move(lambda: np.array([*base, hover]), OPEN, tolerance=0.02, limit=30)
+        above = np.array([*grasp.point[:2], hover])
+        yield from self._move(lambda: above, OPEN, axis=grasp.axis, tolerance=0.012, limit=80)
+        yield from self._move(lambda: grasp.point, OPEN, axis=grasp.axis, tolerance=0.006, limit=60, speed=0.6)
+
+    def _carry(
+        self,
+        goal: Goal,
+        held: DoubleArray,
+        height: Callable[[], float],
+        *,
+        tolerance: float,
+        limit: int,
+        speed: float = 1.0,
+    ) -> Actions:
+        """Move the held object above its target; stop where it is lost."""
+
+        def hand() -> DoubleArray:
+            return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])
+
+        moves = self._move(hand, CLOSED, tolerance=tolerance, limit=limit, speed=speed)
+        for action in moves:
+            yield action
+            if self._lost(goal.subject, held):
+                return
+
+    def _offset(self, subject: str) -> DoubleArray:
+        return self._now.hand - self._now.box(subject).center
+
+    def _lost(self, subject: str, held: DoubleArray) -> bool:
+        return bool(np.linalg.norm(self._offset(subject) - held) > _SLIP)
+
+    def _move(
+        self,
+        target: Callable[[], DoubleArray],
+        grip: float,
+        *,
+        tolerance: float,
+        limit: int,
+        axis: DoubleArray | None = None,
+        speed: float = 1.0,
+    ) -> Actions:
+        """Go to `target` [3] with the fingers along `axis` [2]; give up after `limit` steps."""
+        for _ in range(limit):
+            error = target() - self._now.hand
+            turn = 0.0 if axis is None else self._turn(axis)
+            if np.linalg.norm(error) < tolerance and abs(turn) < 0.08:
+                return
+            yield self._command(error, turn, grip, speed)
+
+    def _turn(self, axis: DoubleArray) -> float:
+        """Angle (rad) about the vertical that brings the fingers parallel to `axis`; the hand is symmetric."""
+        now = self._now.finger_axis
+        angle = float(np.arctan2(now[0] * axis[1] - now[1] * axis[0], now @ axis))
+        return (angle + np.pi / 2) % np.pi - np.pi / 2
+
+    def _command(self, error: DoubleArray, turn: float, grip: float, speed: float = 1.0) -> FloatArray:
+        """Action that moves by `error` (m), keeps the hand vertical, and turns it by `turn` (rad)."""
+        action = np.zeros(7)
+        action[:3] = np.clip(error / _STEP, -speed, speed)
+        action[3:6] = np.cross(self._now.hand_axis, [0.0, 0.0, -1.0])
+        action[5] += turn / _TURN
+        action[6] = grip
+        return np.clip(action, -1.0, 1.0).astype(np.float32)

@@ -1,0 +1,144 @@
+"""Privileged, read-only view of a loaded task: poses, sizes, free space and goals. Only demonstrators use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
+import numpy as np
+import numpy.typing as npt
+
+mujoco: Any = _mujoco
+
+DoubleArray = npt.NDArray[np.float64]
+
+_COLLISION_GROUP = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """One predicate of a task's goal: `subject` shall be `relation` (in, on) `target`."""
+
+    relation: str
+    subject: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """Bounding box of a body's collision geometry, metres, in the world."""
+
+    center: DoubleArray
+    """[3]"""
+    axes: DoubleArray
+    """[3, 3] unit vectors in columns: two horizontal ones and `up`, as far as the body stands upright."""
+    half: DoubleArray
+    """[3] half extents along the axes."""
+
+    @property
+    def up(self) -> int:
+        """Index of the axis that points up or down."""
+        return int(np.argmax(np.abs(self.axes[2])))
+
+    @property
+    def top(self) -> float:
+        """Height of the highest corner."""
+        return float(self.center[2] + np.abs(self.axes[2]) @ self.half)
+
+    @property
+    def bottom(self) -> float:
+        """Height of the lowest corner."""
+        return float(self.center[2] - np.abs(self.axes[2]) @ self.half)
+
+
+class Scene:
+    """Reads one task model. All lengths in metres, world frame."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._model, self._data = env.sim.model._model, env.sim.data._data
+        model = self._model
+        self._root = model.body_rootid[model.geom_bodyid]
+        solid = model.geom_group == _COLLISION_GROUP
+        self._solid = np.flatnonzero(solid & (model.geom_type != mujoco.mjtGeom.mjGEOM_PLANE))
+        self._hand = env.robots[0].eef_site_id
+        self._robot_bodies = {i for i in range(model.nbody) if model.body(i).name.startswith(("robot0", "gripper0"))}
+        self._fingers = [model.body(f"gripper0_{side}finger").id for side in ("left", "right")]
+        self.goals = tuple(
+            Goal(relation=state[0].lower(), subject=state[1], target=state[2])
+            for state in env.parsed_problem["goal_state"]
+            if len(state) == 3
+        )
+
+    def refresh(self) -> None:
+        """Compute poses from the current positions; the simulation's own next step is not affected."""
+        mujoco.mj_kinematics(self._model, self._data)
+
+    def holds(self, goal: Goal) -> bool:
+        """Whether the benchmark's predicate is true in the current state."""
+        # Contacts may still belong to another slot on the same model.
+        mujoco.mj_fwdPosition(self._model, self._data)
+        return bool(self._env._eval_predicate([goal.relation, goal.subject, goal.target]))
+
+    @property
+    def hand(self) -> DoubleArray:
+        """Point between the fingertips [3]."""
+        return self._data.site_xpos[self._hand].copy()
+
+    @property
+    def hand_axis(self) -> DoubleArray:
+        """Direction in which the hand points [3]."""
+        return self._data.site_xmat[self._hand].reshape(3, 3)[:, 2].copy()
+
+    @property
+    def finger_axis(self) -> DoubleArray:
+        """Horizontal unit vector [2] from one finger to the other."""
+        left, right = (self._data.xpos[body][:2] for body in self._fingers)
+        return (left - right) / np.linalg.norm(left - right)
+
+    def box(self, name: str) -> Box:
+        """Bounding box of an object or fixture."""
+        body = self._env.obj_body_id[name]
+        rotation, position = self._data.xmat[body].reshape(3, 3), self._data.xpos[body]
+        geoms = self._solid[np.isin(self._model.geom_bodyid[self._solid], list(self._family(body)))]
+        centers, halves = self._extent(geoms, rotation)
+        centers = (centers - position) @ rotation
+        low, high = (centers - halves).min(axis=0), (centers + halves).max(axis=0)
+        return Box(center=position + rotation @ (low + high) / 2, axes=rotation.copy(), half=(high - low) / 2)
+
+    def owner(self, name: str) -> str:
+        """The object or fixture that a region belongs to, or the object itself."""
+        return name if name in self._env.obj_body_id else self._env.object_sites_dict[name].parent_name
+
+    def place(self, name: str) -> DoubleArray:
+        """Horizontal position [2] of an object's middle, or of a region."""
+        if name in self._env.obj_body_id:
+            return self.box(name).center[:2]
+        return self._data.site_xpos[self._model.site(name).id][:2].copy()
+
+    def obstacle_tops(self, points: DoubleArray, radius: float, without: str) -> DoubleArray:
+        """Height of the highest solid within `radius` of each horizontal point [P, 2] -> [P]; -inf where none.
+
+        The robot and the object `without` do not count. Bounding boxes stand for the shapes.
+        """
+        ignored = self._robot_bodies | self._family(self._env.obj_body_id[without])
+        geoms = self._solid[~np.isin(self._model.geom_bodyid[self._solid], list(ignored))]
+        centers, halves = self._extent(geoms, np.eye(3))
+        near = (np.abs(points[:, None] - centers[None, :, :2]) < halves[None, :, :2] + radius).all(axis=2)
+        return np.where(near, (centers + halves)[None, :, 2], -np.inf).max(axis=1, initial=-np.inf)
+
+    def _extent(self, geoms: npt.NDArray[np.int64], frame: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
+        """World centres [G, 3] of the geoms' bounding boxes, and half extents [G, 3] along the columns of `frame`."""
+        rotation = self._data.geom_xmat[geoms].reshape(-1, 3, 3)
+        local, half = self._model.geom_aabb[geoms, :3], self._model.geom_aabb[geoms, 3:]
+        centers = self._data.geom_xpos[geoms] + np.einsum("gij,gj->gi", rotation, local)
+        return centers, np.einsum("gij,gj->gi", np.abs(frame.T @ rotation), half)
+
+    def _family(self, body: int) -> set[int]:
+        """The body and everything attached below it."""
+        family = {body}
+        for child in range(body + 1, self._model.nbody):  # parents come before their children
+            if int(self._model.body_parentid[child]) in family:
+                family.add(child)
+        return family
