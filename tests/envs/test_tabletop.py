@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 
+from embodyrl.config.load import load_config
 from embodyrl.config.schema import EnvConfig, EnvSplitConfig, InitParams, RenderProfile
 from embodyrl.envs import ENVS
 from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Skill, Task, World, new_world
@@ -255,5 +256,11 @@ def test_a_wrong_setting_is_refused_with_its_cure(changes, words):
     assert any(words in problem for problem in problems), problems
 
 
-def test_the_shipped_settings_are_accepted():
-    assert FACTORY.validate(config()) == []
+def test_the_shipped_settings_are_accepted_and_validate_on_other_layouts():
+    cfg = load_config("train", ["env=tabletop", "model=scripted"])
+    assert FACTORY.validate(cfg.env) == []
+    spec = FACTORY.spec(cfg.env)
+    train, held_out = ({*range(first, last + 1)} for first, last in (cfg.env.train.state_ids, cfg.env.eval.state_ids))
+    assert not train & held_out
+    assert max(train | held_out) < spec.states_per_task[0]
+    assert cfg.env.train.max_episode_steps == cfg.env.eval.max_episode_steps == spec.max_episode_steps
