@@ -91,6 +91,28 @@ COMMANDS: dict[str, Command] = {
         ),
         long_help=True,
     ),
+    "collect": Command(
+        summary="Collect demonstrations: roll a policy out and keep what succeeds.",
+        target="embodyrl.cli.run:collect",
+        usage="embodyrl collect collect.out=DIR [group=option ...] [key=value ...] [flags]",
+        flags=_RUN_FLAGS,
+        examples=(
+            "embodyrl collect env=tabletop collect.out=demos/tabletop",
+            "embodyrl collect env=libero_object collect.out=demos/object collect.episodes=200 model.expert_noise=0.1",
+            "embodyrl collect ckpt=runs/my_run model=openvla_oft_tiny collect.out=demos/mine",
+        ),
+    ),
+    "sft": Command(
+        summary="Train a policy on demonstrations (supervised).",
+        target="embodyrl.cli.run:sft",
+        usage="embodyrl sft data.path=DIR [model=option] [key=value ...] [flags]",
+        flags=(*_RUN_FLAGS, Flag("--resume", {"metavar": "RUN", "help": "continue a run with its config"})),
+        examples=(
+            "embodyrl sft data.path=demos/tabletop",
+            "embodyrl sft data.path=demos/object runner.max_steps=3000 actor.optim.lr=3e-4",
+            "embodyrl sft --resume runs/my_run",
+        ),
+    ),
     "list": Command(
         summary="List what there is to choose from, and the runs so far.",
         target="embodyrl.cli.discover:list_things",

@@ -1,4 +1,4 @@
-"""The commands `train` and `eval`: compose, check, then hand over to the runtime."""
+"""The commands `train`, `eval`, `collect` and `sft`: compose, check, then hand over to the runtime."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from embodyrl.errors import ConfigError
 
 def train(args: argparse.Namespace) -> int:
     """Run `embodyrl train`."""
-    cfg, resume = _train_config(args)
-    if _only_look(args, cfg):
+    cfg, resume = _train_config(args, "train")
+    if _only_look(args, cfg, "train"):
         return 0
     if cfg.runner.only_eval:
         return _evaluate(cfg, args.words)
@@ -28,7 +28,29 @@ def train(args: argparse.Namespace) -> int:
 def evaluate(args: argparse.Namespace) -> int:
     """Run `embodyrl eval`."""
     cfg = load_config("eval", args.words, config_dirs=_folders(args), base=_config_of_ckpt(args.words))
-    return 0 if _only_look(args, cfg) else _evaluate(cfg, args.words)
+    return 0 if _only_look(args, cfg, "eval") else _evaluate(cfg, args.words)
+
+
+def collect(args: argparse.Namespace) -> int:
+    """Run `embodyrl collect`."""
+    cfg = load_config("collect", args.words, config_dirs=_folders(args), base=_config_of_ckpt(args.words))
+    if _only_look(args, cfg, "collect"):
+        return 0
+    from embodyrl.runtime.collect import collect as run
+
+    run(cfg, overrides=args.words)
+    return 0
+
+
+def sft(args: argparse.Namespace) -> int:
+    """Run `embodyrl sft`."""
+    cfg, resume = _train_config(args, "sft")
+    if _only_look(args, cfg, "sft"):
+        return 0
+    from embodyrl.runtime.sft import sft as run
+
+    run(cfg, overrides=args.words, resume=resume)
+    return 0
 
 
 def _config_of_ckpt(words: list[str]) -> Path | None:
@@ -50,7 +72,7 @@ def _evaluate(cfg: Config, overrides: list[str]) -> int:
     return 0
 
 
-def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
+def _train_config(args: argparse.Namespace, command: str) -> tuple[Config, Path | None]:
     """Compose the config and find the run to resume.
 
     A named run brings its own config. `auto` means "start this experiment or go on with it", so there the command
@@ -67,7 +89,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
             raise ConfigError("ckpt cannot be combined with --resume: a resumed run has weights of its own; drop one.")
         run = Path(resume)
         return load_saved_config(run, words), run if run.is_dir() else run.parent
-    cfg = load_config("train", words, config_dirs=_folders(args))
+    cfg = load_config(command, words, config_dirs=_folders(args))
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None
     if cfg.runner.experiment_name is None:
@@ -75,20 +97,20 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
-def _only_look(args: argparse.Namespace, cfg: Config) -> bool:
+def _only_look(args: argparse.Namespace, cfg: Config, command: str) -> bool:
     """Check the config against its components and serve the flags that stop before anything runs."""
     if args.json and not args.print_config:
         raise ConfigError("--json goes with --print-config here; results are written to the run folder as JSON.")
     from embodyrl.runtime.checks import check_components
 
-    check_components(cfg)
+    check_components(cfg, command)
     if args.print_config:
         print(_config_json(cfg) if args.json else dump_config(cfg).rstrip("\n"))
         return True
     if args.dry_run:
         from embodyrl.runtime.planning import describe
 
-        print(describe(cfg))
+        print(describe(cfg, command))
         return True
     return False
 

@@ -52,6 +52,7 @@ _SPLIT_RULES = {
     "max_episode_steps": _COUNT,
     "max_steps_per_rollout_epoch": _COUNT,
     "task_ids": _list(lambda v: len(v) > 0 and len(set(v)) == len(v) and min(v) >= 0, _TASKS),
+    "state_ids": _list(lambda v: len(v) == 2 and 0 <= v[0] <= v[1], "[first,last] with 0 <= first <= last, or null"),
 }
 
 RULES: dict[str, Rule] = {
@@ -79,7 +80,10 @@ RULES: dict[str, Rule] = {
     "model.num_action_chunks": _COUNT,
     "model.num_images_in_input": _COUNT,
     "model.expert_noise": _NOT_NEGATIVE,
+    "model.num_diffusion_steps_inference": _number(lambda v: 1 <= v <= 50, "between 1 and 50"),
     "model.lora.r": _COUNT,
+    "model.lora.path": _PATH,
+    "model.lora.init_lora_weights": _one_of("gaussian", "kaiming"),
     "model.lora.lora_alpha": _COUNT,
     "algorithm.group_size": _COUNT,
     "algorithm.rollout_epoch": _COUNT,
@@ -113,7 +117,13 @@ RULES: dict[str, Rule] = {
     "actor.optim.schedule": _one_of("constant", "linear", "cosine"),
     "actor.optim.warmup_steps": _NOT_NEGATIVE,
     "eval.episodes": _COUNT,
+    "eval.sampling_params.temperature": _POSITIVE,
     "eval.episodes_per_task": _COUNT,
+    "data.path": _PATH,
+    "data.val_path": _PATH,
+    "data.val_share": _number(lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "collect.out": _PATH,
+    "collect.episodes": _COUNT,
     "checkpoint.keep": _COUNT,
     "faults.max_restarts_per_worker": _NOT_NEGATIVE,
     "faults.step_timeout_s": _POSITIVE,
@@ -138,7 +148,6 @@ UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
     "env.train.enable_offload": ((False,), _NO_OFFLOAD),
     "env.eval.enable_offload": ((False,), _NO_OFFLOAD),
     "actor.enable_offload": ((False,), _NO_OFFLOAD),
-    "actor.gradient_checkpointing": ((False,), "recomputing activations is not available in this version"),
     "actor.fsdp.size": ((-1, 1), _ONE_GPU),
     "actor.fsdp.reshard_after_forward": ((True,), _ONE_GPU),
     "actor.fsdp.cpu_offload": ((False,), _NO_OFFLOAD),
@@ -173,7 +182,7 @@ def find_invalid(cfg: Config) -> list[str]:
 
 def find_conflicts(cfg: Config) -> list[str]:
     """Return one line for each combination of (single valid) values that contradicts itself."""
-    return [text for check in (_groups, _workers, _batches, _resume) if (text := check(cfg))]
+    return [text for check in (_groups, _workers, _batches, _resume, _sampling) if (text := check(cfg))]
 
 
 def _groups(cfg: Config) -> str | None:
@@ -225,4 +234,14 @@ def _resume(cfg: Config) -> str | None:
     return (
         f"ckpt={cfg.ckpt} and runner.resume_dir={cfg.runner.resume_dir}: a resumed run has weights of its own. "
         "Use one of them."
+    )
+
+
+def _sampling(cfg: Config) -> str | None:
+    chosen = cfg.eval.sampling_params
+    if chosen.temperature is None or chosen.do_sample:
+        return None
+    return (
+        f"eval.sampling_params.temperature={chosen.temperature} has no effect on greedy evaluation. "
+        "Set eval.sampling_params.do_sample=true, or remove it."
     )

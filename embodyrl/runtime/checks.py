@@ -16,16 +16,57 @@ _LOOP_MODEL = frozenset({"model_type"})
 """Keys that the training loop itself reads, whatever component is chosen."""
 
 
-def check_components(cfg: Config) -> None:
+_UNREAD: dict[str, tuple[str, ...]] = {
+    "train": ("data", "collect"),
+    "eval": ("data", "collect"),
+    "collect": (
+        *("data", "actor", "checkpoint", "video", "eval.episodes", "eval.episodes_per_task"),
+        *("runner.max_steps", "runner.max_epochs", "runner.val_check_interval", "runner.save_interval"),
+    ),
+    "sft": ("collect", "env", "algorithm", "rollout", "launcher", "eval", "faults", "video", "video_cfg", "ckpt"),
+}
+"""Groups and keys that a command never looks at: setting them would be a mistake."""
+
+
+def check_components(cfg: Config, command: str = "train") -> None:
     """Let the chosen environment, policy and algorithm judge their part of the config.
 
     Raises:
-        ConfigError: unknown component names, problems that a component reports, and keys that differ from their
-            default although the chosen component does not read them; one line each.
+        ConfigError: unknown component names, problems that a component reports, keys that differ from their
+            default although the command or the chosen component does not read them, and keys that the command
+            cannot do without; one line each.
     """
-    problems = [*_env(cfg), *_model(cfg), *_algorithm(cfg)]
+    problems = [*_unread(cfg, command), *_model(cfg), *_missing(cfg, command)]
+    if command != "sft":
+        problems += _env(cfg)
+    if command in ("train", "eval"):
+        problems += _algorithm(cfg)
     if problems:
         raise ConfigError(problems)
+
+
+def _unread(cfg: Config, command: str) -> list[str]:
+    problems: list[str] = []
+    for name, value in leaves(cfg):
+        unread = any(name == part or name.startswith(f"{part}.") for part in _UNREAD[command])
+        default = all_keys()[name].default
+        if unread and value != default:
+            problems.append(f"{name}={spell(value)}: `embodyrl {command}` does not read this key; leave it out.")
+    return problems
+
+
+def _missing(cfg: Config, command: str) -> list[str]:
+    if command == "collect" and cfg.collect.out is None:
+        return [
+            "collect.out is not set: it wants a folder to write demonstrations to, for example collect.out=demos/a."
+        ]
+    if command == "sft" and cfg.data.path is None:
+        return ["data.path is not set: it wants a folder with demonstrations; `embodyrl collect` writes one."]
+    if command == "sft" and cfg.data.val_path and cfg.data.val_share != all_keys()["data.val_share"].default:
+        return [
+            f"data.val_share={cfg.data.val_share}: data.val_path={cfg.data.val_path} already names validation data."
+        ]
+    return []
 
 
 def _env(cfg: Config) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,16 +40,42 @@ class RolloutPlan:
 
 
 def selected_reset_ids(env: EnvSpec, split: EnvSplitConfig) -> list[int]:
-    """All reset ids of the selected tasks.
+    """All reset ids of the selected tasks and initial states.
+
+    Raises:
+        ConfigError: a task id or initial state does not exist.
+    """
+    return [reset_id for task in selected_tasks(env, split) for reset_id in reset_ids_of(env, split, task)]
+
+
+def selected_tasks(env: EnvSpec, split: EnvSplitConfig) -> list[int]:
+    """Task ids of a split.
 
     Raises:
         ConfigError: a task id does not exist.
     """
-    tasks = split.task_ids if split.task_ids is not None else range(len(env.tasks))
+    tasks = list(split.task_ids) if split.task_ids is not None else list(range(len(env.tasks)))
     bad = [t for t in tasks if not 0 <= t < len(env.tasks)]
     if bad:
         raise ConfigError(f"task_ids {bad}: env '{env.name}' has tasks 0 to {len(env.tasks) - 1}.")
-    return [reset_id for task in tasks for reset_id in env.reset_ids_of(task)]
+    return tasks
+
+
+def reset_ids_of(env: EnvSpec, split: EnvSplitConfig, task: int) -> range:
+    """Reset ids of one task that a split may use. Training, evaluation and collection all draw from here.
+
+    Raises:
+        ConfigError: the task has fewer initial states than `state_ids` asks for.
+    """
+    ids = env.reset_ids_of(task)
+    if split.state_ids is None:
+        return ids
+    first, last = split.state_ids
+    if last >= len(ids):
+        raise ConfigError(
+            f"state_ids [{first},{last}]: task {task} of env '{env.name}' has initial states 0 to {len(ids) - 1}."
+        )
+    return ids[first : last + 1]
 
 
 def groups_per_step(cfg: Config) -> int:
@@ -85,13 +112,12 @@ def train_plan(cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool
 def eval_plan(cfg: Config, env: EnvSpec) -> RolloutPlan:
     """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed."""
     split = cfg.env.eval
-    tasks = list(split.task_ids) if split.task_ids is not None else list(range(len(env.tasks)))
-    selected_reset_ids(env, split)
+    tasks = selected_tasks(env, split)
     total = cfg.eval.episodes if cfg.eval.episodes is not None else cfg.eval.episodes_per_task * len(tasks)
     episodes = []
     for i in range(total):
         task, trial = tasks[i % len(tasks)], i // len(tasks)
-        ids = env.reset_ids_of(task)
+        ids = reset_ids_of(env, split, task)
         episodes.append(
             EpisodeSpec(
                 episode_id=i,
@@ -106,6 +132,38 @@ def eval_plan(cfg: Config, env: EnvSpec) -> RolloutPlan:
     # Episodes of one task run together, so that a worker loads few simulators.
     episodes.sort(key=lambda e: (tasks.index(e.task_id), e.episode_id))
     slots = min(split.total_num_envs, total)
+    wave = Wave(queues=(tuple(episodes),))
+    return RolloutPlan(
+        num_slots=slots,
+        max_episode_steps=split.max_episode_steps,
+        ignore_terminations=split.ignore_terminations,
+        waves=(_deal(wave, slots) if cfg.runner.deterministic else wave,),
+    )
+
+
+def demonstration_plan(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> RolloutPlan:
+    """Plan demonstrations: (task id, how-manieth episode of the task) decides everything about an episode.
+
+    A task's trials visit seeded permutations of its initial states in `env.train`, so that all are used equally often.
+    """
+    split = cfg.env.train
+    episodes = []
+    for i, (task, trial) in enumerate(trials):
+        ids = list(reset_ids_of(env, split, task))
+        lap, place = divmod(trial, len(ids))
+        order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, lap)).permutation(len(ids))
+        episodes.append(
+            EpisodeSpec(
+                episode_id=i,
+                reset_id=ids[int(order[place])],
+                task_id=task,
+                group_id=i,
+                member=0,
+                seed=derive_small(cfg.seed, "demonstration", task, trial),
+                noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
+            )
+        )
+    slots = min(split.total_num_envs, len(episodes))
     wave = Wave(queues=(tuple(episodes),))
     return RolloutPlan(
         num_slots=slots,

@@ -11,22 +11,37 @@ from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.episodes import eval_plan, train_plan
 
 
-def describe(cfg: Config) -> str:
+def describe(cfg: Config, command: str = "train") -> str:
     """Return the derived sizes of a run, a line each."""
-    training = not cfg.runner.only_eval
+    if command == "collect":
+        from embodyrl.runtime.collect import draw_collection
+
+        lines = facts(draw_collection(cfg))
+        lines.append(("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}"))
+        return _layout(lines)
+    if command == "sft":
+        from embodyrl.runtime.sft_setup import sft_facts
+
+        return _layout(sft_facts(cfg))
+    training = command == "train" and not cfg.runner.only_eval
     blueprint = draw_blueprint(cfg, training=training)
     lines = facts(blueprint)
     if training:
         lines += _training_facts(blueprint)
     plan = eval_plan(cfg, blueprint.env)
     lines.append(("validation", f"{plan.num_episodes} episodes in {plan.num_slots} slots"))
+    return _layout(lines)
+
+
+def _layout(lines: list[tuple[str, str]]) -> str:
     return "\n".join(f"  {name:<12} {text}" for name, text in lines)
 
 
 def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     """Name and text of the banner's lines."""
     cfg, env, policy = blueprint.cfg, blueprint.env, blueprint.policy
-    horizon = cfg.env.train.max_episode_steps if blueprint.algorithm else cfg.env.eval.max_episode_steps
+    split = cfg.env.train if blueprint.algorithm or blueprint.single_step else cfg.env.eval
+    horizon = split.max_episode_steps
     lines = [
         (
             "env",

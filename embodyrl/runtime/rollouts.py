@@ -101,6 +101,7 @@ class Rollouts:
         self._plan: RolloutPlan | None = None
         self._version = 0
         self._greedy = False
+        self._temperature: float | None = None
         self._keep = True
         self._video: VideoChoice | None = None
         self._out = Collection()
@@ -112,6 +113,7 @@ class Rollouts:
         *,
         version: int,
         greedy: bool = False,
+        temperature: float | None = None,
         keep_records: bool = True,
         video: VideoChoice | None = None,
         on_episode: Callable[[Episode], None] | None = None,
@@ -119,9 +121,10 @@ class Rollouts:
         """Run all episodes of a plan.
 
         Episodes come back in plan order, not in the order in which they ended. Without `keep_records` the arena is
-        free again at the end and only the episodes' small arrays remain.
+        free again at the end and only the episodes' small arrays remain. `temperature` replaces the training one.
         """
         self._plan, self._version, self._greedy, self._keep, self._video = plan, version, greedy, keep_records, video
+        self._temperature = temperature
         self._on_episode = on_episode
         self._out = Collection()
         started = time.perf_counter()
@@ -144,6 +147,10 @@ class Rollouts:
         for tickets in collection.tickets.values():
             self._arena.free(tickets)
         collection.tickets.clear()
+
+    def release_episode(self, episode: Episode) -> None:
+        """Give one finished episode's records back while the collection still runs; for use in `on_episode`."""
+        self._arena.free(self._out.tickets.pop(episode.spec.episode_id))
 
     def abandon(self) -> None:
         """Forget everything that runs, after an interruption."""
@@ -246,6 +253,7 @@ class Rollouts:
             sequence=0,
             items=tuple(self._infer_item(s) for s in ready),
             greedy=self._greedy,
+            temperature=self._temperature,
             version=self._version,
             padded_size=self._rules.total_slots if self._rules.deterministic else 0,
         )

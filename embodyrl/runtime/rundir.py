@@ -81,6 +81,8 @@ def _new_root(cfg: Config, command: str) -> Path:
     name = cfg.runner.experiment_name
     if name is None:
         what = cfg.env.task_suite_name or cfg.env.id or cfg.env.env_type
+        if cfg.data.path is not None:
+            what = Path(cfg.data.path).resolve().name
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{what}".replace("/", "-").replace(":", "-")
         return _free_name(parent / name)
     root = parent / name

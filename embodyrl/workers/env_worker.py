@@ -31,6 +31,8 @@ class EnvWorkerInit:
     """The environment's demonstrator acts; the chunk in the record is ignored and overwritten."""
     expert_noise: float = 0.0
     """Standard deviation of the noise on the demonstrator's executed actions."""
+    single_step: bool = False
+    """Execute only the first action of each chunk, so that every env step has a record of its own."""
     shared_arena: Arena | None = None
     """Inline mode: the driver's own arena object."""
 
@@ -85,17 +87,15 @@ class EnvWorker:
         slots = [o.slot for o in orders]
         records = arena.read([o.source for o in orders])
         film = self._film if self._tapes else None
+        length = 1 if self._init.single_step else arena["action"].shape[1]
         if self._init.scripted:
-            noise, length = self._init.expert_noise, arena["action"].shape[1]
-            actions, result = self._env.expert_chunk(slots, length, noise=noise, after_step=film)
-            arena["action"][records] = actions
+            actions, result = self._env.expert_chunk(slots, length, noise=self._init.expert_noise, after_step=film)
+            arena["action"][records, :length] = actions
         else:
-            result = self._env.step_chunk(slots, arena["action"][records], after_step=film)
-        arena["reward"][records] = result.reward
-        arena["terminated"][records] = result.terminated
-        arena["truncated"][records] = result.truncated
-        arena["valid"][records] = result.valid
-        arena["success"][records] = result.success
+            result = self._env.step_chunk(slots, arena["action"][records, :length], after_step=film)
+        for name in ("reward", "terminated", "truncated", "valid", "success"):
+            arena[name][records, :length] = getattr(result, name)
+            arena[name][records, length:] = 0
         self._observe(slots, [o.target for o in orders])
         return [
             self._end_tape(slot) for slot, done in zip(slots, result.done, strict=True) if done and slot in self._tapes

@@ -33,7 +33,7 @@ from embodyrl.workers.messages import (
 )
 from embodyrl.workers.rollout_worker import RolloutWorker
 
-_TRAINING_STATE = "training_state"
+TRAINING_STATE = "training_state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +144,13 @@ class PolicyHost:
                 "schedule": {"last_epoch": trainer.scheduler.last_epoch},
                 "rng": rng_state(),
             }
-            save_state(folder, _TRAINING_STATE, state)
+            save_state(folder, TRAINING_STATE, state)
 
     def _load(self, order: LoadOrder) -> None:
         folder = Path(order.folder)
         self._policy.load_weights(folder / POLICY_FOLDER)
         if order.training_state:
-            state = load_state(folder, _TRAINING_STATE)
+            state = load_state(folder, TRAINING_STATE)
             trainer = self._trainer
             trainer.optimizer.load_state_dict(state["optimizer"])
             trainer.scheduler.last_epoch = int(state["schedule"]["last_epoch"])

@@ -1,0 +1,174 @@
+"""The folder layout: LeRobot dataset v3.0, and one file of our own that describes the environment.
+
+The layout is that of the `lerobot` package (`codebase_version` v3.0): files hold many episodes, and
+`meta/episodes/` says which rows of which file are an episode's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from embodyrl.errors import EmbodyError
+from embodyrl.types import EnvSpec, GripperConvention
+
+CODEBASE_VERSION = "v3.0"
+CHUNKS_SIZE = 1000
+"""Files per chunk folder."""
+DATA_FILE_MB, VIDEO_FILE_MB = 100, 200
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+INFO_PATH, STATS_PATH, TASKS_PATH = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+CARD_PATH = "meta/embodyrl.json"
+STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.reward", "next.done", "next.success"
+OWN = "embodyrl/"
+"""Prefix of our own columns in the table of episodes: where an episode came from."""
+
+_SCALARS = {
+    REWARD: "float32",
+    DONE: "bool",
+    SUCCESS: "bool",
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+_ARROW: dict[str, pa.DataType] = {"float32": pa.float32(), "int64": pa.int64(), "bool": pa.bool_()}
+_IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What `meta/embodyrl.json` holds: the environment without its simulator, and how the data came about."""
+
+    env: EnvSpec
+    fps: int
+    video: bool
+    """Frames lie in MP4 files instead of PNG bytes inside the parquet files."""
+    collected: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that decide which episodes there are; an interrupted collection goes on only with the same ones."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Card:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError, TypeError, KeyError: something else.
+        """
+        raw = json.loads(text)
+        env: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in raw.pop("env").items()
+        }
+        gripper = env.pop("gripper")
+        return cls(env=EnvSpec(**env, gripper=GripperConvention(**gripper) if gripper else None), **raw)
+
+
+def image_key(camera: str) -> str:
+    """Feature name of a camera."""
+    return f"observation.images.{camera}"
+
+
+def features_of(card: Card) -> dict[str, dict[str, Any]]:
+    """Return the `features` of `meta/info.json`: dtype, shape and names of every column."""
+    env = card.env
+    height, width = env.image_size
+    image: dict[str, Any] = {"dtype": "image", "shape": [height, width, 3], "names": ["height", "width", "channels"]}
+    if card.video:
+        codec = {"video.codec": "h264", "video.pix_fmt": "yuv420p", "video.is_depth_map": False, "has_audio": False}
+        size = {"video.height": height, "video.width": width, "video.channels": 3, "video.fps": card.fps}
+        image |= {"dtype": "video", "info": {**size, **codec}}
+    features: dict[str, dict[str, Any]] = {image_key(camera): dict(image) for camera in env.cameras}
+    if env.state_dim:
+        features[STATE] = {"dtype": "float32", "shape": [env.state_dim], "names": None}
+    features[ACTION] = {"dtype": "float32", "shape": [env.action_dim], "names": None}
+    scalars = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in _SCALARS.items()}
+    return features | scalars
+
+
+def info_of(card: Card, *, episodes: int, frames: int, tasks: int) -> dict[str, Any]:
+    """Return `meta/info.json`."""
+    return {
+        "codebase_version": CODEBASE_VERSION,
+        "robot_type": card.env.name,
+        "total_episodes": episodes,
+        "total_frames": frames,
+        "total_tasks": tasks,
+        "chunks_size": CHUNKS_SIZE,
+        "data_files_size_in_mb": DATA_FILE_MB,
+        "video_files_size_in_mb": VIDEO_FILE_MB,
+        "fps": card.fps,
+        "splits": {"train": f"0:{episodes}"},
+        "data_path": DATA_PATH,
+        "video_path": VIDEO_PATH if card.video else None,
+        "features": features_of(card),
+    }
+
+
+def schema_of(card: Card) -> pa.Schema:
+    """Return the schema of the data files, with the metadata by which `datasets` decodes images."""
+    fields: list[pa.Field] = []
+    described: dict[str, dict[str, Any]] = {}
+    for key, feature in features_of(card).items():
+        dtype, (length, *rest) = feature["dtype"], feature["shape"]
+        if dtype == "video":
+            continue
+        if dtype == "image":
+            fields.append(pa.field(key, _IMAGE))
+            described[key] = {"_type": "Image"}
+            continue
+        assert not rest, feature
+        value = {"dtype": dtype, "_type": "Value"}
+        # One-element vectors are plain columns in this layout.
+        fields.append(pa.field(key, _ARROW[dtype] if length == 1 else pa.list_(_ARROW[dtype], length)))
+        described[key] = value if length == 1 else {"feature": value, "length": length, "_type": "Sequence"}
+    return pa.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": described}})})
+
+
+def tasks_table(tasks: list[str]) -> pa.Table:
+    """Return `meta/tasks.parquet`: a data frame with the instruction as index, as pandas stores it."""
+    columns = [("task_index", "int64", "int64"), ("task", "unicode", "object")]
+    described = [
+        {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy, "metadata": None}
+        for name, kind, numpy in columns
+    ]
+    pandas = {"index_columns": ["task"], "column_indexes": [], "columns": described, "pandas_version": "2.2.0"}
+    schema = pa.schema([("task_index", pa.int64()), ("task", pa.string())], metadata={"pandas": json.dumps(pandas)})
+    return pa.table({"task_index": list(range(len(tasks))), "task": tasks}, schema=schema)
+
+
+def file_place(number: int) -> dict[str, int]:
+    """Chunk and file index of the how-manieth file."""
+    return {"chunk_index": number // CHUNKS_SIZE, "file_index": number % CHUNKS_SIZE}
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file so that it is there completely or not at all.
+
+    Raises:
+        EmbodyError: the folder cannot be written to.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(scratch, "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise EmbodyError(
+            f"Cannot write {path}: {error.strerror}. What was written before is intact; free some space or choose "
+            "another folder, and start the same command again."
+        ) from error

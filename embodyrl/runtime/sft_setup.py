@@ -1,0 +1,150 @@
+"""What supervised training starts from: demonstrations, their statistics, and a checkpoint folder that has them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.config.keys import spell
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.schema import Config, ModelConfig
+from embodyrl.datasets import Demonstrations, check_layout, load_demonstrations, read_card
+from embodyrl.errors import ConfigError
+from embodyrl.policies import POLICIES
+from embodyrl.runtime.seeds import derive
+from embodyrl.types import EnvSpec, FloatArray, IntArray, PolicySpec
+from embodyrl.workers.rollout_worker import convert_gripper
+
+STATISTICS_FILE = "dataset_statistics.json"
+"""Where the public layout of vision-language-action models keeps what -1 and 1 stand for."""
+_SMALL = 16 * 2**20
+_VALIDATION_EPISODES = "sft-validation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The env steps that train or validate, and what to imitate at each."""
+
+    demos: Demonstrations
+    steps: IntArray
+    """[M] steps of `demos`."""
+    actions: FloatArray
+    """[M, K, A] the actions that follow, in the policy's gripper convention."""
+
+
+def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
+    """Load demonstrations and split them by episode into training and validation.
+
+    Raises:
+        EmbodyError: a folder is damaged, empty, or too large for the memory.
+        ConfigError: the validation data come from another environment.
+    """
+    assert cfg.data.path is not None
+    demos = load_demonstrations(Path(cfg.data.path))
+    train, held_out = list(range(demos.num_episodes)), []
+    if cfg.data.val_path is None and cfg.data.val_share and demos.num_episodes > 1:
+        count = max(1, round(cfg.data.val_share * demos.num_episodes))
+        order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(demos.num_episodes)
+        held_out, train = sorted(order[:count].tolist()), sorted(order[count:].tolist())
+    training = _samples(demos, train, env, policy)
+    if cfg.data.val_path is None:
+        return training, _samples(demos, held_out, env, policy) if held_out else None
+    other = read_card(Path(cfg.data.val_path)).env
+    shape = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
+    if differs := [name for name in shape if getattr(other, name) != getattr(env, name)]:
+        raise ConfigError(f"data.val_path={cfg.data.val_path} differs from data.path in {', '.join(differs)}.")
+    validation = load_demonstrations(Path(cfg.data.val_path))
+    return training, _samples(validation, list(range(validation.num_episodes)), env, policy)
+
+
+def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
+    steps = demos.steps_of(episodes)
+    actions = demos.chunks(steps, policy.num_action_chunks)
+    convert_gripper(actions, env.gripper, policy.gripper)
+    return Samples(demos=demos, steps=steps, actions=actions)
+
+
+def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
+    """Return one entry of `dataset_statistics.json`.
+
+    Args:
+        actions: [N, A] in the policy's gripper convention.
+        states: [N, S]
+        env: names the gripper, which is not normalised.
+        episodes: number of demonstrations.
+    """
+    mask = np.ones(actions.shape[-1], np.bool_)
+    if env.gripper is not None:
+        mask[env.gripper.index] = False
+    entry: dict[str, Any] = {"action": {**_describe(actions), "mask": mask.tolist()}}
+    if states.shape[-1]:
+        entry["proprio"] = _describe(states)
+    return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
+
+
+def _describe(values: FloatArray) -> dict[str, list[float]]:
+    array = values.astype(np.float64)
+    parts = {"mean": array.mean(0), "std": array.std(0), "max": array.max(0), "min": array.min(0)}
+    parts |= {"q01": np.quantile(array, 0.01, axis=0), "q99": np.quantile(array, 0.99, axis=0)}
+    return {name: part.tolist() for name, part in parts.items()}
+
+
+def start_model(cfg: Config) -> Path:
+    """Find the checkpoint folder to start from.
+
+    Raises:
+        ConfigError: the model has none, so there is nothing that could be trained.
+    """
+    factory = POLICIES.get(cfg.model.model_type)
+    if "path" not in factory.consumes or cfg.model.path is None:
+        raise ConfigError(
+            f"model_type '{cfg.model.model_type}' (model.path={spell(cfg.model.path)}) is no checkpoint folder that "
+            "could be trained; use for example model=openvla_oft_tiny."
+        )
+    return resolve_asset(cfg.model.path)
+
+
+def with_statistics(model: ModelConfig, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelConfig:
+    """Make `target` a checkpoint folder like `source`, but with the statistics of our data, and return its config.
+
+    Small files are copied, weights are linked: nothing large is written before the first checkpoint.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        copy = target / path.name
+        copy.unlink(missing_ok=True)
+        if path.is_file() and path.stat().st_size <= _SMALL:
+            shutil.copyfile(path, copy)
+        else:
+            copy.symlink_to(path.resolve())
+    text = json.dumps({key: entry}, indent=2) + "\n"
+    (target / STATISTICS_FILE).write_text(text, encoding="utf-8")
+    return replace(model, path=str(target), unnorm_key=key)
+
+
+def sft_facts(cfg: Config) -> list[tuple[str, str]]:
+    """Name and text of the lines that describe a run before it starts.
+
+    Raises:
+        EmbodyError: the data set is damaged or there is none.
+    """
+    assert cfg.data.path is not None
+    root = Path(cfg.data.path)
+    card = read_card(root)
+    problems = check_layout(root)
+    if problems:
+        raise ConfigError(problems)
+    info = json.loads((root / "meta" / "info.json").read_text(encoding="utf-8"))
+    height, width = card.env.image_size
+    cameras = f"{', '.join(card.env.cameras)} {height}x{width}"
+    return [
+        ("data", f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {card.env.name}"),
+        ("frames", f"{cameras} · augmentation {'on' if cfg.data.image_aug else 'off'}"),
+        ("model", f"{start_model(cfg)} · {cfg.model.precision.value}"),
+        ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} samples"),
+    ]
