@@ -40,7 +40,7 @@ def test_stages_do_not_matter(golden, tmp_path, stages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "stages"), [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("workers", "stages"), [(1, 1), (2, 2)])
 def test_processes_do_not_matter(golden, tmp_path, workers, stages):
     words = toy_words(tmp_path, *WORDS, f"launcher.env_workers={workers}", f"rollout.pipeline_stage_num={stages}")
     done = run_cli("train", *words, cwd=tmp_path)

@@ -1,0 +1,72 @@
+"""A user's way through the commands: train, look, evaluate, go on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from processes import run_cli
+from toy_runs import rows, toy_words
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A default (local) training run: (working folder, finished process)."""
+    cwd = tmp_path_factory.mktemp("journey")
+    words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "runner.val_check_interval=1", "eval.episodes=4")
+    return cwd, run_cli("train", *words, "launcher.env_workers=2", cwd=cwd)
+
+
+def test_training_succeeds_and_says_where_its_results_are(trained):
+    cwd, done = trained
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    run = cwd / "runs" / "run"
+    printed = "".join(done.stdout.split())
+    assert str(run) in printed
+    assert str(run / "checkpoints" / "step_000002") in printed
+    for name in ("config.yaml", "overrides.txt", "env.txt", "metrics.jsonl", "tensorboard"):
+        assert (run / name).exists(), name
+    for step in range(3):
+        assert (run / "eval" / f"step_{step:06d}" / "eval.json").is_file()
+    logs = sorted(p.name for p in (run / "logs" / "attempt_1").iterdir())
+    assert logs == ["env_0.log", "env_1.log", "policy.log"]
+    assert not (run / "lock").exists()
+
+
+def test_list_runs_shows_it(trained):
+    cwd, _ = trained
+    done = run_cli("list", "runs", "--json", "runner.output_dir=runs", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(done.stdout)
+    assert entry["id"] == "run"
+    assert entry["step"] == 2
+    assert entry["success"] == rows(cwd / "runs" / "run")[-1]["eval/success_once"]
+
+
+def test_eval_of_the_run_leaves_results_of_its_own(trained):
+    cwd, _ = trained
+    words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "eval.episodes=4", name="evaluated")
+    train_only = ("actor.", "env.train.", "runner.max_steps", "algorithm.group_size")
+    words = [w for w in words if not w.startswith(train_only)]
+    done = run_cli("eval", *words, "ckpt=runs/run", "video=first:1", "launcher.env_workers=1", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    assert "overall" in done.stdout
+    table = json.loads((cwd / "runs" / "evaluated" / "eval" / "step_000002" / "eval.json").read_text())
+    assert table["overall"]["episodes"] == 4
+    assert len(list((cwd / "runs" / "videos" / "evaluated").glob("step000002_*.mp4"))) == 1
+
+
+def test_resume_by_path_goes_on_with_the_runs_own_settings(trained):
+    cwd, _ = trained
+    done = run_cli("train", "--resume", "runs/run", "runner.max_steps=3", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in rows(cwd / "runs" / "run")] == [0, 1, 2, 3]
+    assert "resumed at step 2" in done.stdout
+    # `auto` names the same run by its experiment.
+    words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "runner.max_steps=3")
+    again = run_cli("train", "--resume", "auto", *words, cwd=cwd)
+    assert again.returncode == 0, again.stderr
+    assert "resumed at step 3" in again.stdout

@@ -1,0 +1,83 @@
+"""Learning on the toy: success must rise, and canaries must not sing."""
+
+from __future__ import annotations
+
+import pytest
+from toy_runs import rows, train_toy, weights
+
+GRPO = (
+    "env.train.total_num_envs=16",
+    "env.train.max_episode_steps=16",
+    "algorithm.group_size=8",
+    "actor.global_batch_size=64",
+    "actor.optim.lr=0.0003",
+    "runner.max_steps=12",
+)
+
+
+def mean_success(run, steps: slice) -> float:
+    values = [row["train/success_once"] for row in rows(run)][steps]
+    return sum(values) / len(values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_grpo_learns(tmp_path, seed):
+    run = train_toy(tmp_path, *GRPO, f"seed={seed}")
+    assert mean_success(run, slice(-3, None)) >= mean_success(run, slice(0, 2)) + 0.3
+
+
+@pytest.mark.slow
+def test_negated_advantages_unlearn(tmp_path):
+    """Started where success is common, so that there is something to lose."""
+    words = (*GRPO, "env.kwargs.goal=0.8", "algorithm.adv_type=toy_gates:NEGATED_GRPO")
+    run = train_toy(tmp_path, *words)
+    assert mean_success(run, slice(0, 1)) >= 0.5
+    assert mean_success(run, slice(-3, None)) <= mean_success(run, slice(0, 1)) - 0.15
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ppo_with_a_value_head_learns(tmp_path):
+    words = (
+        "algorithm=ppo",
+        "algorithm.update_epoch=2",
+        "env.train.total_num_envs=32",
+        "env.kwargs.goal=1.0",
+        "actor.global_batch_size=32",
+        "actor.optim.lr=0.0003",
+        "runner.max_steps=10",
+    )
+    run = train_toy(tmp_path, *words)
+    assert mean_success(run, slice(-3, None)) >= mean_success(run, slice(0, 2)) + 0.15
+    losses = [row["actor/value_loss"] for row in rows(run)]
+    assert min(losses[-3:]) < losses[0]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A run whose checkpoint is a fixed starting point."""
+    return train_toy(tmp_path_factory.mktemp("start"), "actor.optim.lr=0", "runner.max_steps=1")
+
+
+def test_learning_rate_zero_keeps_every_bit(start, tmp_path):
+    words = (f"ckpt={start}", "actor.optim.lr=0", "actor.optim.weight_decay=0.1", "env.kwargs.goal=0.7")
+    run = train_toy(tmp_path, *words)
+    assert sum(row["actor/optimizer_steps"] for row in rows(run)) > 0
+    assert weights(run, 2) == weights(start, 1)
+
+
+def test_one_update_does_change_the_weights(start, tmp_path):
+    run = train_toy(tmp_path, f"ckpt={start}", "env.kwargs.goal=0.7", "actor.optim.lr=0.0001")
+    assert weights(run, 2) != weights(start, 1)
+
+
+@pytest.mark.parametrize("goal", [1e9, -1e9], ids=["nobody succeeds", "everybody succeeds"])
+def test_groups_without_a_difference_keep_every_bit(start, tmp_path, goal):
+    words = (f"ckpt={start}", "actor.optim.lr=0.01", "actor.optim.weight_decay=0.1", f"env.kwargs.goal={goal}")
+    run = train_toy(tmp_path, *words)
+    for row in rows(run):
+        assert row["train/success_once"] == (goal < 0)
+        assert row["train/groups_without_signal"] == 1
+        assert row["actor/optimizer_steps"] == 0
+    assert weights(run, 2) == weights(start, 1)

@@ -1,0 +1,155 @@
+"""Rules of the house that a machine can check, on the files themselves."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "embodyrl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    for path in FILES:
+        yield path.relative_to(ROOT), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_files_are_short():
+    assert len(FILES) > 50
+    assert [f"{p.relative_to(ROOT)}" for p in FILES if len(p.read_text().splitlines()) > MAX_FILE_LINES] == []
+
+
+def test_functions_are_short():
+    long = [
+        f"{path}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def test_no_class_is_called_manager_helper_or_utils():
+    vague = [
+        f"{path}:{node.lineno} {node.name}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and re.search(r"Manager|Helper|Utils?$", node.name)
+    ]
+    assert vague == []
+
+
+def component_names() -> set[str]:
+    """Short names of environments, models, estimators and losses, and of the option files that select them."""
+    from embodyrl.algorithms import ADVANTAGES, LOSSES
+    from embodyrl.envs import ENVS
+    from embodyrl.policies import POLICIES
+
+    names = {name for registry in (ENVS, POLICIES, ADVANTAGES, LOSSES) for name in registry.names()}
+    options = {p.stem for group in ("env", "model", "algorithm") for p in (ROOT / "conf" / group).rglob("*.yaml")}
+    return names | options
+
+
+def _compared(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Compare):
+        yield node.left
+        for side in node.comparators:
+            yield from side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]
+    elif isinstance(node, ast.MatchValue):
+        yield node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith":
+        yield from node.args
+
+
+def test_nothing_branches_on_a_components_name_outside_its_folder():
+    """Comparisons with the name of an environment, a model or an algorithm; their own folders may."""
+    names = component_names()
+    assert {"libero", "openvla_oft", "grpo", "gae", "ppo_clip", "libero_10"} <= names
+    own = [Path("embodyrl/envs"), Path("embodyrl/policies"), Path("embodyrl/algorithms")]
+    branches = [
+        f"{path}:{node.lineno} '{side.value}'"
+        for path, tree in trees()
+        if not any(path.is_relative_to(folder) for folder in own)
+        for node in ast.walk(tree)
+        for side in _compared(node)
+        if isinstance(side, ast.Constant) and side.value in names
+    ]
+    assert branches == []
+
+
+def test_components_do_not_branch_on_each_others_names():
+    """Inside envs/, policies/ and algorithms/: no name of the other two kinds, and no sibling's folder name."""
+    folders = {kind: {p.name for p in (PACKAGE / kind).iterdir() if p.is_dir()} for kind in ("envs", "policies")}
+    wrong = []
+    for path, tree in trees():
+        kind, owner = path.parts[1], path.parts[2] if len(path.parts) > 3 else None
+        foreign = {name for names in folders.values() for name in names} - {owner, "__pycache__"}
+        if kind not in ("envs", "policies", "algorithms"):
+            continue
+        wrong += [
+            f"{path}:{node.lineno} '{side.value}'"
+            for node in ast.walk(tree)
+            for side in _compared(node)
+            if isinstance(side, ast.Constant) and side.value in foreign
+        ]
+    assert wrong == []
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+
+
+def test_no_tracked_file_names_a_developers_machine():
+    home = re.compile(rb"/(?:home|Users)/\w+/|/work" + rb"/(?:main|shared|venv|\.)|/root/|[Cc]:\\\\Users")
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0].decode()}"
+        for path in tracked_files()
+        if path.suffix not in (".safetensors", ".npz", ".png", ".mp4") and path.is_file()
+        for match in home.finditer(path.read_bytes())
+    ]
+    assert found == []
+
+
+def test_no_tracked_file_is_generated_or_huge():
+    files = [path for path in tracked_files() if path.is_file()]
+    generated = [p for p in files if p.suffix in (".pyc", ".pkl", ".log") or "__pycache__" in p.parts]
+    assert generated == []
+    assert [str(p.relative_to(ROOT)) for p in files if p.stat().st_size > 20 * 2**20] == []
+
+
+def test_nothing_that_is_loaded_can_run_code():
+    """No pickle, no YAML objects, no eval of text; `torch.load` only with `weights_only=True`."""
+    dangerous = {"pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
+    found = []
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+            if name in dangerous or (name == "torch.load" and not safe):
+                found.append(f"{path}:{node.lineno} {name}")
+    assert found == []
+
+
+def test_nothing_is_left_unfinished():
+    marks = re.compile(r"NotImplementedError|\b(?:TODO|FIXME|XXX)\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert found == []

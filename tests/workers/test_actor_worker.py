@@ -1,0 +1,75 @@
+"""The actor: what must not matter does not, and splits of work cover everything."""
+
+from __future__ import annotations
+
+import pytest
+from toy_runs import rows, train_toy
+
+from embodyrl.config.schema import ActorConfig
+from embodyrl.workers.actor_worker import build_schedule
+from embodyrl.workers.rollout_worker import even_parts
+
+WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
+COMPARED = ("actor/loss", "actor/policy_loss", "actor/entropy", "actor/kl", "actor/ratio", "actor/grad_norm")
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_micro_batches_do_not_change_the_gradient(tmp_path, aggregation):
+    words = (*WORDS, f"algorithm.loss_agg_func={aggregation}", "actor.global_batch_size=16")
+    whole = rows(train_toy(tmp_path, *words, "actor.micro_batch_size=16", name="whole"))
+    parts = rows(train_toy(tmp_path, *words, "actor.micro_batch_size=3", name="parts"))
+    assert whole[0]["actor/optimizer_steps"] == 1
+    for key in COMPARED:
+        assert parts[0][key] == pytest.approx(whole[0][key], rel=1e-4, abs=1e-6), key
+
+
+def test_epochs_and_batches_multiply_to_optimizer_steps(tmp_path):
+    words = (*WORDS, "env.kwargs.echo=true", "runner.max_steps=1", "algorithm.update_epoch=3")
+    row = rows(train_toy(tmp_path, *words, "actor.global_batch_size=6", "actor.micro_batch_size=6"))[0]
+    assert row["actor/optimizer_steps"] == 3 * 3, "16 samples in batches of at most 6, three times"
+    assert row["actor/ratio"] != 1, "later epochs are off-policy"
+
+
+def test_the_reference_stays_where_the_run_began(tmp_path):
+    words = (
+        *WORDS,
+        "algorithm.kl_beta=0.01",
+        "runner.max_steps=3",
+        "env.kwargs.echo=true",
+        "actor.global_batch_size=16",
+    )
+    logged = rows(train_toy(tmp_path, *words))
+    assert logged[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert logged[2]["actor/ref_kl"] > 1e-6
+
+
+@pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])
+def test_even_parts_cover_everything_evenly(total, largest):
+    parts = even_parts(total, largest)
+    assert sum(parts) == total
+    assert max(parts, default=0) <= largest
+    assert not parts or max(parts) - min(parts) <= 1
+    assert len(parts) == -(-total // largest)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_learning_rate_warms_up_and_decays(schedule, expected):
+    import torch
+
+    cfg = ActorConfig()
+    cfg.optim.schedule, cfg.optim.warmup_steps, cfg.optim.lr = schedule, 2, 1.0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_schedule(optimizer, cfg, total_steps=6)
+    seen = []
+    for _ in expected:
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert seen == pytest.approx(expected, abs=1e-6)
