@@ -22,6 +22,9 @@ PROGRESS_PERIOD_S = 30.0
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
     ("eval/success_once", "eval {:.3f}"),
+    ("eval/loss", "val loss {:.4f}"),
+    ("eval/token_accuracy", "val acc {:.3f}"),
+    ("train/token_accuracy", "train acc {:.3f}"),
     ("train/success_once", "success {:.3f}"),
     ("train/return", "return {:.2f}"),
     ("actor/loss", "loss {:.4f}"),

@@ -1,0 +1,131 @@
+"""What is read back is what was written, also after a crash in the middle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demos import ENV, card, demonstration
+
+from embodyrl.datasets import DatasetWriter, Demonstration, check_layout, load_demonstrations, read_card
+from embodyrl.datasets import writer as writer_module
+from embodyrl.errors import EmbodyError
+
+
+def write(root: Path, demonstrations: list[Demonstration], **options: bool) -> None:
+    writer = DatasetWriter(root, card(**options))
+    for d in demonstrations:
+        writer.append(d)
+    writer.flush()
+    writer.close()
+
+
+def test_frames_states_and_actions_come_back_bit_for_bit(tmp_path: Path) -> None:
+    written = [demonstration(n, 3 + n % 4) for n in range(23)]  # more than one file
+    write(tmp_path, written)
+    assert len(list(tmp_path.glob("data/*/*.parquet"))) == 2
+    demos = load_demonstrations(tmp_path)
+    for name in ("images", "state", "action"):
+        found, expected = getattr(demos, name), np.concatenate([getattr(d, name) for d in written])
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+    assert demos.instruction.tolist() == [d.instruction for d in written for _ in range(len(d))]
+    assert (demos.stop - demos.start).tolist() == [len(d) for d in written]
+    assert read_card(tmp_path).env == ENV
+
+
+def test_videos_come_back_nearly(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 200, 24, dtype=np.uint8)[None, None, None, :, None]
+    smooth = [
+        replace(d, images=np.broadcast_to(ramp + 10 * n, d.images.shape).copy())
+        for n, d in enumerate([demonstration(0, 5), demonstration(1, 7)])
+    ]
+    write(tmp_path, smooth, video=True)
+    demos = load_demonstrations(tmp_path)
+    error = np.abs(demos.images.astype(int) - np.concatenate([d.images for d in smooth]).astype(int))
+    assert error.mean() < 4
+    np.testing.assert_array_equal(demos.action, np.concatenate([d.action for d in smooth]))
+
+
+def test_one_dimensional_states_and_no_state_at_all(tmp_path: Path) -> None:
+    for width in (0, 1):
+        root = tmp_path / str(width)
+        writer = DatasetWriter(root, replace(card(), env=replace(ENV, state_dim=width)))
+        d = demonstration(0)
+        writer.append(replace(d, state=d.state[:, :width]))
+        writer.flush()
+        writer.close()
+        assert check_layout(root) == []
+        np.testing.assert_array_equal(load_demonstrations(root).state, d.state[:, :width])
+
+
+def test_chunks_repeat_the_last_action_at_the_end_of_an_episode(tmp_path: Path) -> None:
+    write(tmp_path, [demonstration(0, 4), demonstration(1, 3)])
+    demos = load_demonstrations(tmp_path)
+    chunks = demos.chunks(np.array([0, 2, 3, 4, 6]), 3)
+    picked = [[0, 1, 2], [2, 3, 3], [3, 3, 3], [4, 5, 6], [6, 6, 6]]
+    np.testing.assert_array_equal(chunks, demos.action[np.array(picked)])
+
+
+def test_a_crash_between_the_files_loses_only_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Die at every single file of the second batch: what was complete stays readable, and can be continued."""
+    write_file = writer_module.layout.write_file
+    first, second = [demonstration(n) for n in range(3)], [demonstration(n) for n in range(3, 5)]
+    expected = np.concatenate([d.action for d in first + second])
+    for last in range(6):
+        root = tmp_path / str(last)
+        write(root, first)
+        writer = DatasetWriter(root, card())
+        for d in second:
+            writer.append(d)
+        done = [0]
+
+        def dying(path: Path, content: bytes, last: int = last, done: list[int] = done) -> None:
+            if done[0] == last:
+                path.with_name(f".{path.name}.1.tmp").write_bytes(content[: len(content) // 2])
+                raise KeyboardInterrupt
+            done[0] += 1
+            write_file(path, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer_module.layout, "write_file", dying)
+            if last < 5:
+                with pytest.raises(KeyboardInterrupt):
+                    writer.flush()
+            else:
+                writer.flush()
+        writer.close()
+        again = DatasetWriter(root, card())
+        assert check_layout(root) == []
+        kept = len(again.episodes)
+        assert kept == (3 if last < 3 else 5)
+        assert not list(root.rglob("*.tmp"))
+        for d in (first + second)[kept:]:
+            again.append(d)
+        again.flush()
+        again.close()
+        assert check_layout(root) == []
+        np.testing.assert_array_equal(load_demonstrations(root).action, expected)
+
+
+def test_a_folder_with_other_contents_or_other_settings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    with pytest.raises(EmbodyError, match="not empty and holds no data set"):
+        DatasetWriter(tmp_path / "other", card())
+    write(tmp_path / "mine", [demonstration(0)])
+    with pytest.raises(EmbodyError, match=r"its collected.seed is None, now it is 3"):
+        DatasetWriter(tmp_path / "mine", card(seed=3))
+    with pytest.raises(EmbodyError, match=r"its video is False"):
+        DatasetWriter(tmp_path / "mine", card(video=True))
+
+
+def test_a_damaged_or_missing_data_set_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EmbodyError, match=r"is no folder.*embodyrl collect"):
+        load_demonstrations(tmp_path / "nowhere")
+    write(tmp_path / "d", [demonstration(0)])
+    (tmp_path / "d/data/chunk-000/file-000.parquet").unlink()
+    with pytest.raises(EmbodyError, match=r"is damaged: .*file-000.parquet of episode 0 is missing"):
+        load_demonstrations(tmp_path / "d")
