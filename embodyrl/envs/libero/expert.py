@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.envs.libero.grasps import Grasp, find_grasps, order_grasps
-from embodyrl.envs.libero.scene import Goal, Scene
+from embodyrl.envs.libero.grasps import PALM_HEIGHT, Grasp, find_grasps, order_grasps
+from embodyrl.envs.libero.scene import Box, Goal, Scene
 from embodyrl.types import FloatArray
 
 OPEN, CLOSED = -1.0, 1.0
@@ -24,7 +24,11 @@ _TURN = 0.5
 _HOVER = 0.10
 """Height above an object from which the hand descends."""
 _CLEAR = 0.06
-"""Height of a carried object above its target's top."""
+"""Height of a carried object, or of the open hand, above whatever it passes."""
+_FINGERS = 0.05
+"""Half the width of the open fingers."""
+_PALM = 0.1
+"""Half the width of the palm."""
 _DROP = {"on": 0.012, "in": 0.03}
 """Height above the target's top from which an object is released."""
 _CLOSE_STEPS, _OPEN_STEPS = 12, 15
@@ -71,22 +75,22 @@ class Demonstrator:
 
     def _pick_and_place(self, goal: Goal) -> Actions:
         """One attempt; ends early where the object is not in the hand."""
-        grasp = self._next_grasp(goal)
-        start = self._now.box(goal.subject)
-        yield from self._approach(grasp, start.top + _HOVER)
+        start, owner = self._now.box(goal.subject), self._now.owner(goal.target)
+        drop = self._now.box(owner).top + _DROP[goal.relation]
+        grasp = self._next_grasp(
+            goal, owner, np.array([*(self._now.place(goal.target) - start.center[:2]), drop - start.bottom])
+        )
+        yield from self._approach(goal.subject, grasp, start.top + _HOVER)
         for _ in range(_CLOSE_STEPS):
             yield self._command(np.zeros(3), 0.0, CLOSED)
 
-        target = self._now.box(self._now.owner(goal.target))
-        lift = max(target.top + grasp.point[2] - start.bottom + _CLEAR, self._now.hand[2] + 0.12)
-        base = self._now.hand[:2].copy()
+        base, lift = self._now.hand[:2].copy(), self._carry_height(goal, start)
         yield from self._move(lambda: np.array([*base, lift]), CLOSED, tolerance=0.02, limit=60)
         if self._now.box(goal.subject).bottom < start.bottom + 0.03:
             return
 
         held = self._offset(goal.subject)
         yield from self._carry(goal, held, lambda: lift, tolerance=0.012, limit=90)
-        drop = target.top + _DROP[goal.relation]
         yield from self._carry(
             goal,
             held,
@@ -101,20 +105,29 @@ class Demonstrator:
         base = self._now.hand[:2].copy()
         yield from self._move(lambda: np.array([*base, lift]), OPEN, tolerance=0.02, limit=30)
 
-    def _next_grasp(self, goal: Goal) -> Grasp:
+    def _carry_height(self, goal: Goal, start: Box) -> float:
+        """Height of the hand at which it, and the object below it, pass over everything on their way."""
+        hand, end = self._now.hand, self._now.place(goal.target)
+        below = hand[2] - start.bottom
+        object_way = self._now.highest_between(start.center[:2], end, max(start.half), (goal.subject,))
+        palm_way = self._now.highest_between(hand[:2], end, _PALM, (goal.subject,))
+        return max(object_way + below + _CLEAR, palm_way - PALM_HEIGHT + 0.02, hand[2] + 0.12)
+
+    def _next_grasp(self, goal: Goal, target: str, shift: DoubleArray) -> Grasp:
         """The first grasp of the episode's order; after a failure the next one, measured anew."""
         attempt = self._attempts.get(goal, 0)
         self._attempts[goal] = attempt + 1
-        grasps = order_grasps(find_grasps(self._now, goal.subject), np.random.default_rng(self._seed))
+        grasps = order_grasps(find_grasps(self._now, goal.subject, target, shift), np.random.default_rng(self._seed))
         return grasps[attempt % len(grasps)]
 
-    def _approach(self, grasp: Grasp, hover: float) -> Actions:
-        if self._now.hand[2] < hover - 0.03:
-            base = self._now.hand[:2].copy()
-            yield from self._move(lambda: np.array([*base, hover]), OPEN, tolerance=0.02, limit=30)
-        above = np.array([*grasp.point[:2], hover])
-        yield from self._move(lambda: above, OPEN, axis=grasp.axis, tolerance=0.012, limit=80)
-        yield from self._move(lambda: grasp.point, OPEN, axis=grasp.axis, tolerance=0.006, limit=60, speed=0.6)
+    def _approach(self, subject: str, grasp: Grasp, hover: float) -> Actions:
+        base, point = self._now.hand[:2].copy(), grasp.point
+        travel = max(hover, self._now.highest_between(base, point[:2], _FINGERS, (subject,)) + _CLEAR)
+        if self._now.hand[2] < travel - 0.03:
+            yield from self._move(lambda: np.array([*base, travel]), OPEN, tolerance=0.02, limit=30)
+        above = np.array([*point[:2], travel])
+        yield from self._move(lambda: above, OPEN, axis=grasp.axis, tolerance=0.012, limit=60)
+        yield from self._move(lambda: point, OPEN, axis=grasp.axis, tolerance=0.006, limit=60, speed=0.6)
 
     def _carry(
         self,

@@ -30,8 +30,11 @@ _FINGER_REACH = (0.045, 0.06)
 _FINGER_RADIUS = 0.008
 _PALM_REACH = (0.07, 0.1)
 _PALM_RADIUS = 0.02
-_PALM_HEIGHT = 0.055
+PALM_HEIGHT = 0.055
 """The palm's underside above the fingertips."""
+
+_MAX_REACH = 0.78
+"""Farther from its base the arm is stretched and cannot keep the hand vertical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +46,26 @@ class Grasp:
     axis: DoubleArray
     """[2] horizontal direction from finger to finger."""
     clearance: float
-    """Free height below the lowest part of the hand that something stands under; negative: it would collide."""
+    """Room, metres, here and where the object is put down: height of the hand above what stands below it, and reach
+    that is left; negative: the hand would collide or not get there."""
 
 
-def find_grasps(scene: Scene, name: str) -> list[Grasp]:
-    """All candidates for an object, in a fixed order."""
+def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> list[Grasp]:
+    """All candidates for an object that is to be moved by `shift` [3] to `target`, in a fixed order."""
     box = scene.box(name)
     flat = [i for i in range(3) if i != box.up]
     narrow = min(flat, key=lambda i: box.half[i])
     candidates = _rim(box, narrow) if 2 * box.half[narrow] > OPENING else _body(box, flat, narrow)
-    return [Grasp(point=p, axis=a, clearance=_clearance(scene, name, p, a)) for p, a in candidates]
+    return [
+        Grasp(
+            point=point,
+            axis=axis,
+            clearance=min(
+                _clearance(scene, point, axis, (name,)), _clearance(scene, point + shift, axis, (name, target))
+            ),
+        )
+        for point, axis in candidates
+    ]
 
 
 def order_grasps(grasps: list[Grasp], rng: np.random.Generator) -> list[Grasp]:
@@ -89,11 +102,11 @@ def _flat_unit(vector: DoubleArray) -> DoubleArray:
     return vector[:2] / np.linalg.norm(vector[:2])
 
 
-def _clearance(scene: Scene, name: str, point: DoubleArray, axis: DoubleArray) -> float:
+def _clearance(scene: Scene, point: DoubleArray, axis: DoubleArray, without: tuple[str, ...]) -> float:
     def room(reaches: tuple[float, ...], radius: float, height: float) -> float:
         points = np.array([point[:2] + sign * reach * axis for reach in reaches for sign in (-1, 1)])
-        return float(height - scene.obstacle_tops(points, radius, without=name).max())
+        return float(height - scene.obstacle_tops(points, radius, without).max())
 
     fingers = room(_FINGER_REACH, _FINGER_RADIUS, point[2])
-    palm = room(_PALM_REACH, _PALM_RADIUS, point[2] + _PALM_HEIGHT)
-    return min(fingers, palm)
+    palm = room(_PALM_REACH, _PALM_RADIUS, point[2] + PALM_HEIGHT)
+    return min(fingers, palm, _MAX_REACH - scene.reach(point))

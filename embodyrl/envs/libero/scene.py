@@ -59,11 +59,11 @@ class Scene:
         self._env = env
         self._model, self._data = env.sim.model._model, env.sim.data._data
         model = self._model
-        self._root = model.body_rootid[model.geom_bodyid]
         solid = model.geom_group == _COLLISION_GROUP
         self._solid = np.flatnonzero(solid & (model.geom_type != mujoco.mjtGeom.mjGEOM_PLANE))
         self._hand = env.robots[0].eef_site_id
         self._robot_bodies = {i for i in range(model.nbody) if model.body(i).name.startswith(("robot0", "gripper0"))}
+        self._base = model.body("robot0_base").id
         self._fingers = [model.body(f"gripper0_{side}finger").id for side in ("left", "right")]
         self.goals = tuple(
             Goal(relation=state[0].lower(), subject=state[1], target=state[2])
@@ -117,16 +117,25 @@ class Scene:
             return self.box(name).center[:2]
         return self._data.site_xpos[self._model.site(name).id][:2].copy()
 
-    def obstacle_tops(self, points: DoubleArray, radius: float, without: str) -> DoubleArray:
+    def obstacle_tops(self, points: DoubleArray, radius: float, without: tuple[str, ...]) -> DoubleArray:
         """Height of the highest solid within `radius` of each horizontal point [P, 2] -> [P]; -inf where none.
 
-        The robot and the object `without` do not count. Bounding boxes stand for the shapes.
+        The robot and the things named in `without` do not count. Bounding boxes stand for the shapes.
         """
-        ignored = self._robot_bodies | self._family(self._env.obj_body_id[without])
+        ignored = self._robot_bodies.union(*(self._family(self._env.obj_body_id[name]) for name in without))
         geoms = self._solid[~np.isin(self._model.geom_bodyid[self._solid], list(ignored))]
         centers, halves = self._extent(geoms, np.eye(3))
         near = (np.abs(points[:, None] - centers[None, :, :2]) < halves[None, :, :2] + radius).all(axis=2)
         return np.where(near, (centers + halves)[None, :, 2], -np.inf).max(axis=1, initial=-np.inf)
+
+    def highest_between(self, start: DoubleArray, end: DoubleArray, radius: float, without: tuple[str, ...]) -> float:
+        """Height of the highest solid within `radius` of the way from `start` [2] to `end` [2]; -inf where none."""
+        share = np.linspace(0.0, 1.0, 12)[:, None]
+        return float(self.obstacle_tops(start + share * (end - start), radius, without).max())
+
+    def reach(self, point: DoubleArray) -> float:
+        """Horizontal distance of a point from the robot's base."""
+        return float(np.linalg.norm(point[:2] - self._data.xpos[self._base][:2]))
 
     def _extent(self, geoms: npt.NDArray[np.int64], frame: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
         """World centres [G, 3] of the geoms' bounding boxes, and half extents [G, 3] along the columns of `frame`."""
