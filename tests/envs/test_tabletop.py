@@ -260,6 +260,8 @@ def test_the_shipped_settings_are_accepted_and_validate_on_other_layouts():
     cfg = load_config("train", ["env=tabletop", "model=scripted"])
     assert FACTORY.validate(cfg.env) == []
     spec = FACTORY.spec(cfg.env)
+    assert cfg.env.train.state_ids
+    assert cfg.env.eval.state_ids
     train, held_out = ({*range(first, last + 1)} for first, last in (cfg.env.train.state_ids, cfg.env.eval.state_ids))
     assert not train & held_out
     assert max(train | held_out) < spec.states_per_task[0]

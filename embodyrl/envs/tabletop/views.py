@@ -39,6 +39,9 @@ _TABLE = REACH + 0.02
 _TEXELS_PER_M = 800
 _TEXTURE_HALF = 0.6
 
+_WRIST_LOW, _WRIST_RISE = 0.12, 0.9
+"""The wrist view reaches this far to each side at height 0, and this much further per metre of height."""
+
 _FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
 """Distance of each finger from the middle."""
 
@@ -134,7 +137,7 @@ def draw_front(world: World, size: int) -> ByteArray:
 
 def draw_wrist(world: World, size: int) -> ByteArray:
     """Draw the wrist view [size, size, 3] uint8: the gripper in the middle, y upwards; it sees more from higher up."""
-    half = 0.10 + 0.7 * world.z
+    half = _WRIST_LOW + _WRIST_RISE * world.z
     canvas = _Canvas(_texture_window(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
     for (x, y), colour in zip(world.plates, _PLATE_RGB, strict=True):
         if max(abs(x - world.x), abs(y - world.y)) < half + PLATE_RADIUS:
@@ -147,7 +150,7 @@ def draw_wrist(world: World, size: int) -> ByteArray:
             canvas.box(x, y, side, side, _shade(_BLOCK_RGB[index], 0.75))
             canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[index])
     # Fingers and a held block move with the camera, so their size in the picture is constant.
-    hand = _Canvas(canvas.pixels, size / 0.2, -0.1, 0.1)
+    hand = _Canvas(canvas.pixels, size / (2 * _WRIST_LOW), -_WRIST_LOW, _WRIST_LOW)
     if world.held is not None:
         hand.box(0.0, 0.0, side, side, _shade(_BLOCK_RGB[world.held], 0.75))
         hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.held])
