@@ -94,6 +94,8 @@ class PolicySpec:
     uses_state: bool = False
     gripper: GripperConvention | None = None
     num_parameters: int = 0
+    has_logprobs: bool = True
+    """Actions are sampled tokens with probabilities; without them only evaluation and collecting are possible."""
     scripted: bool = False
     """The environment's own demonstrator chooses the actions, step by step; the policy only marks the wish."""
 

@@ -178,7 +178,11 @@ class LoraConfig:
     lora_alpha: int = 32
     """Scale numerator."""
     target_modules: str = "all-linear"
-    """Which modules get adapters."""
+    """Which modules get adapters: all-linear, or last parts of module names with commas (q_proj,v_proj)."""
+    init_lora_weights: str = "gaussian"
+    """Start of the first factor: gaussian or kaiming; the second one starts at 0, so that nothing changes at first."""
+    path: str | None = None
+    """Adapter folder to start from; without is_lora it is merged into the weights."""
 
 
 @dataclass
@@ -205,6 +209,18 @@ class ModelConfig:
     """Preprocessing the checkpoint was trained with: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
     append_stop: bool = True
     """Put the STOP token after the action placeholders, as the original training did."""
+    rope_bf16_table: bool = False
+    """Round the rotary frequencies to bfloat16, as RLinf does; only for checkpoints that were trained so."""
+    action_head: str = "discrete"
+    """discrete tokens (RL, SFT, eval), or the continuous heads l1 and diffusion (eval)."""
+    num_diffusion_steps_inference: int = 50
+    """Denoising steps of the diffusion head, at most the 50 of its training."""
+    use_film: bool = False
+    """The vision towers are modulated by the instruction (FiLM, OFT+; eval)."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that stay as they are: patterns of names, for example [vision_backbone.*]."""
+    compile: bool = False
+    """Compile the model with torch.compile (slow first steps)."""
     expert_noise: float = 0.0
     """model=scripted: standard deviation of the noise on executed actions; what is recorded stays clean."""
     is_lora: bool = False
@@ -231,7 +247,9 @@ class SamplingParams:
 @dataclass
 class EvalSamplingParams:
     do_sample: bool = False
-    """Sample at the training temperature; false: greedy."""
+    """Sample; false: greedy."""
+    temperature: float | None = None
+    """Temperature of sampled evaluation; default: that of training."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from embodyrl.policies.protocol import POLICIES
 
 POLICIES.add("openvla_oft", "embodyrl.policies.openvla_oft:FACTORY")
+POLICIES.add("openvla", "embodyrl.policies.openvla_oft:OPENVLA")
 POLICIES.add("random", "embodyrl.policies.untrained:RANDOM")
 POLICIES.add("scripted", "embodyrl.policies.untrained:SCRIPTED")
 

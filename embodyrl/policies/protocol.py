@@ -26,6 +26,8 @@ class PolicyRequest:
     seed: int
     trainable: bool = True
     """fp32 master weights with autocast to `precision`; false: weights are cast once."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
 
 
 class Policy(Protocol):
@@ -35,10 +37,11 @@ class Policy(Protocol):
     module: nn.Module
     """All parameters, the value head (`value_head`) included."""
 
-    def act(self, obs: Observation, *, noise: FloatArray | None) -> PolicyOutput:
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation, without gradients.
 
         `noise` [B, L] holds one uniform number in [0, 1) per token (inverse-CDF sampling); None means greedy.
+        `temperature` replaces the request's (evaluation).
         A row's result depends only on that row, its index and the batch shape.
         """
         ...

@@ -26,7 +26,7 @@ class UntrainedPolicy:
         self.spec = spec
         self.module: nn.Module = nn.Module()
 
-    def act(self, obs: Observation, *, noise: FloatArray | None) -> PolicyOutput:
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`)."""
         count, length = len(obs), self.spec.tokens_per_chunk
         uniform = np.full((count, length), 0.5, np.float32) if noise is None or self.spec.scripted else noise
@@ -78,6 +78,7 @@ class UntrainedFactory:
             tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
             gripper=env.gripper,
             scripted=self.scripted,
+            has_logprobs=False,
         )
 
     def build(self, cfg: ModelConfig, request: PolicyRequest) -> UntrainedPolicy:

@@ -89,6 +89,11 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
         cfg = replace(cfg, env=replace(cfg.env, init_params=replace(cfg.env.init_params, camera_names=cameras)))
         env = ENVS.get(cfg.env.env_type).spec(cfg.env)
     problems = mismatches(cfg, env, policy)
+    if training and not policy.has_logprobs:
+        problems.append(
+            f"model '{policy.name}' gives no action probabilities, so RL cannot train it; choose a model with discrete "
+            "action tokens (model.action_head=discrete), or run `embodyrl eval`."
+        )
     if algorithm is not None and algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
         problems.append(
             f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
@@ -182,6 +187,7 @@ def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) ->
             device="auto",
             seed=cfg.seed,
             trainable=training,
+            gradient_checkpointing=training and cfg.actor.gradient_checkpointing,
         ),
         arena=arena.handle,
         gripper=blueprint.env.gripper,

@@ -99,6 +99,7 @@ def run_evaluation(
             plan,
             version=step,
             greedy=not cfg.eval.sampling_params.do_sample,
+            temperature=cfg.eval.sampling_params.temperature,
             keep_records=False,
             video=video_choice(cfg.video, plan, blueprint, videos, step),
             on_episode=note,

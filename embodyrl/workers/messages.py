@@ -102,6 +102,8 @@ class InferOrder:
     items: tuple[InferItem, ...]
     greedy: bool
     version: int
+    temperature: float | None = None
+    """Sampling temperature; None: the one of training."""
     padded_size: int = 0
     """Fixed batch size; 0: as many rows as items."""
 

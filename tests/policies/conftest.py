@@ -55,14 +55,31 @@ def env_spec():
 def make_policy(env_spec):
     """Build a policy from a folder; keywords go to the model config or to the request."""
 
-    def make(folder, *, value_dim=0, temperature=1.6, trainable=True, seed=0, env=env_spec, **config):
+    def make(
+        folder,
+        *,
+        value_dim=0,
+        temperature=1.6,
+        trainable=True,
+        seed=0,
+        env=env_spec,
+        factory=FACTORY,
+        recompute=False,
+        **config,
+    ):
         config.setdefault("precision", Precision.fp32)
         cfg = ModelConfig(path=str(folder), **config)
         request = PolicyRequest(
-            env=env, value_dim=value_dim, temperature=temperature, device="cpu", seed=seed, trainable=trainable
+            env=env,
+            value_dim=value_dim,
+            temperature=temperature,
+            device="cpu",
+            seed=seed,
+            trainable=trainable,
+            gradient_checkpointing=recompute,
         )
-        assert FACTORY.validate(cfg) == []
-        policy = FACTORY.build(cfg, request)
+        assert factory.validate(cfg) == []
+        policy = factory.build(cfg, request)
         assert isinstance(policy, OpenVlaOftPolicy)
         return policy
 

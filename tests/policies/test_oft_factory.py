@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from embodyrl.config.schema import ModelConfig
+from embodyrl.config.schema import LoraConfig, ModelConfig
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.openvla_oft import FACTORY
@@ -41,7 +41,13 @@ def test_checks_and_description_do_not_import_torch(env_spec):
 
 def test_no_path_says_which_checkpoints_fit_and_what_can_be_tried_now():
     (message,) = problems()
-    for part in ("Haozhan72/Openvla-oft-SFT-libero", "RLinf/", "not the L1", "local folder", "model=openvla_oft_tiny"):
+    for part in (
+        "Haozhan72/Openvla-oft-SFT-libero",
+        "RLinf/",
+        "For eval: the L1",
+        "local folder",
+        "model=openvla_oft_tiny",
+    ):
         assert part in message
 
 
@@ -59,7 +65,10 @@ def test_a_good_folder_and_the_preset_have_no_problems(checkpoint):
     ("config", "part"),
     [
         ({"action_normalization": "bound"}, "Did you mean 'bounds'"),
-        ({"is_lora": True}, "is_lora"),
+        ({"action_head": "L1"}, "Did you mean 'l1'"),
+        ({"lora": LoraConfig(r=8)}, "model.is_lora=false"),
+        ({"lora": LoraConfig(path="nowhere")}, "nowhere holds no adapter_config.json"),
+        ({"is_lora": True, "action_head": "l1"}, "is for evaluation"),
         ({"image_pipeline": "oficial"}, "Did you mean 'official'"),
         ({"action_dim": 0}, "at least 1"),
         ({"num_action_chunks": 0}, "at least 1"),
@@ -74,7 +83,7 @@ def test_bad_values_are_refused_one_line_each(checkpoint, config, part):
 
 
 def test_problems_are_reported_together(checkpoint):
-    assert len(problems(checkpoint, is_lora=True, action_dim=0)) == 2
+    assert len(problems(checkpoint, action_head="l2", action_dim=0)) == 2
 
 
 def test_incomplete_folders(checkpoint):

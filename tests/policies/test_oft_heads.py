@@ -9,8 +9,10 @@ import torch
 from test_oft_model import close, inputs_of
 
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.openvla_oft import decoding, heads
 from embodyrl.policies.openvla_oft.policy import score_tokens
-from embodyrl.policies.openvla_oft.statistics import normalise
+from embodyrl.policies.openvla_oft.statistics import normalise, unnormalise
+from embodyrl.types import Observation
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 
@@ -20,6 +22,18 @@ def full(checkpoint, golden_dir):
     """A checkpoint folder with a proprioception projector, as the official training writes it."""
     shutil.copy(golden_dir / "heads" / "proprio_projector--100_checkpoint.pt", checkpoint)
     return checkpoint
+
+
+@pytest.fixture
+def official(full, golden_dir, two_images, make_policy):
+    """Build a policy of the official recipe; `folders` of the golden data are added to the checkpoint."""
+
+    def make(*folders, **config):
+        for folder in folders:
+            shutil.copytree(golden_dir / folder, full, dirs_exist_ok=True)
+        return make_policy(full, env=two_images, num_images_in_input=2, use_proprio=True, **config)
+
+    return make
 
 
 @pytest.fixture
@@ -96,3 +110,92 @@ def test_a_pt_file_with_code_in_it_is_refused(full, make_policy, env_spec, tmp_p
 def test_statistics_of_another_robot_are_refused(full, make_policy, env_spec):
     with pytest.raises(ConfigError, match="have 8 dimensions, env 'libero' gives 4"):
         make_policy(full, env=dataclasses.replace(env_spec, state_dim=4), use_proprio=True)
+
+
+def observe_twice():
+    return Observation(
+        images=np.random.default_rng(0).integers(0, 256, (2, 2, 64, 64, 3), dtype=np.uint8),
+        state=np.zeros((2, 8), np.float32),
+        instructions=("put the", "pick up the black bowl"),
+    )
+
+
+def test_l1_head(official, golden):
+    policy = official("heads", action_head="l1")
+    want = golden("official_l1_2img_proprio")
+    with torch.no_grad():
+        got = decoding.regress(policy.module, official_inputs(golden))
+    close(got, want["normalized_actions"], 1e-6)
+    np.testing.assert_allclose(unnormalise(got[0].double().numpy(), policy._bounds), want["actions"], atol=1e-6)
+    assert sum(p.numel() for p in policy.module.parameters()) == policy.spec.num_parameters
+
+
+def test_diffusion_head(official, golden):
+    policy = official("diffusion", action_head="diffusion")
+    want, batch, module = golden("official_diffusion_2img_proprio"), official_inputs(golden), policy.module
+    steps = heads.ddim_steps(10)
+    assert steps == want["timesteps"].tolist()
+    close(heads.cumulative_alphas(), want["alphas_cumprod"], 1e-6)
+    close(torch.stack([heads.time_embedding(t, 16) for t in steps]), want["time_embeddings"], 1e-5)
+    with torch.no_grad():
+        prefix = module.prefix(batch)
+        first = decoding.predict_noise(module, batch, prefix, want["noise"], steps[0])
+        actions = decoding.denoise(module, batch, want["noise"], 10)
+        time = heads.time_embedding(steps[0], 16)[None, None]
+        embeddings, _, _ = module.embed(
+            torch.cat([prefix, time], dim=1), batch, module.noisy_action_projector(want["noise"])
+        )
+    close(embeddings, want["first_step_llm_inputs_embeds"], 1e-5)
+    close(first, want["first_step_noise_pred"], 1e-5)
+    np.testing.assert_allclose(unnormalise(actions[0].double().numpy(), policy._bounds), want["actions"], atol=1e-6)
+    assert sum(p.numel() for p in module.parameters()) == policy.spec.num_parameters
+
+
+def test_film_backbone(official, golden):
+    policy = official("heads", "film", action_head="l1", use_film=True)
+    want, batch, module = golden("official_film_2img_proprio"), official_inputs(golden), policy.module
+    language = module._language_vector(batch)
+    close(language[0], want["language_embeddings"][0].mean(dim=0), 1e-6)
+    with torch.no_grad():
+        close(module.vision_backbone(batch.pixels, language), want["backbone_out"], 1e-5)
+        close(module.action_hidden(module.prefix(batch), batch), want["action_hidden_states"], 1e-5)
+        got = decoding.regress(module, batch)
+    np.testing.assert_allclose(unnormalise(got[0].double().numpy(), policy._bounds), want["actions"], atol=1e-6)
+    assert sum(p.numel() for p in module.parameters()) == policy.spec.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("folders", "config"),
+    [
+        (("heads",), {"action_head": "l1"}),
+        (("diffusion",), {"action_head": "diffusion", "num_diffusion_steps_inference": 5}),
+        (("heads", "film"), {"action_head": "l1", "use_film": True}),
+    ],
+)
+def test_continuous_policies_act_save_and_refuse_training(official, make_policy, two_images, tmp_path, folders, config):
+    policy, obs = official(*folders, trainable=False, **config), observe_twice()
+    out = policy.act(obs, noise=None)
+    assert out.actions.shape == (2, 8, 7)
+    assert not np.array_equal(out.actions[0], out.actions[1])
+    noise = np.full((2, 56), 0.0, np.float32)  # the end of the interval stays finite
+    assert np.isfinite(policy.act(obs, noise=noise).actions).all()
+    with pytest.raises(ConfigError, match="can only be evaluated"):
+        policy.score(obs, out.tokens)
+    policy.save(tmp_path / "saved")
+    again = make_policy(
+        tmp_path / "saved", env=two_images, num_images_in_input=2, use_proprio=True, trainable=False, **config
+    )
+    np.testing.assert_array_equal(again.act(obs, noise=None).actions, out.actions)
+
+
+def test_official_training_forward(checkpoint, make_policy, golden):
+    """The official SFT forward sees zeros at the action positions, as inference does; batch 2 padded on the right."""
+    module, want = make_policy(checkpoint).module, golden("official_train_forward")
+    batch, body = inputs_of(golden), module.language_model.model
+    with torch.no_grad():
+        embeddings, mask, last_prompt = module.embed(module.prefix(batch), batch)
+        hidden = body(embeddings, module.attention_mask(mask))
+        logits, _ = module(batch)
+    close(hidden[mask], want["last_hidden_state"][mask], 1e-5)
+    for row, start in enumerate(last_prompt.tolist()):
+        close(logits[row], want["logits_31744_32064"][row, start : start + 56, :256], 1e-3)

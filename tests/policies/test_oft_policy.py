@@ -204,8 +204,6 @@ def test_encode_is_the_nearest_token_of_an_action(checkpoint, make_policy):
 def test_the_tiny_preset_reads_both_cameras_and_the_state(make_policy, env_spec, tmp_path):
     cameras = ("agentview", "robot0_eye_in_hand")
     env = dataclasses.replace(env_spec, cameras=cameras, state_dim=8, unnorm_key="libero_object")
-        env_spec, cameras=("agentview", "robot0_eye_in_hand"), state_dim=8, unnorm_key="libero_object"
-    )
     options = {"env": env, "num_images_in_input": 2, "use_proprio": True, "value_dim": 1}
     policy = make_policy(TINY, **options)
     assert policy.spec.uses_state

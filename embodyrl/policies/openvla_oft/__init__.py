@@ -1,26 +1,47 @@
-"""OpenVLA-OFT with discrete action tokens. Importing this package does not import torch."""
+"""OpenVLA-OFT and OpenVLA. Importing this package does not import torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import ModelConfig
+from embodyrl.config.schema import LoraConfig, ModelConfig
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.openvla_oft.adapter import ADAPTER_CONFIG, find_adapter, read_adapter_spec
 from embodyrl.policies.openvla_oft.config import (
     CONFIG_FILE,
     INDEX_FILE,
     TOKENIZER_FILE,
     OftConfig,
-    proprio_parameters,
+    OftOptions,
+    count_parameters,
     read_config,
-    value_head_parameters,
 )
 from embodyrl.policies.openvla_oft.statistics import NORMALISATIONS
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
 
+ACTION_HEADS = ("discrete", "l1", "diffusion")
+_COMMON = frozenset(
+    {
+        "path",
+        "action_dim",
+        "num_action_chunks",
+        "unnorm_key",
+        "num_images_in_input",
+        "precision",
+        "image_pipeline",
+        "action_normalization",
+        "rope_bf16_table",
+        "is_lora",
+        "lora",
+        "freeze",
+        "compile",
+    }
+)
+_PARALLEL = frozenset({"use_proprio", "append_stop", "action_head", "num_diffusion_steps_inference", "use_film"})
 PIPELINES = ("rlinf", "official")
 TRY_NOW = "To try things without a download, use model=openvla_oft_tiny."
 PUBLIC_LAYOUT = (
@@ -30,29 +51,22 @@ PUBLIC_LAYOUT = (
 NO_PATH = (
     f"model.path is not set: it wants {PUBLIC_LAYOUT}. Checkpoints with discrete action tokens fit: "
     "Haozhan72/Openvla-oft-SFT-libero-{spatial,object,goal}-traj1, -libero10-traj1, -libero10-trajall, or "
-    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 and -LIBERO-130-Base-Lora (a separate adapter must be merged first); not the "
-    f"L1-regression ones (moojink/openvla-7b-oft-finetuned-libero-*). {TRY_NOW}"
+    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 and -LIBERO-130-Base-Lora (its adapter goes to model.lora.path). For eval: the "
+    f"L1-regression ones (moojink/openvla-7b-oft-finetuned-libero-*) with model=openvla_oft_official. {TRY_NOW}"
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVlaOftFactory:
-    """Builds OpenVLA-OFT policies of any size; implements `PolicyFactory`."""
+    """Builds policies of any size; implements `PolicyFactory`."""
 
-    consumes = frozenset(
-        {
-            "path",
-            "action_dim",
-            "num_action_chunks",
-            "unnorm_key",
-            "num_images_in_input",
-            "use_proprio",
-            "precision",
-            "image_pipeline",
-            "append_stop",
-            "action_normalization",
-            "is_lora",
-        }
-    )
+    autoregressive: bool = False
+    """OpenVLA: one action per query, token by token; false: OpenVLA-OFT, a whole chunk at once."""
+
+    @property
+    def consumes(self) -> frozenset[str]:
+        """Keys below `model` that are read."""
+        return _COMMON if self.autoregressive else _COMMON | _PARALLEL
 
     def validate(self, cfg: ModelConfig) -> list[str]:
         """Return config problems, one line each with the cure."""
@@ -65,22 +79,22 @@ class OpenVlaOftFactory:
             )
             if value < 1
         ]
-        if cfg.image_pipeline not in PIPELINES:
+        choices = (
+            ("image_pipeline", cfg.image_pipeline, PIPELINES),
+            ("action_normalization", cfg.action_normalization, tuple(NORMALISATIONS)),
+            ("action_head", cfg.action_head, ACTION_HEADS),
+        )
+        problems += [
+            f"model.{key} is '{value}'.{closest(value, known)} Known: {', '.join(known)}; take the one that the "
+            f"checkpoint was trained with."
+            for key, value, known in choices
+            if value not in known
+        ]
+        if self.autoregressive and cfg.num_action_chunks != 1:
             problems.append(
-                f"model.image_pipeline is '{cfg.image_pipeline}'.{closest(cfg.image_pipeline, PIPELINES)} "
-                f"Known: {', '.join(PIPELINES)}; take the recipe that the checkpoint was trained with."
+                f"model.num_action_chunks is {cfg.num_action_chunks}; OpenVLA gives one action per query, set it to 1."
             )
-        if cfg.action_normalization not in NORMALISATIONS:
-            problems.append(
-                f"model.action_normalization is '{cfg.action_normalization}'."
-                f"{closest(cfg.action_normalization, NORMALISATIONS)} Known: {', '.join(NORMALISATIONS)}."
-            )
-        if cfg.is_lora:
-            problems.append(
-                "model.is_lora=true: low-rank adapters are not built yet for OpenVLA-OFT; train all weights with "
-                "model.is_lora=false."
-            )
-        return problems + _folder_problems(cfg)
+        return problems + _training_problems(cfg) + _folder_problems(cfg)
 
     def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy from the checkpoint's JSON files.
@@ -89,7 +103,7 @@ class OpenVlaOftFactory:
             ConfigError: the checkpoint and the environment do not fit together.
             CheckpointError: a JSON file is missing or malformed.
         """
-        return _spec(cfg, read_config(_folder(cfg)), env, value_dim)
+        return self._spec(cfg, read_config(_folder(cfg)), env, value_dim)
 
     def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
@@ -100,10 +114,41 @@ class OpenVlaOftFactory:
         from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 
         config = read_config(_folder(cfg))
-        return OpenVlaOftPolicy(cfg, config, _spec(cfg, config, request.env, request.value_dim), request)
+        spec = self._spec(cfg, config, request.env, request.value_dim)
+        return OpenVlaOftPolicy(cfg, config, spec, self._options(cfg, request.env, request.value_dim), request)
+
+    def _options(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> OftOptions:
+        return OftOptions(
+            num_action_chunks=cfg.num_action_chunks,
+            action_dim=cfg.action_dim,
+            action_head=cfg.action_head,
+            autoregressive=self.autoregressive,
+            append_stop=cfg.append_stop,
+            state_dim=env.state_dim if cfg.use_proprio else 0,
+            use_film=cfg.use_film,
+            rope_bf16_table=cfg.rope_bf16_table,
+            value_dim=value_dim,
+        )
+
+    def _spec(self, cfg: ModelConfig, config: OftConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+        problems = _mismatches(cfg, config, env)
+        if problems:
+            raise ConfigError(problems)
+        return PolicySpec(
+            name="openvla" if self.autoregressive else "openvla_oft",
+            num_action_chunks=cfg.num_action_chunks,
+            action_dim=cfg.action_dim,
+            tokens_per_chunk=cfg.num_action_chunks * cfg.action_dim,
+            value_dim=value_dim,
+            num_images=cfg.num_images_in_input,
+            uses_state=cfg.use_proprio,
+            gripper=GripperConvention(open=1.0, closed=0.0),
+            num_parameters=count_parameters(config, self._options(cfg, env, value_dim)),
+            has_logprobs=cfg.action_head == "discrete",
+        )
 
 
-def _spec(cfg: ModelConfig, config: OftConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+def _mismatches(cfg: ModelConfig, config: OftConfig, env: EnvSpec) -> list[str]:
     data_set = config.statistics.find(cfg.unnorm_key, env.unnorm_key)
     problems = []
     width = len(config.statistics.bounds(data_set, "action", cfg.action_normalization).mask)
@@ -126,21 +171,37 @@ def _spec(cfg: ModelConfig, config: OftConfig, env: EnvSpec, value_dim: int) -> 
         )
     if env.image_rotation_deg not in (0, 180):
         problems.append(f"env '{env.name}' declares image_rotation_deg={env.image_rotation_deg}; only 0 and 180 work.")
-    if problems:
-        raise ConfigError(problems)
-    return PolicySpec(
-        name="openvla_oft",
-        num_action_chunks=cfg.num_action_chunks,
-        action_dim=cfg.action_dim,
-        tokens_per_chunk=cfg.num_action_chunks * cfg.action_dim,
-        value_dim=value_dim,
-        num_images=cfg.num_images_in_input,
-        uses_state=cfg.use_proprio,
-        gripper=GripperConvention(open=1.0, closed=0.0),
-        num_parameters=config.num_parameters
-        + value_head_parameters(config.llama.hidden_size, value_dim)
-        + proprio_parameters(config.llama.hidden_size, env.state_dim if cfg.use_proprio else 0),
-    )
+    return problems
+
+
+def _training_problems(cfg: ModelConfig) -> list[str]:
+    """Keys of adapters that nothing would read, and adapters that do not exist."""
+    problems = []
+    lora, default = cfg.lora, LoraConfig()
+    sizes = (lora.r, lora.lora_alpha, lora.target_modules, lora.init_lora_weights)
+    untouched = sizes == (default.r, default.lora_alpha, default.target_modules, default.init_lora_weights)
+    if not untouched and lora.path is not None:
+        problems.append(
+            "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "
+            "lora_alpha, target_modules and init_lora_weights."
+        )
+    elif not untouched and not cfg.is_lora:
+        problems.append("model.lora has values but model.is_lora=false; set model.is_lora=true, or remove them.")
+    if lora.path is not None:
+        folder = resolve_asset(lora.path)
+        adapter = find_adapter(folder)
+        if adapter is None:
+            problems.append(f"model.lora.path: {folder} holds no {ADAPTER_CONFIG}; it wants a folder of peft.")
+        else:
+            try:
+                read_adapter_spec(adapter)
+            except CheckpointError as error:
+                problems.append(f"model.lora.path: {error}")
+    if cfg.is_lora and cfg.action_head != "discrete":
+        problems.append(
+            f"model.is_lora=true trains, but action_head={cfg.action_head} is for evaluation; see lora.path."
+        )
+    return problems
 
 
 def _folder(cfg: ModelConfig) -> Path:
@@ -166,10 +227,11 @@ def _folder_problems(cfg: ModelConfig) -> list[str]:
     problems = []
     if not (folder / TOKENIZER_FILE).exists():
         problems.append(f"model.path: {folder} has no {TOKENIZER_FILE}; fetch the whole repository again.")
-    if any(folder.glob("action_head--*checkpoint.pt")):
+    if cfg.action_head == "discrete" and any(folder.glob("action_head--*checkpoint.pt")):
         problems.append(
             f"model.path: {folder} holds a continuous action head (L1 or diffusion). Its language model never learned "
-            f"action tokens, so RL on tokens starts at zero success; take a checkpoint trained with discrete tokens."
+            f"action tokens, so RL on tokens starts at zero success; take one trained with discrete tokens, or "
+            f"evaluate this one with model.action_head=l1 or diffusion."
         )
     has_weights = (folder / INDEX_FILE).exists() or any(folder.glob("model*.safetensors"))
     if not has_weights and not config.random_init:
@@ -178,3 +240,4 @@ def _folder_problems(cfg: ModelConfig) -> list[str]:
 
 
 FACTORY = OpenVlaOftFactory()
+OPENVLA = OpenVlaOftFactory(autoregressive=True)

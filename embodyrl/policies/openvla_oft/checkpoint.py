@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -62,20 +62,26 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def load_into(module: nn.Module, folder: Path) -> None:
+Change = Callable[[str, Tensor], Tensor]
+"""(key, weight of the file) to the weight to load; merges adapters on the way."""
+
+
+def load_into(module: nn.Module, folder: Path, *, change: Change | None = None, beside: Path | None = None) -> None:
     """Copy the weights of a folder into a module, in place, casting to the module's dtypes.
 
     All headers are checked before the first weight is touched. Heads and projectors come from files of their own; a
     value head may also be missing or lie among the model's own keys.
 
     Args:
-        module: on any device.
-        folder: shards and component files.
+        module: on any device; injected adapters stay as they are.
+        folder: the model's shards, and component files.
+        change: applied to each weight.
+        beside: another folder to take the component files from.
 
     Raises:
         CheckpointError: a file is unreadable or truncated, a key is missing or surplus, or a shape differs.
     """
-    target = module.state_dict()
+    target = base_state(module)
     files: dict[Path, str | None] = dict.fromkeys(weight_files(folder))
     if not files:
         raise CheckpointError(
@@ -83,24 +89,49 @@ def load_into(module: nn.Module, folder: Path) -> None:
             f"in .bin form are not read, because loading them can run code; a low-rank adapter alone goes to "
             f"model.lora.path)."
         )
-    beside = side_components(target)
-    for name in beside:
-        path = find_component(folder, name)
+    components = side_components(target)
+    for name in components:
+        path = find_component(beside or folder, name)
         if path is not None:
             files[path] = name
         elif name != VALUE_HEAD:
             raise CheckpointError(
-                f"{folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model needs. "
-                f"The checkpoint was trained without it (see model.use_proprio, action_head, use_film), or is "
+                f"{beside or folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model "
+                f"needs. The checkpoint was trained without it (see model.use_proprio, action_head, use_film), or is "
                 f"incomplete."
             )
-    readers = {path: _reader(path, name, beside) for path, name in files.items()}
+    readers = {path: _reader(path, name, components) for path, name in files.items()}
+    _check_keys(target, {path: reader.shapes() for path, reader in readers.items()}, folder)
+    with torch.no_grad():
+        for reader in readers.values():
+            for key, tensor in reader.tensors():
+                if key in target:
+                    target[key].copy_(change(key, tensor) if change else tensor)
+
+
+def load_components(module: nn.Module, folder: Path) -> None:
+    """Copy the components that a folder holds into a module.
+
+    Raises:
+        CheckpointError: a component is missing (but for the value head), or its shapes differ.
+    """
+    state = module.state_dict()
+    target = {key: tensor for key, tensor in state.items() if component_of(key) in side_components(state)}
+    files = {path: name for name in side_components(state) if (path := find_component(folder, name)) is not None}
+    readers = {path: _reader(path, name, []) for path, name in files.items()}
     _check_keys(target, {path: reader.shapes() for path, reader in readers.items()}, folder)
     with torch.no_grad():
         for reader in readers.values():
             for key, tensor in reader.tensors():
                 if key in target:
                     target[key].copy_(tensor)
+
+
+def base_state(module: nn.Module) -> dict[str, Tensor]:
+    """State dict under the public names, whether or not adapters are injected; without the adapters."""
+    return {
+        key.replace(".base_layer.", "."): tensor for key, tensor in module.state_dict().items() if ".lora_" not in key
+    }
 
 
 def save_from(module: nn.Module, folder: Path, side_files: Mapping[str, bytes]) -> None:
@@ -184,9 +215,13 @@ def _check_keys(target: Mapping[str, Tensor], shapes: dict[Path, dict[str, list[
 class _Reader(Protocol):
     """One file of weights, read in two passes: shapes first, tensors when everything fits."""
 
-    def shapes(self) -> dict[str, list[int]]: ...
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each weight."""
+        ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights one by one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

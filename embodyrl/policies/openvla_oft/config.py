@@ -315,12 +315,21 @@ def _llama_parameters(llama: LlamaSpec) -> int:
     return 2 * llama.vocab_size * w + llama.num_layers * layer + w
 
 
-def proprio_parameters(width: int, state_dim: int) -> int:
-    """Parameters of the proprioception projector to tokens of `width`; 0 for state_dim 0."""
-    return width * (state_dim + 1) + width * (width + 1) if state_dim else 0
-
-
-def value_head_parameters(width: int, value_dim: int) -> int:
-    """Parameters of the value head on hidden rows of `width`; 0 for value_dim 0."""
-    first, second = VALUE_HIDDEN
-    return first * (width + 1) + second * (first + 1) + second * value_dim if value_dim else 0
+def count_parameters(config: OftConfig, options: OftOptions) -> int:
+    """Parameters of the model with all its heads and projectors, adapters excluded."""
+    width, state, values = config.llama.hidden_size, options.state_dim, options.value_dim
+    square = width * (width + 1)
+    total = config.num_parameters
+    if state:
+        total += width * (state + 1) + square
+    if options.use_film:
+        total += sum(vit.depth * 2 * vit.width * (width + 1) for vit in config.towers)
+    if options.action_head != "discrete":
+        rows, actions = options.action_dim * width, options.action_dim * (width + 1)
+        total += 2 * rows + width * (rows + 1) + 2 * (2 * width + square) + 2 * width + actions
+    if options.action_head == "diffusion":
+        total += 2 * width + square
+    if values:
+        first, second = VALUE_HIDDEN
+        total += first * (width + 1) + second * (first + 1) + second * values
+    return total

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
+from embodyrl.policies.openvla_oft.heads import DiffusionHead, L1Head, NoisyActionProjector
 from embodyrl.policies.openvla_oft.llama import LanguageModel, RmsNorm
 from embodyrl.policies.openvla_oft.vision import LayerScale, Projector, VisionBackbone
 
@@ -77,6 +78,13 @@ class OpenVlaOft(nn.Module):
         self.language_model = LanguageModel(config.llama, rope_bf16_table=options.rope_bf16_table)
         self.proprio_projector = ProprioProjector(options.state_dim, width) if options.state_dim else None
         self.value_head = ValueHead(width, options.value_dim) if options.value_dim else None
+        self.action_head: nn.Module | None = None
+        self.noisy_action_projector: nn.Module | None = None
+        if options.action_head == "l1":
+            self.action_head = L1Head(options.action_dim, width)
+        elif options.action_head == "diffusion":
+            self.action_head = DiffusionHead(options.action_dim, width)
+            self.noisy_action_projector = NoisyActionProjector(width)
 
     def forward(self, inputs: ModelInputs, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Predict the distributions of all action tokens of a chunk.
@@ -91,7 +99,7 @@ class OpenVlaOft(nn.Module):
         """
         slots = None
         if self.options.autoregressive:
-            assert tokens is not None, "an autoregressive model scores given tokens; see autoregressive.py for acting"
+            assert tokens is not None, "an autoregressive model scores given tokens; decode_tokens acts"
             slots = self.language_model.model.embed_tokens(tokens)
         return self.read_out(self.action_hidden(self.prefix(inputs), inputs, slots))
 
@@ -147,32 +155,32 @@ class OpenVlaOft(nn.Module):
         """
         if num_slots is None:
             num_slots = self.options.num_action_tokens
-        prompt_ids, lengths = inputs.prompt_ids, inputs.prompt_lengths[:, None]
-        width, stop = prompt_ids.shape[1], int(self.append_stop)
-        index = torch.arange(width + num_slots + stop, device=prompt_ids.device)
-        in_prompt = index < lengths
-        is_stop = (index == lengths + num_slots) & self.append_stop
-        ids = F.pad(prompt_ids, (0, len(index) - width)).where(in_prompt, self.pad_token_id)
-        ids = ids.masked_fill(is_stop, self.stop_token_id)
-        tokens = self.language_model.model.embed_tokens(ids)
-        tokens = tokens * (in_prompt | is_stop)[..., None].to(tokens.dtype)
+        tokens = self._embed_text(inputs, num_slots)
+        lengths = inputs.prompt_lengths[:, None]
         if slots is not None:
             where = lengths + torch.arange(num_slots, device=lengths.device)
             tokens = tokens.scatter(1, where[..., None].expand_as(slots), slots.to(tokens.dtype))
-        mask = index < lengths + num_slots + stop
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        mask = index < lengths + num_slots + int(self.append_stop)
         seen = mask.new_ones(prefix.shape[:2])
         embeddings = torch.cat([tokens[:, :1], prefix.to(tokens.dtype), tokens[:, 1:]], dim=1)
         return embeddings, torch.cat([seen, mask], dim=1), prefix.shape[1] + inputs.prompt_lengths - 1
 
+    def _embed_text(self, inputs: ModelInputs, num_slots: int) -> Tensor:
+        """Embeddings [B, W + slots + 1, D] of [prompt, slots, STOP, padding]; slots and padding are zeros."""
+        width, lengths = inputs.prompt_ids.shape[1], inputs.prompt_lengths[:, None]
+        index = torch.arange(width + num_slots + int(self.append_stop), device=inputs.prompt_ids.device)
+        in_prompt = index < lengths
+        is_stop = (index == lengths + num_slots) & self.append_stop
+        ids = F.pad(inputs.prompt_ids, (0, len(index) - width)).where(in_prompt, self.pad_token_id)
+        ids = ids.masked_fill(is_stop, self.stop_token_id)
+        tokens = self.language_model.model.embed_tokens(ids)
+        return tokens * (in_prompt | is_stop)[..., None].to(tokens.dtype)
+
     def _language_vector(self, inputs: ModelInputs) -> Tensor:
         """Mean [B, D] of the embeddings of the prompt and STOP."""
-        embed = self.language_model.model.embed_tokens
-        index = torch.arange(inputs.prompt_ids.shape[1], device=inputs.prompt_ids.device)
-        real = (index < inputs.prompt_lengths[:, None])[..., None]
-        tokens = embed(inputs.prompt_ids.where(real[..., 0], self.pad_token_id))
-        stop = embed.weight[self.stop_token_id] * self.append_stop
-        total = (tokens * real.to(tokens.dtype)).sum(dim=1) + stop
-        return total / (inputs.prompt_lengths[:, None] + int(self.append_stop)).to(total.dtype)
+        count = inputs.prompt_lengths[:, None] + int(self.append_stop)
+        return self._embed_text(inputs, 0).sum(dim=1) / count
 
     def recompute_activations(self) -> None:
         """Store only the layers' inputs in the forward pass, and recompute the rest in the backward pass."""

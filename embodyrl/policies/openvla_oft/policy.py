@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.errors import ConfigError
 from embodyrl.policies.openvla_oft.actions import ActionTokenizer
-from embodyrl.policies.openvla_oft.checkpoint import load_into, read_side_files, save_from
-from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions
+from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, read_adapter_spec
+from embodyrl.policies.openvla_oft.checkpoint import (
+    load_components,
+    load_into,
+    read_side_files,
+    save_components,
+    save_from,
+    save_side_files,
+    weight_files,
+)
+from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions, read_config
+from embodyrl.policies.openvla_oft.decoding import decode_tokens, denoise, regress
 from embodyrl.policies.openvla_oft.images import preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.prompt import PromptEncoder
@@ -22,20 +37,24 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, Poli
 class OpenVlaOftPolicy:
     """A checkpoint bound to an environment's orientation, tasks and statistics; implements `Policy`."""
 
-    def __init__(self, cfg: ModelConfig, config: OftConfig, spec: PolicySpec, request: PolicyRequest) -> None:
+    def __init__(
+        self, cfg: ModelConfig, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest
+    ) -> None:
         self.spec = spec
-        self.module: nn.Module = build_module(cfg, config, spec, request)
+        self._adapter = lora_spec(cfg) if cfg.is_lora and request.trainable else None
+        self._model = build_module(cfg, config, options, request)
+        self.module: nn.Module = self._model
+        self._forward = torch.compile(self._model) if cfg.compile else self._model
         self._config = config
+        self._options = options
+        self._diffusion_steps = cfg.num_diffusion_steps_inference
         self._temperature = request.temperature
         self._device = torch.device(request.device)
         self._rotation_deg = request.env.image_rotation_deg
         self._pipeline = cfg.image_pipeline
-        self._side_files = read_side_files(config.folder)
-        data_set = config.statistics.find(cfg.unnorm_key, request.env.unnorm_key)
-        self._bounds = config.statistics.bounds(data_set, "action", cfg.action_normalization)
-        self._state_bounds = (
-            config.statistics.bounds(data_set, "proprio", cfg.action_normalization) if spec.uses_state else None
-        )
+        self._keys = (cfg.unnorm_key, request.env.unnorm_key)
+        self._normalization = cfg.action_normalization
+        self._adopt(config)
         self._actions = ActionTokenizer(vocab_end=config.action_vocab_end, n_bins=config.n_bins)
         self._prompts = PromptEncoder(
             config.folder / TOKENIZER_FILE, bos_token_id=config.llama.bos_token_id, tasks=request.env.tasks
@@ -45,22 +64,23 @@ class OpenVlaOftPolicy:
         self._input_dtype = torch.bfloat16 if half and not request.trainable else torch.float32
 
     @torch.no_grad()
-    def act(self, obs: Observation, *, noise: FloatArray | None) -> PolicyOutput:
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`).
 
-        Token ids are absolute ids of the vocabulary, as the public code stores them.
+        Token ids are absolute ids of the vocabulary, as the public code stores them. Continuous heads have no tokens
+        and no probabilities (both zero); L1 regression has no noise, and diffusion turns it into its initial noise.
         """
-        logits, value = self._forward(obs)
-        scaled = logits / self._temperature
-        if noise is None:
-            choice = logits.argmax(dim=-1)
-        else:
-            choice = sample_inverse_cdf(scaled, torch.tensor(noise, device=self._device))
+        inputs = self._inputs(obs)
+        uniform = None if noise is None else torch.tensor(noise, device=self._device)
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
+            if not self.spec.has_logprobs:
+                return self._continuous(inputs, uniform)
+            logits, choice, value = self._sample(inputs, uniform, temperature or self._temperature)
+        scaled = logits / (temperature or self._temperature)
         logprob = scaled.log_softmax(dim=-1).gather(-1, choice[..., None])[..., 0]
         tokens = (choice + self._config.action_vocab_start).cpu().numpy()
-        shape = (len(obs), self.spec.num_action_chunks, self.spec.action_dim)
         return PolicyOutput(
-            actions=unnormalise(self._actions.decode(tokens).reshape(shape), self._bounds),
+            actions=unnormalise(self._actions.decode(tokens).reshape(self._chunk_shape(obs)), self._bounds),
             tokens=tokens,
             logprob=logprob.cpu().numpy(),
             value=value.cpu().numpy(),
@@ -73,25 +93,112 @@ class OpenVlaOftPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Value estimates [B, V]."""
-        return self._forward(obs)[1].cpu().numpy()
+        # Values belong to the prompt; an autoregressive model sees no action token before it.
+        tokens = np.full((len(obs), self.spec.tokens_per_chunk), self._config.action_vocab_start)
+        return self._run(obs, tokens)[1].cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
-        logits, value = self._forward(obs)
+        if not self.spec.has_logprobs:
+            self._refuse_training()
+        logits, value = self._run(obs, tokens)
         choice = torch.tensor(tokens, device=self._device) - self._config.action_vocab_start
         return score_tokens(logits / self._temperature, choice, value)
 
     def save(self, folder: Path) -> None:
-        """Write the weights in the public layout, in the dtype they are kept in (fp32 while training)."""
-        save_from(self.module, folder, self._side_files)
+        """Write the weights in the public layout, in the dtype they are kept in (fp32 while training).
+
+        While adapters are trained only they (`lora_adapter/`) and the modules that are trained in full are written.
+        """
+        if self._adapter is None:
+            save_from(self._model, folder, self._side_files)
+            return
+        from embodyrl.policies.openvla_oft.lora import save_adapter
+
+        save_adapter(self._model, self._adapter, folder)
+        save_components(self._model.state_dict(), folder)
+        save_side_files(folder, self._side_files)
 
     def load_weights(self, folder: Path) -> None:
-        """Replace the weights in place (see `Policy.load_weights`); without a saved value head, ours stays."""
-        load_into(self.module, folder)
+        """Replace the weights in place (see `Policy.load_weights`); without a saved value head, ours stays.
 
-    def _forward(self, obs: Observation) -> tuple[Tensor, Tensor]:
+        A folder with an adapter only fits the same `model.path`: the adapter is loaded where adapters are trained,
+        and merged into the weights of `model.path` elsewhere. The folder's action statistics come along: its tokens
+        mean what they meant where it was trained.
+        """
+        adapter = None if weight_files(folder) else find_adapter(folder)
+        if adapter is None:
+            load_into(self._model, folder)
+        else:
+            self._load_adapted(folder, adapter)
+        self._adopt(read_config(folder))
+
+    def _load_adapted(self, folder: Path, adapter: Path) -> None:
+        from embodyrl.policies.openvla_oft.lora import load_adapter, read_adapter
+
+        loaded = read_adapter(adapter)
+        if self._adapter is None:
+            load_into(self._model, self._config.folder, change=loaded.merged, beside=folder)
+        else:
+            load_adapter(self._model, loaded, adapter)
+            load_components(self._model, folder)
+
+    def _adopt(self, config: OftConfig) -> None:
+        """Take the statistics of a folder, and the small files that are saved beside the weights."""
+        data_set = config.statistics.find(*self._keys)
+        self._bounds = config.statistics.bounds(data_set, "action", self._normalization)
+        self._state_bounds = (
+            config.statistics.bounds(data_set, "proprio", self._normalization) if self.spec.uses_state else None
+        )
+        self._side_files = read_side_files(config.folder)
+
+    def _run(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor]:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
-            return self.module(self._inputs(obs))
+            return self._forward(self._inputs(obs), torch.tensor(tokens, device=self._device))
+
+    def _sample(self, inputs: ModelInputs, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [B, L, bins], chosen bins [B, L] and values [B, V]."""
+
+        def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
+            return logits.argmax(dim=-1) if noise is None else sample_inverse_cdf(logits / temperature, noise)
+
+        if not self._options.autoregressive:
+            logits, value = self._forward(inputs)
+            return logits, choose(logits, uniform), value
+        return decode_tokens(
+            self._model,
+            inputs,
+            lambda index, logits: choose(logits, None if uniform is None else uniform[:, index : index + 1]),
+        )
+
+    def _continuous(self, inputs: ModelInputs, uniform: Tensor | None) -> PolicyOutput:
+        shape = (len(inputs.prompt_ids), self.spec.num_action_chunks, self.spec.action_dim)
+        if self._options.action_head == "l1":
+            normalised = regress(self._model, inputs)
+        else:
+            # Greedy: the same noise for every observation.
+            generator = torch.Generator().manual_seed(0)
+            drawn = torch.rand(shape[1:], generator=generator).to(self._device) if uniform is None else uniform
+            # The ends of the interval would become infinite.
+            gaussian = torch.special.ndtri(drawn.double().clamp(1e-6, 1 - 1e-6)).float()
+            start = gaussian.expand(shape) if uniform is None else gaussian.reshape(shape)
+            normalised = denoise(self._model, inputs, start, self._diffusion_steps)
+        count, length = shape[0], self.spec.tokens_per_chunk
+        return PolicyOutput(
+            actions=unnormalise(normalised.double().cpu().numpy(), self._bounds),
+            tokens=np.zeros((count, length), np.int64),
+            logprob=np.zeros((count, length), np.float32),
+            value=np.zeros((count, 0), np.float32),
+        )
+
+    def _chunk_shape(self, obs: Observation) -> tuple[int, int, int]:
+        return len(obs), self.spec.num_action_chunks, self.spec.action_dim
+
+    def _refuse_training(self) -> NoReturn:
+        raise ConfigError(
+            f"model.action_head={self._options.action_head}: continuous actions have no token probabilities, so this "
+            f"head can only be evaluated. To train, use a checkpoint with discrete tokens and action_head=discrete."
+        )
 
     def _inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(
@@ -110,34 +217,77 @@ class OpenVlaOftPolicy:
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
 
 
-def build_module(cfg: ModelConfig, config: OftConfig, spec: PolicySpec, request: PolicyRequest) -> OpenVlaOft:
-    """Build the model on the meta device, give it memory once, and fill it from the checkpoint or at random."""
+def build_module(cfg: ModelConfig, config: OftConfig, options: OftOptions, request: PolicyRequest) -> OpenVlaOft:
+    """Build the model on the meta device, give it memory once, and fill it from the checkpoint or at random.
+
+    Raises:
+        CheckpointError: the weights or the adapter do not fit.
+        ConfigError: a pattern of `model.freeze` or an adapter target fits nothing.
+    """
     with torch.device("meta"):
-        module = OpenVlaOft(config, model_options(cfg, spec, request))
+        module = OpenVlaOft(config, options)
+    trains_adapter = cfg.is_lora and request.trainable
     if not request.trainable:
         module.requires_grad_(False)
-        if cfg.precision == Precision.bf16:
-            module.to(torch.bfloat16)
-            if module.value_head is not None:
-                module.value_head.float()
+    if cfg.precision == Precision.bf16 and (trains_adapter or not request.trainable):
+        _halve(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
     module.init_value_head(request.seed)
+    adapter_folder = None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
     if config.random_init:
         module.init_weights(request.seed)
-    else:
+    elif adapter_folder is None or trains_adapter:
         load_into(module, config.folder)
+    else:
+        from embodyrl.policies.openvla_oft.lora import read_adapter
+
+        load_into(module, config.folder, change=read_adapter(adapter_folder).merged)
+    if trains_adapter:
+        from embodyrl.policies.openvla_oft.lora import inject, load_adapter, read_adapter
+
+        inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
+        if adapter_folder is not None:
+            load_adapter(module, read_adapter(adapter_folder), adapter_folder)
+    freeze(module, cfg.freeze)
+    if request.gradient_checkpointing:
+        module.recompute_activations()
     return module
 
 
-def model_options(cfg: ModelConfig, spec: PolicySpec, request: PolicyRequest) -> OftOptions:
-    """What the config says about the model."""
-    return OftOptions(
-        num_action_chunks=spec.num_action_chunks,
-        action_dim=spec.action_dim,
-        append_stop=cfg.append_stop,
-        state_dim=request.env.state_dim if spec.uses_state else 0,
-        value_dim=request.value_dim,
-    )
+def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
+    """Cast to bfloat16 all but the value head, and but what is trained in full beside adapters."""
+    module.to(torch.bfloat16)
+    if module.value_head is not None:
+        module.value_head.float()
+    if keep_trained and module.proprio_projector is not None:
+        module.proprio_projector.float()
+
+
+def lora_spec(cfg: ModelConfig) -> AdapterSpec:
+    """Rank, scale and targets: those of the adapter to start from, or else those of the config."""
+    if cfg.lora.path is not None:
+        folder = resolve_asset(cfg.lora.path)
+        return read_adapter_spec(find_adapter(folder) or folder)
+    targets = tuple(sorted(name.strip() for name in cfg.lora.target_modules.split(",")))
+    return AdapterSpec(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=targets)
+
+
+def freeze(module: nn.Module, patterns: list[str]) -> None:
+    """Take the parameters whose names fit a shell-style pattern out of training.
+
+    Raises:
+        ConfigError: a pattern fits no parameter.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
+            raise ConfigError(
+                f"model.freeze: '{pattern}' fits no parameter. Names start with {parts}; try '{parts}.*'."
+            )
+    for name, parameter in module.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
 
 
 def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:

@@ -164,10 +164,10 @@ class VisionBackbone(nn.Module):
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
         """Map [B, 6*images, S, S] (per image: DINOv2 rgb, SigLIP rgb) to [B, images*patches, width of both]."""
         batch, channels, height, width = pixels.shape
-        images = channels // 6
-        single = pixels.reshape(batch * images, 6, height, width)
-        if language is not None:
-            language = language.repeat_interleave(images, dim=0)
+        if language is not None and channels > 6:
+            # One image after the other, as the public code: the L1 head's tolerance is that tight.
+            return torch.cat([self(pixels[:, i : i + 6], language) for i in range(0, channels, 6)], dim=1)
+        single = pixels.reshape(batch * channels // 6, 6, height, width)
         dino, siglip = self.featurizer(single[:, :3], language), self.fused_featurizer(single[:, 3:], language)
         return torch.cat([dino, siglip], dim=-1).reshape(batch, -1, dino.shape[-1] + siglip.shape[-1])
 

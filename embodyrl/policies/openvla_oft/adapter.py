@@ -1,0 +1,80 @@
+"""The JSON side of low-rank adapter folders (peft's layout); imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from embodyrl.errors import CheckpointError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_FOLDER = "lora_adapter"
+ALL_LINEAR = "all-linear"
+
+_ONLY = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "use_rslora": False,
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+}
+"""Fields that change what an adapter means, with the values that are understood here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec:
+    """Size and place of low-rank adapters."""
+
+    r: int
+    lora_alpha: int
+    target_modules: tuple[str, ...]
+    """Last parts of module names; `("all-linear",)` for all."""
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / self.r
+
+
+def find_adapter(folder: Path) -> Path | None:
+    """The adapter folder that `folder` is or holds."""
+    return next((f for f in (folder, folder / ADAPTER_FOLDER) if (f / ADAPTER_CONFIG).exists()), None)
+
+
+def read_adapter_spec(folder: Path) -> AdapterSpec:
+    """Read `adapter_config.json`.
+
+    Raises:
+        CheckpointError: there is none, it is malformed, or of a kind that is not supported.
+    """
+    where = folder / ADAPTER_CONFIG
+    try:
+        raw = json.loads(where.read_text(encoding="utf-8"))
+        targets = raw["target_modules"]
+        spec = AdapterSpec(
+            r=int(raw["r"]),
+            lora_alpha=int(raw["lora_alpha"]),
+            target_modules=(targets,) if isinstance(targets, str) else tuple(sorted(map(str, targets))),
+        )
+        strange = {name: raw[name] for name, only in _ONLY.items() if raw.get(name, only) not in (only, None)}
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{where} is missing or malformed ({error!r}). model.lora.path wants a folder with {ADAPTER_CONFIG} and "
+            f"{ADAPTER_WEIGHTS}, as peft writes it."
+        ) from error
+    if strange:
+        raise CheckpointError(f"{where}: {strange} is not supported; only plain LoRA adapters of one rank are.")
+    return spec
+
+
+def write_adapter_spec(spec: AdapterSpec, folder: Path) -> None:
+    """Write `adapter_config.json`, readable by peft."""
+    targets: str | list[str] = list(spec.target_modules)
+    if spec.target_modules == (ALL_LINEAR,):
+        targets = ALL_LINEAR
+    config = {**_ONLY, "r": spec.r, "lora_alpha": spec.lora_alpha, "lora_dropout": 0.0, "target_modules": targets}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

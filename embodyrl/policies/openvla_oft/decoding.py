@@ -1,0 +1,62 @@
+"""How a model's outputs become actions: token by token (OpenVLA), or by the continuous heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from embodyrl.policies.openvla_oft.heads import cumulative_alphas, ddim_steps, ddim_update, time_embedding
+from embodyrl.policies.openvla_oft.llama import KeyValueCache
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
+
+Choose = Callable[[int, Tensor], Tensor]
+"""(token index, logits [B, 1, bins]) to the chosen bin [B, 1]."""
+
+
+def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:
+    """Predict the action tokens one by one with a key-value cache.
+
+    Returns:
+        Logits [B, L, bins], chosen bins [B, L] and values [B, V]; what `model(inputs, tokens)` gives for these tokens.
+    """
+    body = model.language_model.model
+    embeddings, key_mask, last_prompt = model.embed(model.prefix(inputs), inputs, num_slots=0)
+    cache = KeyValueCache()
+    hidden = body(embeddings, model.attention_mask(key_mask), rows=last_prompt[:, None], cache=cache)
+    logits, value = model.read_out(hidden)
+    all_logits, bins = [logits], [choose(0, logits)]
+    for index in range(1, model.options.num_action_tokens):
+        key_mask = torch.cat([key_mask, key_mask.new_ones(len(key_mask), 1)], dim=1)
+        token = body.embed_tokens(bins[-1] + model.action_columns.start)
+        position = (last_prompt + index)[:, None]
+        hidden = body(token, key_mask[:, None, None, :], positions=position, cache=cache)
+        logits, _ = model.read_out(hidden)
+        all_logits.append(logits)
+        bins.append(choose(index, logits))
+    return torch.cat(all_logits, dim=1), torch.cat(bins, dim=1), value
+
+
+def regress(model: OpenVlaOft, inputs: ModelInputs) -> Tensor:
+    """Normalised actions [B, K, A] of the L1 head."""
+    assert model.action_head is not None
+    return model.action_head(model.action_hidden(model.prefix(inputs), inputs)).float()
+
+
+def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int) -> Tensor:
+    """Normalised actions [B, K, A] of the diffusion head after `steps` DDIM steps from Gaussian noise [B, K, A]."""
+    prefix, alphas, x = model.prefix(inputs), cumulative_alphas().to(noise.device), noise
+    for step in ddim_steps(steps):
+        x = ddim_update(x, predict_noise(model, inputs, prefix, x, step), step, steps, alphas)
+    return x
+
+
+def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: int) -> Tensor:
+    """Noise [B, K, A] in a noisy chunk at a training step; the images and the state enter through `prefix`."""
+    assert model.action_head is not None
+    assert model.noisy_action_projector is not None
+    slots = model.noisy_action_projector(noisy.to(prefix.dtype))
+    time = time_embedding(step, prefix.shape[-1]).to(prefix).expand(len(prefix), 1, -1)
+    hidden = model.action_hidden(torch.cat([prefix, time], dim=1), inputs, slots)
+    return model.action_head(hidden).float()

@@ -1,0 +1,125 @@
+"""Continuous action heads of the official OFT recipe: L1 regression and diffusion, for evaluation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TRAIN_STEPS = 50
+"""Denoising steps of the public training recipe."""
+RESIDUAL_BLOCKS = 2
+
+
+class ResidualBlock(nn.Module):
+    """x + ReLU(Linear(LayerNorm(x)))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(x)
+
+
+class ResidualMlp(nn.Module):
+    """From the hidden rows of one action's A tokens, side by side, to the action."""
+
+    def __init__(self, action_dim: int, width: int) -> None:
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(action_dim * width)
+        self.fc1 = nn.Linear(action_dim * width, width)
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(RESIDUAL_BLOCKS))
+        self.layer_norm2 = nn.LayerNorm(width)
+        self.fc2 = nn.Linear(width, action_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, K, A*D] to [B, K, A]."""
+        x = F.relu(self.fc1(self.layer_norm1(x)))
+        for block in self.mlp_resnet_blocks:
+            x = block(x)
+        return self.fc2(self.layer_norm2(x))
+
+
+class L1Head(nn.Module):
+    """Regression: the output is the normalised action."""
+
+    def __init__(self, action_dim: int, width: int) -> None:
+        super().__init__()
+        self.action_dim = action_dim
+        self.model = ResidualMlp(action_dim, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map action rows [B, L, D] to normalised actions [B, K, A]."""
+        return self.model(hidden.unflatten(1, (-1, self.action_dim)).flatten(2))
+
+
+class NoisePredictor(nn.Module):
+    """Holds the MLP under the name that public files use."""
+
+    def __init__(self, action_dim: int, width: int) -> None:
+        super().__init__()
+        self.mlp_resnet = ResidualMlp(action_dim, width)
+
+
+class DiffusionHead(nn.Module):
+    """Predicts the noise in a noisy action chunk."""
+
+    def __init__(self, action_dim: int, width: int) -> None:
+        super().__init__()
+        self.action_dim = action_dim
+        self.noise_predictor = NoisePredictor(action_dim, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map action rows [B, L, D] to the predicted noise [B, K, A]."""
+        return self.noise_predictor.mlp_resnet(hidden.unflatten(1, (-1, self.action_dim)).flatten(2))
+
+
+class NoisyActionProjector(nn.Module):
+    """Each scalar of the noisy chunk becomes the embedding of its action position."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(1, width)
+        self.fc2 = nn.Linear(width, width)
+
+    def forward(self, noisy: Tensor) -> Tensor:
+        """Map [B, K, A] to [B, L, D]."""
+        return self.fc2(F.gelu(self.fc1(noisy.flatten(1)[..., None])))
+
+
+def time_embedding(step: int, width: int) -> Tensor:
+    """Sinusoidal embedding [D] of a diffusion step: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
+    half = width // 2
+    # Multiply before dividing, as the public code does: denoising can amplify the last bit to any size.
+    frequency = torch.exp(torch.arange(half) * -math.log(10000.0) / (half - 1))
+    angle = step * frequency
+    return torch.cat([angle.sin(), angle.cos()])
+
+
+def cumulative_alphas() -> Tensor:
+    """Share of signal [50] after each training step: squared cosine schedule, betas at most 0.999, float32."""
+
+    def share(t: float) -> float:
+        return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    betas = [min(1 - share((i + 1) / TRAIN_STEPS) / share(i / TRAIN_STEPS), 0.999) for i in range(TRAIN_STEPS)]
+    return torch.cumprod(1.0 - torch.tensor(betas, dtype=torch.float32), dim=0)
+
+
+def ddim_steps(count: int) -> list[int]:
+    """Training steps visited by `count` denoising steps, from noisy to clean ("leading" spacing)."""
+    return [i * (TRAIN_STEPS // count) for i in reversed(range(count))]
+
+
+def ddim_update(x: Tensor, noise: Tensor, step: int, count: int, alphas: Tensor) -> Tensor:
+    """One deterministic DDIM step (eta 0): clip the clean estimate to -1..1 and go to the next lower noise level.
+
+    The noise is not derived again from the clipped estimate, and the last level is noise-free, as in the public code.
+    """
+    previous = step - TRAIN_STEPS // count
+    now, then = alphas[step], alphas[previous] if previous >= 0 else torch.ones(())
+    clean = ((x - (1 - now).sqrt() * noise) / now.sqrt()).clamp(-1.0, 1.0)
+    return then.sqrt() * clean + (1 - then).sqrt() * noise

@@ -1,0 +1,199 @@
+"""Low-rank adapters: injected through peft for training, merged into the weights for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.openvla_oft.adapter import (
+    ADAPTER_FOLDER,
+    ADAPTER_WEIGHTS,
+    ALL_LINEAR,
+    AdapterSpec,
+    read_adapter_spec,
+    write_adapter_spec,
+)
+from embodyrl.policies.openvla_oft.checkpoint import (
+    SafetensorsReader,
+    read_side_files,
+    save_side_files,
+    weight_files,
+)
+from embodyrl.policies.openvla_oft.config import INDEX_FILE
+
+ADAPTED = ("vision_backbone.", "projector.", "language_model.")
+"""Parts that may carry adapters; value head and proprioception projector are trained in full beside them."""
+_PUBLIC_PREFIX = "base_model.model."
+_OURS = ".default."
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded adapter folder."""
+
+    spec: AdapterSpec
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+    """(A [r, in...], B [out, r...]) by module path."""
+    replaced: Mapping[str, Tensor]
+    """Whole weights by parameter name that replace those of the model (peft adds the output matrix)."""
+
+    def merged(self, key: str, tensor: Tensor) -> Tensor:
+        """Return a weight with its adapter added, in float32: W + alpha/r * B A (patch embeddings: reshaped)."""
+        tensor = self.replaced.get(key, tensor)
+        pair = self.factors.get(key.removesuffix(".weight"))
+        if pair is None:
+            return tensor
+        low, high = (factor.float().flatten(1) for factor in pair)
+        return tensor.float() + (high @ low).reshape(tensor.shape) * self.spec.scale
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Read an adapter in peft's layout.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, or holds keys of another kind of adapter.
+    """
+    spec, path = read_adapter_spec(folder), folder / ADAPTER_WEIGHTS
+    try:
+        raw = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is missing or truncated ({error}); fetch it again.") from error
+    low: dict[str, Tensor] = {}
+    high: dict[str, Tensor] = {}
+    replaced: dict[str, Tensor] = {}
+    for key, tensor in raw.items():
+        name = key.removeprefix(_PUBLIC_PREFIX)
+        if name.endswith(".lora_A.weight"):
+            low[name.removesuffix(".lora_A.weight")] = tensor
+        elif name.endswith(".lora_B.weight"):
+            high[name.removesuffix(".lora_B.weight")] = tensor
+        elif ".base_layer." in name:
+            replaced[name.replace(".base_layer.", ".")] = tensor
+        else:
+            raise CheckpointError(f"{path} has a weight '{key}' that is no part of a plain LoRA adapter.")
+    if low.keys() != high.keys():
+        odd = sorted(low.keys() ^ high.keys())[0]
+        raise CheckpointError(f"{path}: module '{odd}' has only one of its two factors; fetch the file again.")
+    return Adapter(spec, {name: (low[name], high[name]) for name in low}, replaced)
+
+
+def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> None:
+    """Put adapters on the chosen linear layers (and patch embeddings) and freeze everything they adapt.
+
+    Adapters of layers that never influence the output stay frozen too; they exist because public adapters have them.
+
+    Raises:
+        ConfigError: no layer has one of the names.
+    """
+    idle = {name.removesuffix(".weight") for name, p in module.named_parameters() if not p.requires_grad}
+    layers = [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d) and name.startswith(ADAPTED)
+    ]
+    names = [n for n in layers if spec.target_modules == (ALL_LINEAR,) or n.endswith(_suffixes(spec))]
+    if not names:
+        known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        raise ConfigError(f"model.lora.target_modules={','.join(spec.target_modules)} fits no layer. Known: {known}.")
+    config = LoraConfig(
+        r=spec.r,
+        lora_alpha=spec.lora_alpha,
+        target_modules=names,
+        lora_dropout=0.0,
+        init_lora_weights="gaussian" if init == "gaussian" else True,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, module)
+    for name, parameter in module.named_parameters():
+        base, is_adapter, _ = name.partition(".lora_")
+        if is_adapter:
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(base not in idle)
+        elif name.startswith(ADAPTED):
+            parameter.requires_grad_(False)
+
+
+def load_adapter(module: nn.Module, adapter: Adapter, where: Path) -> None:
+    """Copy an adapter's factors into the injected ones.
+
+    Raises:
+        CheckpointError: it adapts other layers, or has another rank.
+    """
+    state = module.state_dict()
+    ours = {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}
+    if ours != adapter.factors.keys():
+        odd = sorted(ours ^ adapter.factors.keys())[0]
+        raise CheckpointError(
+            f"{where}: the adapter and this model differ in module '{odd}'. Use the same model.lora.target_modules "
+            f"and model.path as the run that made it."
+        )
+    with torch.no_grad():
+        for name, pair in adapter.factors.items():
+            for part, factor in zip("AB", pair, strict=True):
+                target = state[f"{name}.lora_{part}{_OURS}weight"]
+                if target.shape != factor.shape:
+                    raise CheckpointError(
+                        f"{where}: adapter of '{name}' has shape {list(factor.shape)}, this run needs "
+                        f"{list(target.shape)}; set model.lora.r={adapter.spec.r}."
+                    )
+                target.copy_(factor)
+        for key, tensor in adapter.replaced.items():
+            state[key.removesuffix("weight") + "base_layer.weight"].copy_(tensor)
+
+
+def save_adapter(module: nn.Module, spec: AdapterSpec, folder: Path) -> None:
+    """Write the injected adapters as `folder/lora_adapter` in peft's layout."""
+    target = folder / ADAPTER_FOLDER
+    target.mkdir(parents=True)
+    state = {
+        _PUBLIC_PREFIX + key.replace(_OURS, "."): tensor.detach().cpu().contiguous()
+        for key, tensor in module.state_dict().items()
+        if ".lora_" in key
+    }
+    save_file(state, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    write_adapter_spec(spec, target)
+
+
+def merge_folder(base: Path, adapter: Path, out: Path) -> None:
+    """Write a checkpoint folder whose weights are those of `base` with an adapter merged, in the dtypes of `base`.
+
+    One shard of `base` is held in memory at a time, beside the adapter; no model is built.
+
+    Args:
+        base: checkpoint folder.
+        adapter: adapter folder.
+        out: new folder.
+
+    Raises:
+        CheckpointError: a file is unreadable, or the adapter has a module that `base` lacks.
+    """
+    loaded = read_adapter(adapter)
+    used: set[str] = set()
+
+    def change(key: str, tensor: Tensor) -> Tensor:
+        used.add(key.removesuffix(".weight"))
+        return loaded.merged(key, tensor).to(tensor.dtype)
+
+    out.mkdir(parents=True)
+    for path in weight_files(base):
+        shard = {key: change(key, tensor) for key, tensor in SafetensorsReader(path).tensors()}
+        save_file(shard, out / path.name, metadata={"format": "pt"})
+    strangers = sorted(loaded.factors.keys() - used)
+    if strangers:
+        raise CheckpointError(f"{adapter} adapts '{strangers[0]}', which {base} does not have; it is of another model.")
+    save_side_files(out, read_side_files(base))
+    if (base / INDEX_FILE).exists():
+        (out / INDEX_FILE).write_bytes((base / INDEX_FILE).read_bytes())
+
+
+def _suffixes(spec: AdapterSpec) -> tuple[str, ...]:
+    return tuple(f".{name}" for name in spec.target_modules)
