@@ -218,7 +218,7 @@ class _Sft:
                 obs = replace(obs, images=augment(obs.images, seed=seed, device=self.device))
             loss = -self.policy.score(obs, self.tokens[part]).logprob.mean() * (len(part) / len(picked))
             if not torch.isfinite(loss):
-                raise NonFiniteError(f"Loss {float(loss)} at step {self.step}. Try actor.optim.lr lower.")
+                raise NonFiniteError(f"Loss {float(loss.detach())} at step {self.step}. Try actor.optim.lr lower.")
             loss.backward()
             total += float(loss.detach())
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
