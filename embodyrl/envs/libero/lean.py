@@ -26,7 +26,7 @@ MAX_FACES = 2000
 MAX_TEXTURE = 512
 """Longer side of a texture, pixels; the benchmark's are up to 4096."""
 
-_VERSION = 1
+_VERSION = 2
 """Part of the cache key; raise it when the same settings give other files."""
 
 
@@ -89,13 +89,16 @@ def _small_texture(path: Path) -> Path:
 
 
 def _shrink(path: Path) -> bytes:
-    from PIL import Image
+    from PIL import Image, PngImagePlugin
 
+    marks = PngImagePlugin.PngInfo()
     with Image.open(path) as image:
+        if "srgb" in image.info:  # MuJoCo decides by this chunk whether to decode the colours
+            marks.add(b"sRGB", bytes([image.info["srgb"]]))
         factor = min(1.0, MAX_TEXTURE / max(image.size))
         size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))
         buffer = io.BytesIO()
-        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(buffer, "PNG")
+        image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(buffer, "PNG", pnginfo=marks)
     return buffer.getvalue()
 
 

@@ -1,0 +1,117 @@
+"""Scripted demonstrators on the real LIBERO."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.libero import FACTORY, install
+from embodyrl.errors import EnvError
+from embodyrl.types import EpisodeStart
+
+pytestmark = pytest.mark.sim
+
+
+class Rig:
+    def __init__(self, suite, *, slots=1, max_models=1):
+        from embodyrl.envs.libero.sims import LiberoSims
+
+        self.spec = FACTORY.spec(EnvConfig(task_suite_name=suite))
+        install.prepare_process()
+        self.sims = LiberoSims(self.spec, max_models=max_models, lean=True, fast=True)
+        self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0)
+
+    def start(self, slot, task, index, seed=5):
+        reset_id = self.spec.reset_ids_of(task)[index]
+        self.env.reset([slot], [EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=240)])
+
+    def play(self, slot, noise=0.0):
+        """Run to the end; return (success, executed steps, clean actions)."""
+        actions, steps = [], 0
+        while True:
+            clean, result = self.env.expert_chunk([slot], 8, noise=noise)
+            actions.append(clean[0])
+            steps += int(result.valid.sum())
+            if result.done[0]:
+                return bool(result.success.any()), steps, np.concatenate(actions)
+
+
+@pytest.fixture(scope="module")
+def goal_rig():
+    rig = Rig("libero_goal", slots=2)
+    yield rig
+    rig.env.close()
+
+
+@pytest.fixture(scope="module")
+def object_rig():
+    rig = Rig("libero_object")
+    yield rig
+    rig.env.close()
+
+
+def test_the_suites_say_which_tasks_have_a_demonstrator():
+    tasks = {name: FACTORY.spec(EnvConfig(task_suite_name=f"libero_{name}")).expert_tasks for name in ("10", "90")}
+    assert tasks == {"10": (0, 7), "90": ()}
+
+
+def test_object_task_succeeds_from_several_states_with_and_without_noise(object_rig):
+    for index, noise in ((30, 0.0), (31, 0.15), (32, 0.15)):
+        object_rig.start(0, 0, index, seed=index)
+        success, steps, actions = object_rig.play(0, noise)
+        assert success, f"state {index}, noise {noise}"
+        assert 60 < steps < 200
+        assert np.abs(actions).max() <= 1.0
+        assert set(np.unique(actions[:steps, 6])) == {-1.0, 1.0}
+
+
+def test_an_object_that_is_taken_away_is_picked_up_again(object_rig):
+    """Put the object back on the floor while it is carried: the demonstrator notices and starts over."""
+    object_rig.start(0, 0, 33)
+    sim = object_rig.sims.pool.use(0)
+    joint = sim._env.get_object("alphabet_soup_1").joints[0]
+    place = sim._env.sim.data.get_joint_qpos(joint).copy()
+    for _ in range(10):
+        object_rig.env.expert_chunk([0], 8, noise=0.0)
+    assert sim._env.sim.data.get_joint_qpos(joint)[2] > place[2] + 0.05, "the object is in the air by now"
+    sim._env.sim.data.set_joint_qpos(joint, place)
+    success, _, _ = object_rig.play(0)
+    assert success
+
+
+def test_demonstrators_survive_sharing_a_model(goal_rig):
+    alone = []
+    for slot, index in ((0, 4), (1, 9)):
+        goal_rig.start(slot, 8, index, seed=index)
+        alone.append(goal_rig.play(slot))
+    for slot, index in ((0, 4), (1, 9)):
+        goal_rig.start(slot, 8, index, seed=index)
+    together = [[], []]
+    running = [0, 1]
+    while running:
+        clean, result = goal_rig.env.expert_chunk(running, 8, noise=0.0)
+        for row, slot in enumerate(running):
+            together[slot].append(clean[row])
+        running = [slot for row, slot in enumerate(running) if not result.done[row]]
+    assert goal_rig.sims.pool.num_loaded == 1
+    for slot in (0, 1):
+        assert alone[slot][0]
+        np.testing.assert_array_equal(np.concatenate(together[slot]), alone[slot][2])
+
+
+def test_seeds_choose_different_grasps(goal_rig):
+    heights = []
+    for seed in range(3):
+        goal_rig.start(0, 8, 5, seed=seed)
+        success, _, actions = goal_rig.play(0)
+        assert success
+        heights.append(actions[:24, :2].sum(axis=0).round(2).tolist())
+    assert len({tuple(h) for h in heights}) > 1
+
+
+def test_a_task_without_demonstrator_is_refused(goal_rig):
+    goal_rig.start(0, 7, 0)
+    with pytest.raises(EnvError, match=r"no scripted demonstrator.*\[1, 2, 4, 6, 8, 9\]"):
+        goal_rig.env.expert_chunk([0], 1, noise=0.0)

@@ -1,0 +1,98 @@
+"""Lean visuals and the faster inner loop on the real LIBERO: what is bit-identical, what agrees up to rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.envs.libero import FACTORY, install
+
+pytestmark = pytest.mark.sim
+
+
+def simulator(suite, task, **options):
+    from embodyrl.envs.libero.simulator import TaskSimulator
+
+    install.prepare_process()
+    entry = install.suite_tasks(suite)[task]
+    path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+    return TaskSimulator(path, **options)
+
+
+def states(sim, suite, task, actions, index=3):
+    sim.reset(install.suite_init_states(suite, task)[index], 7)
+    rows, success = [], []
+    for action in actions:
+        success.append(sim.step(action).success)
+        rows.append(np.concatenate([sim._data.qpos, sim._data.qvel, sim._data.act]))
+    return np.array(rows), success
+
+
+def image(sim, size=128):
+    images, state = np.zeros((1, size, size, 3), np.uint8), np.zeros(8, np.float32)
+    sim.observe(("agentview",), images, state)
+    return images[0], state
+
+
+def random_actions(count, seed=0):
+    return np.clip(np.random.default_rng(seed).normal(size=(count, 7)) * 0.5, -1, 1)
+
+
+@pytest.mark.parametrize(
+    ("suite", "task"),
+    [("libero_goal", 7), ("libero_object", 0), ("libero_spatial", 4), ("libero_10", 5), ("libero_90", 0)],
+)
+def test_lean_states_equal_full_ones_and_fast_ones_agree(suite, task):
+    actions = random_actions(60)
+    full = simulator(suite, task)
+    expected, success = states(full, suite, task, actions)
+    picture, proprio = image(full)
+    full.close()
+
+    lean = simulator(suite, task, lean=True)
+    found, lean_success = states(lean, suite, task, actions)
+    np.testing.assert_array_equal(found, expected)
+    assert lean_success == success
+    lean_picture, lean_proprio = image(lean)
+    np.testing.assert_array_equal(lean_proprio, proprio)
+    error = np.mean((lean_picture.astype(float) - picture) ** 2)
+    assert 0 < error < 255**2 / 10**2.2, "another picture, but of the same scene (over 22 dB)"
+    lean.close()
+
+    fast = simulator(suite, task, lean=True, fast=True)
+    found, fast_success = states(fast, suite, task, actions)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    assert fast_success == success
+    fast_picture, fast_proprio = image(fast)
+    np.testing.assert_allclose(fast_proprio, proprio, atol=1e-6)
+    assert np.abs(fast_picture.astype(int) - lean_picture).max() <= 2
+    fast.close()
+
+
+def test_a_demonstration_of_the_fast_loop_succeeds_at_the_same_step_in_the_stock_loop():
+    """Grasping and lifting amplify differences; success must still come at the very same step."""
+    from embodyrl.envs.libero.expert import Demonstrator
+
+    suite, task, index = "libero_goal", 8, 11
+    fast = simulator(suite, task, lean=True, fast=True)
+    fast.reset(install.suite_init_states(suite, task)[index], 7)
+    demonstrator, actions, success = Demonstrator(3), [], []
+    while not (success and success[-1]):
+        actions.append(demonstrator.act(fast.scene))
+        success.append(fast.step(actions[-1]).success)
+        assert len(actions) < 200
+    fast.close()
+    stock = simulator(suite, task, lean=True)
+    assert states(stock, suite, task, actions, index)[1] == success
+    stock.close()
+
+
+def test_fast_physics_follows_the_profile_unless_set():
+    from embodyrl.config.schema import RenderProfile
+
+    for profile, key, expected in (("full", None, False), ("lean", None, True), ("lean", False, False)):
+        cfg = EnvConfig(task_suite_name="libero_goal", render_profile=RenderProfile(profile), fast_physics=key)
+        env = FACTORY.make(cfg, 1)
+        assert (env._sims._lean, env._sims._fast) == (profile == "lean", expected)  # type: ignore[attr-defined]
+        env.close()
