@@ -93,7 +93,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> Non
     Raises:
         ConfigError: no layer has one of the names.
     """
-    idle = {name.removesuffix(".weight") for name, p in module.named_parameters() if not p.requires_grad}
+    trained = {name: p.requires_grad for name, p in module.named_parameters()}
     layers = [
         name
         for name, layer in module.named_modules()
@@ -117,9 +117,10 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> Non
         base, is_adapter, _ = name.partition(".lora_")
         if is_adapter:
             parameter.data = parameter.data.float()
-            parameter.requires_grad_(base not in idle)
-        elif name.startswith(ADAPTED):
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(trained[f"{base}.weight"])
+        else:
+            # peft has frozen everything, also what no adapter stands for.
+            parameter.requires_grad_(not name.startswith(ADAPTED) and trained[name])
 
 
 def load_adapter(module: nn.Module, adapter: Adapter, where: Path) -> None:

@@ -1,0 +1,109 @@
+"""Options of recipes and of training: precision of the rotary table, bounds, temperature, freezing, recomputation."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+from test_oft_model import close, inputs_of
+from test_oft_policy import observe, uniforms
+
+from embodyrl.config.load import load_config
+from embodyrl.config.schema import Precision
+from embodyrl.errors import ConfigError
+
+
+def test_rounded_rotary_table(checkpoint, make_policy, golden):
+    """RLinf casts the rotary frequencies to bfloat16; the golden logits of both variants are 4.06 apart."""
+    want = golden("official_discrete_1img_bf16")["action_logits_31744_32064_inv_freq_bf16"][..., :256].float()
+    batch = inputs_of(golden, rows=1)
+    distance = {}
+    for rounded in (True, False):
+        options = {"precision": Precision.bf16, "trainable": False, "rope_bf16_table": rounded}
+        module = make_policy(checkpoint, **options).module
+        with torch.no_grad():
+            logits, _ = module(dataclasses.replace(batch, pixels=batch.pixels.bfloat16()))
+        distance[rounded] = (logits - want).abs().max()
+    assert distance[True] <= 0.5
+    assert distance[False] > 3
+
+
+def test_bounds_normalisation_uses_minimum_and_maximum(checkpoint, make_policy):
+    raw = json.loads((checkpoint / "dataset_statistics.json").read_text())["libero_10_no_noops"]["action"]
+    policy = make_policy(checkpoint, action_normalization="bounds")
+    tokens = policy.encode(np.broadcast_to(np.array(raw["max"], np.float32), (1, 8, 7))).reshape(8, 7)
+    assert (tokens[:, :6] <= 31745).all()  # the two ids of the highest value
+    quantile = make_policy(checkpoint).encode(np.broadcast_to(np.array(raw["q99"], np.float32), (1, 8, 7)))
+    assert (quantile.reshape(8, 7)[:, :6] <= 31745).all()
+    assert not np.array_equal(policy.encode(np.full((1, 8, 7), 0.5, np.float32)), tokens.reshape(1, -1))
+    wide = policy.act(observe(), noise=uniforms(4)).actions[..., 0]
+    narrow = make_policy(checkpoint).act(observe(), noise=uniforms(4)).actions[..., 0]
+    share = (wide - raw["min"][0]) / (raw["max"][0] - raw["min"][0])
+    np.testing.assert_allclose(share, (narrow - raw["q01"][0]) / (raw["q99"][0] - raw["q01"][0]), atol=1e-5)
+
+
+def test_evaluation_temperature_replaces_that_of_training(checkpoint, make_policy):
+    hot, cold = make_policy(checkpoint, temperature=1.6), make_policy(checkpoint, temperature=0.6)
+    got, want = hot.act(observe(), noise=uniforms(4), temperature=0.6), cold.act(observe(), noise=uniforms(4))
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.logprob, want.logprob)
+    assert not np.array_equal(got.tokens, hot.act(observe(), noise=uniforms(4)).tokens)
+
+
+def test_freezing_by_pattern(checkpoint, make_policy):
+    policy = make_policy(checkpoint, value_dim=1, freeze=["vision_backbone.*", "*.embed_tokens.weight"])
+    scores = policy.score(observe(), policy.act(observe(), noise=uniforms(4)).tokens)
+    (scores.logprob.sum() + scores.value.sum()).backward()
+    with_gradient = {name for name, p in policy.module.named_parameters() if p.grad is not None}
+    assert with_gradient
+    assert not any(name.startswith("vision_backbone.") or "embed_tokens" in name for name in with_gradient)
+    with pytest.raises(ConfigError, match=r"'vision\.\*' fits no parameter.*vision_backbone"):
+        make_policy(checkpoint, freeze=["vision.*"])
+
+
+def test_recomputation_saves_memory_and_changes_no_gradient(checkpoint, make_policy):
+    gradients, saved = {}, {}
+    for recompute in (False, True):
+        policy = make_policy(checkpoint, value_dim=1, recompute=recompute)
+        tokens = policy.act(observe(), noise=uniforms(4)).tokens
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.nbytes) or t, lambda t: t):
+            scores = policy.score(observe(), tokens)
+        (scores.logprob.sum() + scores.value.sum()).backward()
+        gradients[recompute] = {n: p.grad for n, p in policy.module.named_parameters() if p.grad is not None}
+        saved[recompute] = sum(kept)
+    assert gradients[True].keys() == gradients[False].keys()
+    for name, gradient in gradients[False].items():
+        close(gradients[True][name], gradient, 1e-6, 1e-5)
+    assert saved[True] < 0.5 * saved[False]
+
+
+def test_a_captured_model_gives_the_same_numbers(checkpoint, make_policy, monkeypatch):
+    # The default backend compiles C++ for minutes; capture of the graph and of its gradients is what can break.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    plain, fast = (make_policy(checkpoint, compile=c) for c in (False, True))
+    a, b = (p.act(observe(), noise=None) for p in (plain, fast))
+    np.testing.assert_allclose(b.logprob, a.logprob, atol=1e-4)
+    plain.score(observe(), a.tokens).logprob.mean().backward()
+    fast.score(observe(), a.tokens).logprob.mean().backward()
+    for x, y in zip(plain.module.parameters(), fast.module.parameters(), strict=True):
+        if x.grad is not None:
+            assert y.grad is not None
+            close(y.grad, x.grad, 1e-5, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("preset", "want"),
+    [
+        ("openvla_oft_simplevla", ("official", True, False, "discrete", 1, False)),
+        ("openvla_oft_rlinf", ("rlinf", False, True, "discrete", 1, False)),
+        ("openvla_oft_official", ("official", True, False, "l1", 2, True)),
+        ("openvla", ("official", True, False, "discrete", 1, False)),
+    ],
+)
+def test_presets(preset, want):
+    model = load_config("train", [f"model={preset}"]).model
+    head = (model.image_pipeline, model.append_stop, model.rope_bf16_table, model.action_head)
+    assert (*head, model.num_images_in_input, model.use_proprio) == want
