@@ -8,7 +8,7 @@ import pytest
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.libero import FACTORY, install
 
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, pytest.mark.timeout(300)]
 
 
 def simulator(suite, task, **options):

@@ -108,7 +108,10 @@ def cache_folder() -> Path:
 
 
 def _cached(source: Path, setting: str, suffix: str, make: Callable[[], bytes]) -> Path:
-    """Path of the copy of `source`; made under another name first, so that no process ever sees half a file."""
+    """Path of the copy of `source`; made under another name first, so that no process ever sees half a file.
+
+    A process that is killed while it writes may leave a `.new-*` file, which nothing reads.
+    """
     stat = source.stat()
     key = f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns} {setting} {_VERSION}"
     folder = cache_folder()
