@@ -1,0 +1,274 @@
+"""Speed and peak memory of OpenVLA-OFT against a plain build from transformers' own modules, with random weights.
+
+    python benchmarks/policy.py --json policy.json                       tiny and 100 M parameters, fp32
+    python benchmarks/policy.py --json policy.json --sizes 7b --dtype bf16   where there is a GPU
+
+The peer is transformers' Dinov2WithRegisters, Siglip and LlamaForCausalLM (sdpa, no cache, full attention through a 4-D
+mask, logits of all rows and the whole vocabulary), put together as the public model. Each side runs in a process of its
+own, so that peak memory is its own. `act` is a forward pass without gradients, `score` one with backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from embodyrl.policies.openvla_oft.config import LlamaSpec, OftConfig, OftOptions, PixelNorm, VitSpec
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
+from embodyrl.policies.openvla_oft.statistics import Statistics
+
+CHUNK, ACTION_DIM, PROMPT = 8, 7, 32
+
+
+@dataclass(frozen=True)
+class Size:
+    image: int
+    dino: tuple[int, int, int]
+    """Width, depth, heads."""
+    siglip: tuple[int, int, int, int]
+    """Width, depth, heads, width of the MLP."""
+    llama: tuple[int, int, int, int, int]
+    """Width, width of the MLP, layers, heads, vocabulary."""
+
+
+SIZES = {
+    "tiny": Size(98, (96, 4, 3), (64, 5, 2, 256), (128, 352, 4, 4, 1024)),
+    "100m": Size(224, (384, 8, 6), (384, 8, 6, 1536), (640, 1728, 8, 10, 8192)),
+    "7b": Size(224, (1024, 24, 16), (1152, 27, 16, 4304), (4096, 11008, 32, 32, 32064)),
+}
+
+
+def config_of(size: Size) -> OftConfig:
+    """The size as our configuration."""
+    dino, siglip, llama = size.dino, size.siglip, size.llama
+    common = {"image_size": size.image, "patch_size": 14}
+    norm = PixelNorm(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+    return OftConfig(
+        folder=Path(),
+        towers=(
+            VitSpec(
+                **common, width=dino[0], depth=dino[1], heads=dino[2], mlp_hidden=4 * dino[0],
+                class_token=True, reg_tokens=4, layer_scale=True, attn_pool=False,
+            ),
+            VitSpec(
+                **common, width=siglip[0], depth=siglip[1], heads=siglip[2], mlp_hidden=siglip[3],
+                class_token=False, reg_tokens=0, layer_scale=False, attn_pool=False,
+            ),
+        ),
+        pixel_norms=(norm, norm),
+        llama=LlamaSpec(
+            vocab_size=llama[4], hidden_size=llama[0], intermediate_size=llama[1], num_layers=llama[2],
+            num_heads=llama[3], rms_norm_eps=1e-6, rope_theta=10000.0, bos_token_id=1, eos_token_id=2,
+        ),
+        pad_token_id=0,
+        action_vocab_end=llama[4] - 64,
+        n_bins=256,
+        statistics=Statistics({}, Path()),
+        random_init=True,
+    )  # fmt: skip
+
+
+class Peer(nn.Module):
+    """The public model from transformers' modules."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        import transformers as hf
+
+        dino, siglip, llama = size.dino, size.siglip, size.llama
+        self.dino = hf.Dinov2WithRegistersModel(
+            hf.Dinov2WithRegistersConfig(
+                image_size=size.image, patch_size=14, hidden_size=dino[0], num_hidden_layers=dino[1],
+                num_attention_heads=dino[2], num_register_tokens=4,
+            )
+        )  # fmt: skip
+        self.siglip = hf.SiglipVisionModel(
+            hf.SiglipVisionConfig(
+                image_size=size.image, patch_size=14, hidden_size=siglip[0], num_hidden_layers=siglip[1],
+                num_attention_heads=siglip[2], intermediate_size=siglip[3],
+            )
+        )  # fmt: skip
+        vision = dino[0] + siglip[0]
+        self.projector = nn.Sequential(
+            nn.Linear(vision, 4 * vision), nn.GELU(), nn.Linear(4 * vision, llama[0]), nn.GELU(),
+            nn.Linear(llama[0], llama[0]),
+        )  # fmt: skip
+        self.llama = hf.LlamaForCausalLM(
+            hf.LlamaConfig(
+                vocab_size=llama[4], hidden_size=llama[0], intermediate_size=llama[1], num_hidden_layers=llama[2],
+                num_attention_heads=llama[3], num_key_value_heads=llama[3], rms_norm_eps=1e-6,
+            )
+        )  # fmt: skip
+        self.end = llama[4] - 64
+
+    def forward(self, inputs: ModelInputs) -> tuple[Tensor, None]:
+        pixels, ids, length = inputs.pixels, inputs.prompt_ids, CHUNK * ACTION_DIM
+        dino = self.dino(pixels[:, :3], output_hidden_states=True).hidden_states[-2][:, 5:]
+        siglip = self.siglip(pixels[:, 3:], output_hidden_states=True).hidden_states[-2]
+        patches = self.projector(torch.cat([dino, siglip], dim=-1))
+        text = self.llama.model.embed_tokens(torch.cat([ids, torch.full_like(ids[:, :1], 2)], dim=1))
+        zeros = text.new_zeros(len(ids), length, text.shape[-1])
+        embeddings = torch.cat([text[:, :1], patches, text[:, 1:-1], zeros, text[:, -1:]], dim=1)
+        count = embeddings.shape[1]
+        mask = torch.ones(len(ids), 1, count, count, dtype=torch.bool, device=ids.device)
+        logits = self.llama(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits
+        start = patches.shape[1] + ids.shape[1] - 1
+        return logits[:, start : start + length, self.end - 256 : self.end].float(), None
+
+
+def build(side: str, size: Size, device: str, dtype: torch.dtype) -> nn.Module:
+    """Either side with random weights."""
+    with torch.device("meta"):
+        options = OftOptions(num_action_chunks=CHUNK, action_dim=ACTION_DIM)
+        module = OpenVlaOft(config_of(size), options) if side == "ours" else None
+    if module is None:
+        with torch.device(device):
+            return Peer(size).to(dtype)
+    module = module.to(dtype).to_empty(device=device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.02)
+    return module
+
+
+def reset_peak(device: str) -> int:
+    """Start a new peak measurement; returns the bytes in use now."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    # What earlier calls freed must not hide in the base line.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak(device: str) -> int:
+    """Bytes at the peak since `reset_peak`."""
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(field)
+
+
+def measure(module: nn.Module, inputs: ModelInputs, what: str, device: str, seconds: float) -> tuple[float, int]:
+    """Best seconds of one call, and the bytes that it needs beyond the weights."""
+
+    def call() -> None:
+        if what == "act":
+            with torch.no_grad():
+                module(inputs)[0].log_softmax(dim=-1)
+        else:
+            module.zero_grad(set_to_none=True)
+            module(inputs)[0].log_softmax(dim=-1)[..., 0].mean().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    call()
+    module.zero_grad(set_to_none=True)
+    before, best, started = reset_peak(device), float("inf"), time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        begun = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - begun)
+    return best, peak(device) - before
+
+
+def run_side(side: str, size_name: str, args: argparse.Namespace) -> None:
+    """Measure one side of one size in this process and print the numbers as JSON."""
+    device, dtype = args.device, {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    torch.manual_seed(0)
+    size = SIZES[size_name]
+    module = build(side, size, device, dtype)
+    results = {"parameters": sum(p.numel() for p in module.parameters())}
+    for batch in args.batches:
+        inputs = ModelInputs(
+            pixels=torch.randn(batch, 6, size.image, size.image, device=device, dtype=dtype),
+            prompt_ids=torch.randint(3, 500, (batch, PROMPT), device=device),
+            prompt_lengths=torch.full((batch,), PROMPT, device=device),
+        )
+        for what in args.what:
+            results[f"{what} {batch}"] = measure(module, inputs, what, device, args.seconds)
+    print(json.dumps(results))
+
+
+def rows_of(size_name: str, ours: dict, theirs: dict, args: argparse.Namespace) -> list[dict]:
+    """Compare both sides; a ratio above 1 is in our favour."""
+    rows = []
+    for batch in args.batches:
+        for what in args.what:
+            (our_s, our_bytes), (their_s, their_bytes) = ours[f"{what} {batch}"], theirs[f"{what} {batch}"]
+            label = f"{size_name} {args.dtype} {what} batch {batch}"
+            speed, their_speed = CHUNK * batch / our_s, CHUNK * batch / their_s
+            rows.append(_row(label, "actions/s", speed, their_speed, speed / their_speed, 1.0))
+            ours_mb, theirs_mb = our_bytes / 2**20, their_bytes / 2**20
+            rows.append(_row(label, "MiB beyond weights", ours_mb, theirs_mb, theirs_mb / max(ours_mb, 1e-3), 1.0))
+    return rows
+
+
+def _row(what: str, unit: str, ours: float, theirs: float, ratio: float, goal: float) -> dict:
+    against = "transformers Dinov2WithRegisters + Siglip + LlamaForCausalLM"
+    return {
+        "what": what, "unit": unit, "ours": round(ours, 3), "against": against, "theirs": round(theirs, 3),
+        "ratio": round(ratio, 3), "goal": goal,
+    }  # fmt: skip
+
+
+def _in_own_process(side: str, size: str) -> dict:
+    command = [sys.executable, __file__, *sys.argv[1:], "--sizes", size, "--side", side]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _best(turns: list[dict]) -> dict:
+    """Shortest time and smallest memory of several turns of one side."""
+    first = turns[0]
+    names = [name for name in first if name != "parameters"]
+    return first | {name: [min(turn[name][i] for turn in turns) for i in (0, 1)] for name in names}
+
+
+def main() -> None:
+    """Run both sides of each size and write the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "100m"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--what", nargs="+", choices=["act", "score"], default=["act", "score"])
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time for each measurement, at least one call")
+    parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        run_side(args.side, args.sizes[0], args)
+        return
+    rows = []
+    for size in args.sizes:
+        # The machine may be busy at times: the sides take turns, and the best of each counts.
+        turns = [_in_own_process(side, size) for side in ("ours", "theirs") * 2]
+        ours, theirs = _best(turns[0::2]), _best(turns[1::2])
+        print(f"{size}: {ours['parameters']:,} / {theirs['parameters']:,} parameters")
+        rows += rows_of(size, ours, theirs, args)
+        for row in rows[-2 * len(args.batches) * len(args.what) :]:
+            print(f"  {row['what']:<28}{row['unit']:<20}{row['ours']:>12}{row['theirs']:>12}{row['ratio']:>8}")
+    name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
+    machine = {"device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

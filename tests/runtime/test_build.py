@@ -1,0 +1,29 @@
+"""What the join decides before any process starts."""
+
+import pytest
+
+from embodyrl.config.load import load_config
+from embodyrl.errors import ConfigError
+from embodyrl.runtime.build import draw_blueprint
+
+
+def blueprint(*overrides, training=False):
+    return draw_blueprint(load_config("train", ["env=tabletop", *overrides]), training=training)
+
+
+def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
+    one = blueprint("model=openvla_oft_tiny", "model.num_images_in_input=1")
+    assert one.env.cameras == ("front",)
+    assert one.cfg.env.init_params.camera_names == ["front"]
+    two = blueprint("model=openvla_oft_tiny")
+    assert two.env.cameras == ("front", "wrist")
+    images = [next(f.shape for f in plan.layout.fields if f.name == "images") for plan in (one, two)]
+    assert images == [(1, 112, 112, 3), (2, 112, 112, 3)]
+    # A demonstrator reads none; what it collects shows all of them.
+    assert blueprint("model=scripted").env.cameras == ("front", "wrist")
+
+
+@pytest.mark.parametrize("model", ["scripted", "random"])
+def test_rl_refuses_policies_without_probabilities(model):
+    with pytest.raises(ConfigError, match="no action probabilities"):
+        blueprint(f"model={model}", training=True)
