@@ -82,6 +82,11 @@ def test_bad_values_are_refused_one_line_each(checkpoint, config, part):
     assert "\n" not in message
 
 
+def test_adapters_want_trained_weights():
+    (message,) = problems("assets/openvla_oft_tiny", is_lora=True)
+    assert "no trained weights" in message
+
+
 def test_problems_are_reported_together(checkpoint):
     assert len(problems(checkpoint, action_head="l2", action_dim=0)) == 2
 

@@ -233,6 +233,11 @@ def _folder_problems(cfg: ModelConfig) -> list[str]:
             f"action tokens, so RL on tokens starts at zero success; take one trained with discrete tokens, or "
             f"evaluate this one with model.action_head=l1 or diffusion."
         )
+    if cfg.is_lora and config.random_init:
+        problems.append(
+            f"model.is_lora=true: {folder} has no trained weights, and adapters on frozen random ones cannot learn; set "
+            f"model.is_lora=false, or model.path to a trained checkpoint."
+        )
     has_weights = (folder / INDEX_FILE).exists() or any(folder.glob("model*.safetensors"))
     if not has_weights and not config.random_init:
         problems.append(f"model.path: {folder} holds no model*.safetensors; fetch the weights too. {TRY_NOW}")
