@@ -17,7 +17,7 @@ from embodyrl.launch import LAUNCHERS
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset_ids
-from embodyrl.runtime.fleet import Fleet
+from embodyrl.runtime.fleet import Callback, Fleet
 from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
 from embodyrl.types import EnvSpec, PolicySpec
@@ -159,7 +159,7 @@ def start_crew(
         value_dim=blueprint.policy.value_dim,
     )
     rollouts = Rollouts(fleet, arena, blueprint.seats, policy, rules)
-    specs = {POLICY_WORKER: (_policy_spec(blueprint, arena, start_from), policy.on_message)}
+    specs: dict[str, tuple[WorkerSpec, Callback]] = {POLICY_WORKER: (_policy_spec(blueprint, arena, start_from), policy.on_message)}
     for seat in blueprint.seats:
         specs[seat.name] = (_env_spec(blueprint, arena, seat), _callback(rollouts, seat.name))
     try:

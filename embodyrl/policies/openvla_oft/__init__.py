@@ -235,7 +235,7 @@ def _folder_problems(cfg: ModelConfig) -> list[str]:
         )
     if cfg.is_lora and config.random_init:
         problems.append(
-            f"model.is_lora=true: {folder} has no trained weights, and adapters on frozen random ones cannot learn; set "
+            f"model.is_lora=true: {folder} has no trained weights, and adapters on random ones cannot learn; set "
             f"model.is_lora=false, or model.path to a trained checkpoint."
         )
     has_weights = (folder / INDEX_FILE).exists() or any(folder.glob("model*.safetensors"))
