@@ -159,7 +159,9 @@ def start_crew(
         value_dim=blueprint.policy.value_dim,
     )
     rollouts = Rollouts(fleet, arena, blueprint.seats, policy, rules)
-    specs: dict[str, tuple[WorkerSpec, Callback]] = {POLICY_WORKER: (_policy_spec(blueprint, arena, start_from), policy.on_message)}
+    specs: dict[str, tuple[WorkerSpec, Callback]] = {
+        POLICY_WORKER: (_policy_spec(blueprint, arena, start_from), policy.on_message)
+    }
     for seat in blueprint.seats:
         specs[seat.name] = (_env_spec(blueprint, arena, seat), _callback(rollouts, seat.name))
     try:
