@@ -148,7 +148,7 @@ class ChunkResult:
     @property
     def done(self) -> BoolArray:
         """[n] the episode of this slot ended inside this chunk."""
-        return (self.terminated | self.truncated).any(axis=1)
+        return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from embodyrl.config import schema
+from embodyrl.config import components, schema
 from embodyrl.registry import closest
 
 _NOUNS: dict[object, str] = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
@@ -165,7 +165,8 @@ def free_parent(name: str) -> str | None:
 def field_docs() -> dict[tuple[str, str], str]:
     """Documentation of every schema field as (class name, field name) -> first line of the string below it."""
     docs: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    nodes = [node for module in (schema, components) for node in ast.parse(inspect.getsource(module)).body]
+    for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         for stmt, after in zip(node.body, [*node.body[1:], None], strict=True):

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_any
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ _JOIN_S = 5.0
 class _Seat:
     """One running worker."""
 
-    process: multiprocessing.process.BaseProcess
+    process: BaseProcess
     channel: PipeChannel
     log: Path
     since: float

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import imageio.v2 as imageio
+import imageio.v2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+_imageio: Any = imageio.v2  # its readers and writers are typed too narrowly
 
 _BAND = 34
 _GAP = 8
@@ -25,9 +28,9 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with (
-            imageio.get_reader(before) as left,
-            imageio.get_reader(after) as right,
-            imageio.get_writer(
+            _imageio.get_reader(before) as left,
+            _imageio.get_reader(after) as right,
+            _imageio.get_writer(
                 temporary, fps=fps, codec="libx264", macro_block_size=2, pixelformat="yuv420p"
             ) as writer,
         ):

@@ -220,7 +220,7 @@ def _train_episode(cfg: Config, env: EnvSpec, step: int, index: int, group: int,
 
 def _deal(wave: Wave, slots: int) -> Wave:
     """Turn a shared queue into one queue per slot: who runs what no longer depends on who is ready first."""
-    if len(wave.queues) > 1 or slots == 1:
+    if len(wave.queues) != 1 or slots == 1:
         return wave
-    queue = wave.queues[0]
+    (queue,) = wave.queues
     return Wave(queues=tuple(queue[slot::slots] for slot in range(slots)), quota_chunks=wave.quota_chunks)

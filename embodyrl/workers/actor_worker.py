@@ -68,7 +68,7 @@ class ActorWorker:
             order_of_samples = _shuffle(len(records), self._seed, order.step, epoch)
             start = 0
             for size in even_parts(len(records), self._cfg.global_batch_size):
-                metrics = self._optimizer_step(batch, order_of_samples[start : start + size])
+                metrics = self._optimizer_step(batch, order_of_samples[start : start + size].tolist())
                 start += size
                 skipped += metrics is None
                 if metrics is not None:

@@ -56,7 +56,8 @@ class RolloutWorker:
         if not order.greedy:
             keys = [(item.noise_seed, item.chunk) for item in order.items]
             noise = _pad(token_noise(keys, policy.spec.tokens_per_chunk), rows, order.padded_size)
-        out = policy.act(read_observation(arena, _pad(records, rows, order.padded_size)), noise=noise, temperature=order.temperature)
+        observation = read_observation(arena, _pad(records, rows, order.padded_size))
+        out = policy.act(observation, noise=noise, temperature=order.temperature)
         actions = out.actions[rows]
         for what, values in (("action", actions), ("log-probability", out.logprob[rows]), ("value", out.value[rows])):
             if not np.isfinite(values).all():

@@ -59,7 +59,7 @@ def test_more_records_than_planned_is_an_error(arena):
 
 def test_too_little_memory_is_an_error_before_anything_is_reserved():
     huge = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(2**40,)),))
-    with pytest.raises(EmbodyError, match="needs 1024.00 GiB"):
+    with pytest.raises(EmbodyError, match=r"needs 1024\.00 GiB"):
         Arena.create(huge, 1)
 
 
