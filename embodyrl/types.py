@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,30 @@ class GripperConvention:
     index: int = -1
     binary: bool = False
     """The receiver acts on the sign only; the sender's value is snapped to `open` or `closed`."""
+
+
+class ActionKind(StrEnum):
+    """What the numbers of an action mean."""
+
+    box = "box"
+    """Real numbers."""
+    discrete = "discrete"
+    """One category id."""
+    multi_discrete = "multi_discrete"
+    """One category id per dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionSpace:
+    """Which actions [A] an environment takes. They travel as float32 whatever their kind."""
+
+    kind: ActionKind
+    sizes: tuple[int, ...] = ()
+    """Number of categories of each dimension, ids from 0; empty for `box`."""
+    low: tuple[float, ...] = ()
+    """Smallest value of each dimension, maybe -inf; empty but for `box`."""
+    high: tuple[float, ...] = ()
+    """Largest value of each dimension, maybe inf; empty but for `box`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +82,10 @@ class EnvSpec:
     """The benchmark's own horizon, env steps."""
     expert_tasks: tuple[int, ...] = ()
     """Tasks for which a scripted demonstrator exists."""
+    action_space: ActionSpace | None = None
+    """None: real numbers, by convention within -1..1."""
+    may_truncate: bool = False
+    """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
 
     @property
     def num_reset_ids(self) -> int:
@@ -98,6 +127,8 @@ class PolicySpec:
     """Actions are sampled tokens with probabilities; without them only evaluation and collecting are possible."""
     scripted: bool = False
     """The environment's own demonstrator chooses the actions, step by step; the policy only marks the wish."""
+    action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
+    """Kinds of action spaces that it can act in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,8 @@ class EnvConfig:
     """Environment id (gym, maniskill)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the environment's constructor."""
+    wrappers: list[str] = field(default_factory=list)
+    """Wrappers around a Gymnasium environment, innermost first: package.module:attr of a callable env -> env."""
     use_rel_reward: bool = True
     """Reward is the change of the simulator's reward, so that a return telescopes to its last value."""
     reward_coef: float = 1.0
@@ -118,6 +120,8 @@ class ModelConfig:
     """Parameters that stay as they are: patterns of names, for example [vision_backbone.*]."""
     compile: bool = False
     """Compile the model with torch.compile (slow first steps)."""
+    hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
+    """Widths of the hidden layers (mlp, cnn), of the policy's and of the value's network."""
     expert_noise: float = 0.0
     """model=scripted: standard deviation of the noise on executed actions; what is recorded stays clean."""
     is_lora: bool = False

@@ -79,6 +79,9 @@ RULES: dict[str, Rule] = {
     "model.action_dim": _COUNT,
     "model.num_action_chunks": _COUNT,
     "model.num_images_in_input": _COUNT,
+    "model.hidden_sizes": _list(
+        lambda v: all(n >= 1 for n in v), "a list of widths of at least 1, for example [64,64]"
+    ),
     "model.expert_noise": _NOT_NEGATIVE,
     "model.num_diffusion_steps_inference": _number(lambda v: 1 <= v <= 50, "between 1 and 50"),
     "model.lora.r": _COUNT,

@@ -24,6 +24,9 @@ class SimStep:
     """The task ended by itself (goal reached or failed); never the time limit."""
     success: bool
     """The task's goal holds after this action."""
+    truncated: bool = False
+    """The simulator itself cut the episode, by a time limit of its own for example; only where its spec says
+    `may_truncate`."""
 
 
 class SlotSimulators(Protocol):
@@ -76,8 +79,8 @@ class ChunkedEnv:
     """An `Env` over `SlotSimulators`.
 
     An episode ends *terminated* when the simulator says so (unless the episode ignores terminations), else
-    *truncated* when it reaches its `max_episode_steps`; never both. Actions of a chunk after the end are not
-    executed: their reward is 0 and `valid` is False.
+    *truncated* when it reaches its `max_episode_steps` or the simulator's own limit; never both. Actions of a chunk
+    after the end are not executed: their reward is 0 and `valid` is False.
 
     The reward of step t is `coef * (R_t - R_{t-1})` with `R_{-1} = 0` if `use_rel_reward`, else `coef * R_t`,
     where R is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`.
@@ -161,7 +164,8 @@ class ChunkedEnv:
             for k in range(shape[1]):
                 reward[row, k], step = self._step(slot, progress, choose(row, k, slot))
                 ended = step.terminated and not progress.start.ignore_terminations
-                out_of_time = not ended and progress.steps >= progress.start.max_episode_steps
+                at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps
+                out_of_time = at_limit and not ended
                 flags["valid"][row, k] = True
                 flags["success"][row, k] = step.success
                 flags["terminated"][row, k] = ended

@@ -20,7 +20,7 @@ from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset
 from embodyrl.runtime.fleet import Callback, Fleet
 from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
-from embodyrl.types import EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
 
@@ -111,7 +111,7 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
         policy=policy,
         algorithm=algorithm,
         layout=layout,
-        capacity=_capacity(cfg, algorithm, seats[-1].slots.stop),
+        capacity=_capacity(cfg, env, algorithm, seats[-1].slots.stop),
         seats=seats,
         total_steps=_total_steps(cfg, env) if training else 0,
         optimizer_steps_per_step=cfg.algorithm.update_epoch
@@ -126,6 +126,13 @@ def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
         problems.append(
             f"env '{env.name}' takes {env.action_dim}-dimensional actions, model '{policy.name}' gives "
             f"{policy.action_dim}; set model.action_dim={env.action_dim} or choose another model."
+        )
+    kind = env.action_space.kind if env.action_space else ActionKind.box
+    if kind not in policy.action_kinds:
+        can = ", ".join(sorted(policy.action_kinds))
+        problems.append(
+            f"env '{env.name}' takes {kind} actions, model '{policy.name}' gives {can} ones only; choose another "
+            "model, for example model=mlp."
         )
     if policy.num_images > len(env.cameras):
         problems.append(
@@ -277,7 +284,7 @@ def _max_samples(cfg: Config, algorithm: Algorithm | None) -> int:
     return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.model.num_action_chunks)
 
 
-def _capacity(cfg: Config, algorithm: Algorithm | None, num_slots: int) -> int:
+def _capacity(cfg: Config, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
     in_flight = 2 * num_slots
     if algorithm is None:
         return in_flight
@@ -285,7 +292,8 @@ def _capacity(cfg: Config, algorithm: Algorithm | None, num_slots: int) -> int:
     finals = 0
     if algorithm.needs_values:
         # One more record per episode that is truncated or cut, for the value of its last observation.
-        per_episode = -(-cfg.env.train.max_episode_steps // cfg.model.num_action_chunks)
+        shortest = 1 if env.may_truncate else cfg.env.train.max_episode_steps
+        per_episode = -(-shortest // cfg.model.num_action_chunks)
         finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch
     return samples + finals + in_flight
 
