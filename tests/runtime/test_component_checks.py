@@ -21,7 +21,7 @@ def problems_of(*overrides: str) -> list[str]:
     ("overrides", "fragments"),
     [
         (["env.env_type=libreo"], ["Unknown env 'libreo'", "Did you mean 'libero'?"]),
-        (["model.model_type=openvla"], ["Unknown model 'openvla'", "openvla_oft"]),
+        (["model.model_type=openvlaoft"], ["Unknown model 'openvlaoft'", "openvla_oft"]),
         (["algorithm.adv_type=gpro"], ["gpro", "Did you mean 'grpo'?"]),
         (["algorithm.loss_type=ppo"], ["'ppo'", "ppo_clip"]),
         (["env.task_suite_name=libero_11"], ["libero_11"]),
@@ -39,7 +39,7 @@ def test_component_problem_is_reported(overrides: list[str], fragments: list[str
 
 
 def test_problems_of_all_components_come_together() -> None:
-    text = "\n".join(problems_of("env.env_type=libreo", "model.model_type=openvla", "algorithm.adv_type=gpro"))
+    text = "\n".join(problems_of("env.env_type=libreo", "model.model_type=openvlaoft", "algorithm.adv_type=gpro"))
     for fragment in ("libreo", "openvla", "gpro"):
         assert fragment in text
 
@@ -53,7 +53,12 @@ def test_env_type_may_be_code_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
         "FACTORY = Factory()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    mine = ["env.env_type=my_kitchen:FACTORY", "env.task_suite_name=null", "model.model_type=nope"]
+    mine = [
+        "env.env_type=my_kitchen:FACTORY",
+        "env.task_suite_name=null",
+        "env.init_params.camera_names=[agentview]",
+        "model.model_type=nope",
+    ]
     assert "env.kwargs.speed: must be 2." in problems_of(*mine)
     left = problems_of(*mine, "env.kwargs.speed=2")
     assert len(left) == 1
