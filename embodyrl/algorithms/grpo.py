@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,12 +14,14 @@ from embodyrl.types import Episode
 
 
 def grpo_credits(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Credit]:
-    """Spread the group-relative advantage of each episode's undiscounted return over all its actions."""
-    advantage = grpo(
-        [episode.episode_return for episode in episodes],
-        [episode.spec.group_id for episode in episodes],
-        normalize=cfg.normalize_advantages,
-    )
+    """Spread the group-relative advantage of each episode's undiscounted return over all its actions.
+
+    An episode whose group was lost to crashed env workers has nobody to be compared with: its advantage is 0.
+    """
+    groups = [episode.spec.group_id for episode in episodes]
+    sizes = Counter(groups)
+    advantage = grpo([episode.episode_return for episode in episodes], groups, normalize=cfg.normalize_advantages)
+    advantage[[sizes[group] == 1 for group in groups]] = 0.0
     return [
         Credit(
             advantage=np.where(episode.valid, one, 0.0).astype(np.float32),

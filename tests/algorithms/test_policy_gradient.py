@@ -240,6 +240,18 @@ def test_grpo_prepare_reference():
     assert batch.metrics["train/groups_without_signal"] == 0
 
 
+def test_the_last_member_of_a_group_lost_to_crashes_gets_no_advantage():
+    rewards, groups = (1.0, 0.0, 1.0), (0, 0, 1)
+    episodes = [
+        make_episode(np.full((1, K), reward / K), episode_id=i, group=group, first_record=i)
+        for i, (reward, group) in enumerate(zip(rewards, groups, strict=True))
+    ]
+    batch = build_algorithm(AlgorithmConfig(group_size=2)).prepare(episodes)
+    assert batch.advantage[batch.episode == 0].min() > 0.5
+    assert not batch.advantage[batch.episode == 2].any()
+
+
+
 @pytest.mark.parametrize(("normalize", "expected"), [(False, GAE_RAW), (True, GAE_WHITENED)])
 def test_gae_prepare_reference(normalize: bool, expected: list[list[float]]):
     batch = build_algorithm(gae_config(normalize_advantages=normalize)).prepare(reference_episodes())
