@@ -145,6 +145,18 @@ COMMANDS: dict[str, Command] = {
         ),
         examples=("embodyrl doctor", "embodyrl doctor experiment=libero_laptop", "embodyrl doctor --json"),
     ),
+    "check-env": Command(
+        summary="Check that an environment keeps its contract; every violation with expected and found.",
+        target="embodyrl.cli.check_env:check_env",
+        usage="embodyrl check-env [env=option] [env.key=value ...] [--json]",
+        flags=(_JSON, _CONFIG_DIR),
+        examples=(
+            "embodyrl check-env env=tabletop",
+            "embodyrl check-env env=libero_object env.render_profile=lean env.train.task_ids=[0]",
+            "embodyrl check-env env=my_env --config-dir my_env/conf",
+            "embodyrl check-env env.env_type=my_package.my_module:FACTORY",
+        ),
+    ),
 }
 
 

@@ -23,6 +23,12 @@ _UNREAD: dict[str, tuple[str, ...]] = {
         *("data", "actor", "checkpoint", "video", "eval.episodes", "eval.episodes_per_task"),
         *("runner.max_steps", "runner.max_epochs", "runner.val_check_interval", "runner.save_interval"),
     ),
+    "check-env": tuple(
+        name
+        for name in all_keys()
+        if not name.startswith(("env.", "custom"))
+        and name not in ("seed", "faults.step_timeout_s", "algorithm.group_size")
+    ),
     "sft": ("collect", "env", "algorithm", "rollout", "launcher", "eval", "faults", "video", "video_cfg", "ckpt"),
 }
 """Groups and keys that a command never looks at: setting them would be a mistake."""
@@ -36,7 +42,9 @@ def check_components(cfg: Config, command: str = "train") -> None:
             default although the command or the chosen component does not read them, and keys that the command
             cannot do without; one line each.
     """
-    problems = [*_unread(cfg, command), *_model(cfg), *_missing(cfg, command)]
+    problems = [*_unread(cfg, command), *_missing(cfg, command)]
+    if command != "check-env":
+        problems += _model(cfg)
     if command != "sft":
         problems += _env(cfg)
     if command in ("train", "eval"):

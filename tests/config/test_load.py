@@ -137,7 +137,7 @@ def test_every_yaml_composes_and_says_what_it_is(override: str) -> None:
 
 def test_every_yaml_below_conf_belongs_to_a_group() -> None:
     grouped = {f for group in tree.default_options("train") for f in tree.options(group).values()}
-    roots = {tree.conf_dir() / f"{command}.yaml" for command in ("train", "collect", "sft")}
+    roots = {tree.conf_dir() / f"{command}.yaml" for command in ("train", "collect", "sft", "check-env")}
     assert set(tree.conf_dir().rglob("*.yaml")) == grouped | roots
 
 

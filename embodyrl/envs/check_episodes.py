@@ -1,0 +1,375 @@
+"""The checks of `check-env` that play episodes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from embodyrl.envs.check_rig import (
+    CHUNK,
+    LIMIT,
+    SLOTS,
+    Demo,
+    Ending,
+    Rig,
+    Trace,
+    Violation,
+    seen_difference,
+    shapes,
+    trace_difference,
+)
+from embodyrl.errors import EmbodyError, EnvError
+from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
+
+SHORT = 5
+"""Env steps of the episode that tests the time limit; no multiple of its chunk."""
+SHORT_CHUNK = 3
+FLAGS = ("terminated", "truncated", "valid", "success")
+MEASURED_STEPS = 64
+
+
+def check_make(rig: Rig) -> Iterator[Violation]:
+    """`make` builds the environment that `spec` describes."""
+    started = time.perf_counter()
+    env = rig.env
+    rig.note = f"{SLOTS} slots in {time.perf_counter() - started:.1f} s"
+    if env.spec != rig.spec:
+        yield Violation(field="env.spec", expected="what the factory's spec says", found=f"{env.spec}"[:120])
+    limit = env.task_limit
+    if limit is not None and limit < 1:
+        yield Violation(field="env.task_limit", expected="None or at least 1", found=str(limit))
+
+
+def check_reset(rig: Rig) -> Iterator[Violation]:
+    """First and last states of the tasks can be reached."""
+    seconds = []
+    for task in rig.tasks():
+        for reset_id in rig.reset_ids(task):
+            started = time.perf_counter()
+            rig.env.reset([0], [rig.start(reset_id)])
+            seconds.append(time.perf_counter() - started)
+    rig.note = f"{len(seconds)} resets, median {1000 * float(np.median(seconds)):.1f} ms"
+    yield from ()
+
+
+def check_observe(rig: Rig) -> Iterator[Violation]:
+    """Every pixel and every state entry is written, and finite; looking twice shows the same."""
+    rig.env.reset([0], [rig.first_start()])
+    dark, bright = rig.observe(0, fill=0), rig.observe(0, fill=255)
+    missing = np.flatnonzero(~np.isfinite(dark.state))
+    if len(missing):
+        yield Violation(
+            field=f"observe: state[{missing[0]}]", expected="a finite number", found=f"{dark.state[missing[0]]}"
+        )
+    untouched = (dark.images == 0) & (bright.images == 255)
+    for camera, name in enumerate(rig.spec.cameras):
+        if untouched[camera].any():
+            yield Violation(
+                field=f"observe: image of camera '{name}'",
+                expected="every pixel written, in place (out.images[...] = ...)",
+                found=f"{int(untouched[camera].any(axis=-1).sum())} pixels keep what was there before",
+            )
+    if not untouched.any() and not len(missing) and (difference := seen_difference(dark, bright)):
+        yield Violation(field="observe", expected="the same when asked twice without a step", found=difference)
+
+
+def check_instruction(rig: Rig) -> Iterator[Violation]:
+    """The instruction of an episode is the text of its task."""
+    for task in rig.tasks():
+        rig.env.reset([0], [rig.start(rig.reset_ids(task)[0])])
+        text, expected = rig.env.instruction(0), rig.spec.tasks[task]
+        if text != expected:
+            yield Violation(field="instruction", expected=f"spec.tasks[{task}], {expected!r}", found=repr(text))
+
+
+def check_reset_repeats(rig: Rig) -> Iterator[Violation]:
+    """Reset id and seed fix what is seen first, also after other episodes."""
+    start = rig.first_start()
+    first = rig.play(0, start, rig.actions(0)).seen[0]
+    for reset_id in rig.reset_ids(rig.tasks()[-1]):
+        rig.play(0, rig.start(reset_id), rig.actions(CHUNK))
+    difference = seen_difference(first, rig.play(0, start, rig.actions(0)).seen[0])
+    if difference:
+        yield Violation(field=f"reset {start.reset_id}", expected="the same first observation", found=difference)
+
+
+def check_reset_ids_differ(rig: Rig) -> Iterator[Violation]:
+    """Different reset ids of a task show different things; not each pair has to."""
+    for task in rig.tasks():
+        ids = rig.reset_ids(task)
+        seen = [rig.play(0, rig.start(reset_id), rig.actions(0)).seen[0] for reset_id in ids]
+        if len(ids) > 1 and all(seen_difference(seen[0], other) is None for other in seen[1:]):
+            yield Violation(
+                field=f"reset ids {ids} of task {task}", expected="different initial states", found="equal observations"
+            )
+
+
+def check_step(rig: Rig) -> Iterator[Violation]:
+    """A chunk in all slots gives arrays [n, K] of the right kinds, finite rewards, and one `after_step` per step."""
+    start = rig.first_start()
+    slots = list(range(SLOTS))
+    rig.env.reset(slots, [start] * SLOTS)
+    called: list[int] = []
+    actions = np.stack([rig.actions(CHUNK)] * SLOTS)
+    result = rig.env.step_chunk(slots, actions, after_step=lambda slot, _: called.append(slot))
+    problems = list(_result_shapes(result, SLOTS, CHUNK))
+    yield from problems
+    if problems:
+        return
+    if not np.isfinite(result.reward).all():
+        yield Violation(field="step_chunk: reward", expected="finite numbers", found=str(result.reward.tolist()))
+    executed = [slot for row, slot in enumerate(slots) for _ in range(int(result.valid[row].sum()))]
+    if called != executed:
+        yield Violation(field="after_step", expected=f"calls for slots {executed}", found=str(called))
+
+
+def _result_shapes(result: ChunkResult, n: int, k: int) -> Iterator[Violation]:
+    yield from shapes("step_chunk: reward", result.reward, (n, k), np.float32)
+    for name in FLAGS:
+        yield from shapes(f"step_chunk: {name}", getattr(result, name), (n, k), np.bool_)
+
+
+def check_flags(rig: Rig) -> Iterator[Violation]:
+    """An episode ends terminated or truncated, never both, and nothing is executed after its end."""
+    traces = [rig.play(0, rig.first_start(limit=SHORT), rig.actions(2 * SHORT), chunk=SHORT_CHUNK)]
+    rig.ending = rig.ending or _find_ending(rig)
+    if rig.ending is not None:
+        longer = np.concatenate([rig.ending.actions, rig.actions(CHUNK)])
+        traces.append(rig.play(0, rig.ending.start, longer, chunk=len(longer)))
+    for trace in traces:
+        for result in trace.results:
+            yield from _flag_problems(result)
+    rig.note = "terminated and truncated" if rig.ending else "truncated only: no episode ended by itself"
+
+
+def _flag_problems(result: ChunkResult) -> Iterator[Violation]:
+    valid, done = result.valid[0], result.terminated[0] | result.truncated[0]
+    if (result.terminated & result.truncated).any():
+        yield Violation(field="truncated", expected="false where terminated", found=_at(result.truncated[0]))
+    ends = np.flatnonzero(done)
+    count = int(ends[0]) + 1 if len(ends) else len(valid)
+    expected = np.arange(len(valid)) < count
+    if not np.array_equal(valid, expected):
+        yield Violation(field="valid", expected=f"{_at(expected)}, up to the end", found=_at(valid))
+    if len(ends) > 1:
+        yield Violation(field="terminated, truncated", expected="one end per chunk", found=_at(done))
+    if result.reward[0, count:].any() or result.success[0, count:].any():
+        yield Violation(field="reward, success", expected="0 after the end", found=str(result.reward[0].tolist()))
+
+
+def _at(flags: BoolArray) -> str:
+    return f"true at {np.flatnonzero(flags).tolist()} of {len(flags)}"
+
+
+def _find_ending(rig: Rig) -> Ending | None:
+    """An episode that chance brings to its own end."""
+    for reset_id in rig.reset_ids(rig.tasks()[0]):
+        start, actions = rig.start(reset_id, limit=rig.horizon), rig.actions(MEASURED_STEPS, stream=reset_id)
+        trace = rig.play(0, start, actions)
+        if any(result.terminated.any() for result in trace.results):
+            return Ending(start=start, actions=actions[: trace.length])
+    return None
+
+
+def check_time_limit(rig: Rig) -> Iterator[Violation]:
+    """An episode that does not end by itself is truncated at `max_episode_steps`, in the middle of a chunk too."""
+    start = rig.first_start(limit=SHORT, ignore=True)
+    trace = rig.play(0, start, rig.actions(3 * SHORT), chunk=SHORT_CHUNK)
+    truncated = any(result.truncated.any() for result in trace.results)
+    # Where the simulator may end the episode before, only the bound itself can be asked for.
+    strict = start.ignore_terminations and not rig.spec.may_truncate
+    if not trace.done or trace.length > SHORT or (strict and not (truncated and trace.length == SHORT)):
+        found = f"{trace.length} steps, {'truncated' if truncated else 'not truncated'}"
+        yield Violation(
+            field=f"episode with max_episode_steps={SHORT}", expected=f"{SHORT} steps, truncated", found=found
+        )
+
+
+def check_over(rig: Rig) -> Iterator[Violation]:
+    """A finished episode can be looked at but not continued."""
+    rig.play(0, rig.first_start(limit=SHORT, ignore=True), rig.actions(2 * SHORT), chunk=SHORT_CHUNK)
+    rig.observe(0)
+    try:
+        rig.env.step_chunk([0], rig.actions(1)[None])
+    except EmbodyError:
+        return
+    yield Violation(field="step_chunk after the end", expected="EnvError", found="another step")
+
+
+def check_ignore_terminations(rig: Rig) -> Iterator[Violation]:
+    """With `ignore_terminations` an episode goes on to its time limit."""
+    if rig.ending is None or not rig.can_ignore:
+        rig.note = "not exercised: no episode ended by itself" if rig.can_ignore else "refused by validate"
+        return
+    steps = len(rig.ending.actions)
+    start = rig.start(rig.ending.start.reset_id, limit=steps + CHUNK, ignore=True)
+    trace = rig.play(0, start, np.concatenate([rig.ending.actions, rig.actions(2 * CHUNK)]))
+    if any(result.terminated.any() for result in trace.results) or trace.length != steps + CHUNK:
+        yield Violation(
+            field="episode with ignore_terminations=true",
+            expected=f"{steps + CHUNK} steps, never terminated",
+            found=f"{trace.length} steps",
+        )
+
+
+def check_image_range(rig: Rig) -> Iterator[Violation]:
+    """Pixels use 0..255."""
+    if rig.spec.cameras and rig.brightest <= 1:
+        yield Violation(
+            field="observe: images",
+            expected="uint8 in 0..255",
+            found=f"nothing above {rig.brightest}; floats in 0..1 that were cut to integers?",
+        )
+
+
+def check_repeatable(rig: Rig) -> Iterator[Violation]:
+    """The same reset id, seed and actions give the same episode to the last bit, also after other episodes."""
+    start, actions = rig.first_start(), rig.actions(LIMIT)
+    first = rig.play(0, start, actions)
+    for task in rig.tasks():
+        rig.play(0, rig.start(rig.reset_ids(task)[-1]), rig.actions(LIMIT, stream=1))
+    difference = trace_difference(first, rig.play(0, start, actions))
+    if difference:
+        yield Violation(field=f"episode of reset id {start.reset_id}", expected="the same again", found=difference)
+
+
+def check_slots(rig: Rig) -> Iterator[Violation]:
+    """A slot does not depend on which one it is, nor on what the others do meanwhile."""
+    task = rig.tasks()[0]
+    start, other = rig.first_start(), rig.start(rig.reset_ids(task)[-1], limit=4 * LIMIT, ignore=True)
+    actions = rig.actions(LIMIT)
+    first = rig.play(0, start, actions)
+    rig.env.reset([1], [other])
+    before = rig.observe(1)
+    again = rig.play(0, start, actions)
+    if difference := seen_difference(before, rig.observe(1)):
+        yield Violation(field="slot 1 while slot 0 runs", expected="unchanged", found=difference)
+    rig.env.reset([0], [other])
+    moved = rig.play(1, start, actions, between=lambda: _keep_busy(rig, 0, other))
+    for where, trace in (("in slot 0", again), ("in slot 1 beside a running slot", moved)):
+        if difference := trace_difference(first, trace):
+            yield Violation(field=f"episode {where}", expected="the one of slot 0 alone", found=difference)
+
+
+def _keep_busy(rig: Rig, slot: int, start: EpisodeStart) -> None:
+    """Run a little of an episode; begin it anew where it ends."""
+    if rig.env.step_chunk([slot], rig.actions(2, stream=2)[None]).done.any():
+        rig.env.reset([slot], [start])
+
+
+def check_render(rig: Rig) -> Iterator[Violation]:
+    """`render` returns an upright frame and changes nothing."""
+    rig.play(0, rig.first_start(), rig.actions(CHUNK))
+    before = rig.observe(0)
+    try:
+        frame = rig.env.render(0)
+    except EnvError as error:
+        if rig.spec.cameras:
+            raise
+        rig.note = str(error)  # without cameras there may be nothing to show
+        return
+    shape = frame.shape if isinstance(frame, np.ndarray) else ()
+    if len(shape) != 3 or shape[2] != 3 or frame.dtype != np.uint8:
+        found = f"{frame.dtype} {shape}" if shape else type(frame).__name__
+        yield Violation(field="render", expected="uint8 (H, W, 3)", found=found)
+        return
+    if difference := seen_difference(before, rig.observe(0)):
+        yield Violation(field="render", expected="no change of the observation", found=difference)
+    for camera, image in zip(rig.spec.cameras, before.images, strict=True):
+        upside_down = image if rig.spec.image_rotation_deg == 180 else image[::-1]
+        upright = upside_down[::-1]
+        if np.array_equal(frame, upside_down) and not np.array_equal(frame, upright):
+            yield Violation(
+                field="render",
+                expected=f"upright (spec.image_rotation_deg={rig.spec.image_rotation_deg})",
+                found=f"the image of camera '{camera}' upside down",
+            )
+    rig.note = f"{shape[0]}x{shape[1]}"
+
+
+def check_expert(rig: Rig) -> Iterator[Violation]:
+    """Tasks in `spec.expert_tasks` have a demonstrator that succeeds, others refuse."""
+    declared = [task for task in rig.tasks() if task in rig.spec.expert_tasks]
+    successes = 0
+    for task in declared:
+        start = rig.start(rig.reset_ids(task)[0], limit=rig.horizon)
+        demo, problems = _play_expert(rig, start)
+        yield from problems
+        if problems:
+            return
+        successes += any(result.success.any() for result in demo.trace.results)
+        rig.demo = rig.demo or demo
+        if rig.ending is None and any(result.terminated.any() for result in demo.trace.results):
+            rig.ending = Ending(start=start, actions=demo.actions)
+    if declared and not successes:
+        yield Violation(
+            field="expert_chunk", expected=f"a success in tasks {declared}", found=f"none within {rig.horizon} steps"
+        )
+    rig.note = f"{successes} of {len(declared)} episodes succeed" if declared else "none declared"
+    for task in [t for t in rig.tasks() if t not in rig.spec.expert_tasks][:1]:
+        rig.env.reset([0], [rig.start(rig.reset_ids(task)[0])])
+        try:
+            rig.env.expert_chunk([0], 1, noise=0.0)
+        except EmbodyError:
+            continue
+        yield Violation(field=f"expert_chunk, task {task}", expected="EnvError: not declared", found="an action")
+
+
+def _play_expert(rig: Rig, start: EpisodeStart) -> tuple[Demo, list[Violation]]:
+    """Let the demonstrator act to the end."""
+    trace, chunks = Trace(), [np.zeros((0, rig.spec.action_dim), np.float32)]
+    low, high = rig.bounds()
+    rig.env.reset([0], [start])
+    trace.seen.append(rig.observe(0))
+    for _ in range(math.ceil(start.max_episode_steps / CHUNK)):
+        actions, result = rig.env.expert_chunk([0], CHUNK, noise=0.0)
+        problems = list(shapes("expert_chunk: actions", actions, (1, CHUNK, rig.spec.action_dim), np.float32))
+        outside = [] if problems else actions[~((low <= actions) & (actions <= high))].tolist()
+        if outside:
+            expected = f"numbers in {low.min():g}..{high.max():g}"
+            problems = [Violation(field="expert_chunk: actions", expected=expected, found=str(outside[0]))]
+        if problems:
+            return Demo(start=start, actions=chunks[0], trace=trace), problems
+        trace.results.append(result)
+        trace.seen.append(rig.observe(0))
+        chunks.append(actions[0, result.valid[0]])
+        if trace.done:
+            break
+    return Demo(start=start, actions=np.concatenate(chunks), trace=trace), []
+
+
+def check_expert_replays(rig: Rig) -> Iterator[Violation]:
+    """What the demonstrator says it chose is what it did: executing its actions gives the same episode."""
+    if rig.demo is None:
+        rig.note = "none declared"
+    elif difference := trace_difference(rig.demo.trace, rig.play(0, rig.demo.start, rig.demo.actions)):
+        yield Violation(field="expert_chunk: actions", expected="the actions that were executed", found=difference)
+
+
+def check_speed(rig: Rig) -> Iterator[Violation]:
+    """Measure; nothing can fail here."""
+    start = rig.first_start(limit=MEASURED_STEPS, ignore=True)
+    rig.env.reset([0], [start])
+    started = time.perf_counter()
+    steps = int(rig.env.step_chunk([0], rig.actions(MEASURED_STEPS)[None]).valid.sum())
+    stepped = time.perf_counter()
+    for _ in range(CHUNK):
+        rig.observe(0)
+    seen = time.perf_counter()
+    rig.env.reset([0], [start])
+    rig.note = (
+        f"{steps / (stepped - started):.0f} steps/s without observing, "
+        f"{1000 * (seen - stepped) / CHUNK:.2f} ms per observation, "
+        f"{1000 * (time.perf_counter() - seen):.2f} ms per reset (one slot)"
+    )
+    yield from ()
+
+
+def check_close(rig: Rig) -> Iterator[Violation]:
+    """`close` may be called twice."""
+    rig.env.close()
+    rig.env.close()
+    yield from ()

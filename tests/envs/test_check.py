@@ -1,0 +1,138 @@
+"""`check-env` passes on sound environments and finds each planted fault by the check that is meant to find it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from doubles import ScriptedSims, steps_of
+from faulty_env import PLANTS
+
+from embodyrl.cli.main import main
+from embodyrl.config.load import load_config
+from embodyrl.config.schema import EnvConfig
+from embodyrl.envs.check import CHECKS, check_env
+from embodyrl.envs.chunked import ChunkedEnv
+
+
+class ScriptedFactory:
+    consumes = frozenset()
+
+    def validate(self, cfg: EnvConfig) -> list[str]:
+        return []
+
+    def _sims(self) -> ScriptedSims:
+        return ScriptedSims([steps_of([0, 0, 0.5, 1], success=[3], terminated=[3])] * 4, states_per_task=2)
+
+    def spec(self, cfg: EnvConfig):
+        return self._sims().spec
+
+    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
+        return ChunkedEnv(self._sims(), num_slots, use_rel_reward=True, reward_coef=1.0)
+
+
+SCRIPTED = ScriptedFactory()
+
+
+def failed(cfg: EnvConfig, **options) -> dict[str, str]:
+    """Check -> what it found."""
+    found = list(check_env(cfg, **options))
+    assert [f.check for f in found] == [c.name for c in CHECKS]
+    return {f.check: str(f.violations[0]) for f in found if f.level == "FAIL"}
+
+
+def levels(cfg: EnvConfig) -> set[str]:
+    return {f.level for f in check_env(cfg)}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_each_planted_fault_is_found_by_its_check_only(plant):
+    factory = "COLOUR" if plant == "consumes_unknown_key" else "FACTORY"
+    cfg = EnvConfig(env_type=f"faulty_env:{factory}", kwargs={"plant": plant, "tasks": 2})
+    assert list(failed(cfg)) == [PLANTS[plant]]
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        ("heavy_import_in_validate", "validate: expected no heavy import; import in make or later, found gymnasium"),
+        ("one_count_too_many", "spec.states_per_task: expected 2 numbers, one per task, found 3"),
+        ("nan_in_state", "observe: state[0]: expected a finite number, found nan"),
+        ("row_not_written", "image of camera 'front': expected every pixel written"),
+        ("wrong_instruction", "instruction: expected spec.tasks[1], 'go left', found 'go right'"),
+        ("reward_in_float64", "step_chunk: reward: expected float32 (2, 4), found float64 (2, 4)"),
+        ("channels_first", "render: expected uint8 (H, W, 3), found uint8 (3, 16, 24)"),
+        ("last_state_missing", "reset: expected no error, found KeyError: 3 (faulty_env.py:"),
+    ],
+)
+def test_a_violation_names_field_expected_and_found(plant, said):
+    cfg = EnvConfig(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
+    assert said in failed(cfg)[PLANTS[plant]]
+
+
+def test_without_a_fault_the_faulty_environment_passes():
+    assert levels(EnvConfig(env_type="faulty_env:FACTORY", kwargs={"plant": "none", "tasks": 2})) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        EnvConfig(env_type="toy_env:FACTORY"),
+        EnvConfig(env_type="toy_env:FACTORY", kwargs={"tasks": 3, "task_limit": 1}),
+        EnvConfig(env_type="test_check:SCRIPTED"),
+        load_config("check-env", ["env=tabletop"]).env,
+        load_config("check-env", ["env=tabletop", "env.init_params.camera_names=[wrist]"]).env,
+    ],
+    ids=["toy", "toy, 3 tasks", "scripted", "tabletop", "tabletop, one camera"],
+)
+def test_sound_environments_pass(cfg):
+    assert levels(cfg) == {"ok"}
+
+
+def test_a_simulator_that_hangs_is_reported_and_what_builds_on_it_skipped():
+    cfg = EnvConfig(env_type="toy_env:FACTORY", kwargs={"fault": "hang", "where": "step"})
+    found = {f.check: f for f in check_env(cfg, timeout_s=3.0)}
+    assert "TimeoutError: no answer within 3 s" in str(found["step"].violations[0])
+    assert (found["flags"].level, found["flags"].note) == ("skip", "needs step")
+    assert found["close"].level == "ok"
+
+
+def test_the_command_ends_with_3_and_prints_expected_and_found(capsys):
+    words = ["env.env_type=faulty_env:FACTORY", "env.kwargs.plant=nan_in_state", "env.task_suite_name=null"]
+    assert main(["check-env", *words]) == 3
+    printed = capsys.readouterr().out
+    assert "FAIL  observe\n        observe: state[0]\n          expected  a finite number\n" in printed
+    assert "1 failed" in printed
+    assert main(["check-env", *words, "--json"]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["failed"] == 1
+    violation = {"field": "observe: state[0]", "expected": "a finite number", "found": "nan"}
+    assert [c["violations"] for c in report["checks"] if c["check"] == "observe"] == [[violation]]
+
+
+def test_the_default_of_the_command_is_the_built_in_table(capsys):
+    assert main(["check-env"]) == 0
+    assert f"{len(CHECKS)} checks ok, 0 failed, 0 skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("env=tabletopp", "Did you mean 'tabletop'?"),
+        ("model=random", "model is a group of keys"),
+        ("model.num_action_chunks=4", "`embodyrl check-env` does not read this key"),
+        ("runner.max_steps=3", "`embodyrl check-env` does not read this key"),
+        ("env.id=x", "env.id=x has no meaning for tabletop"),
+        ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_built(word, said, capsys):
+    assert main(["check-env", word]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.sim
+def test_real_libero_passes():
+    words = ["env=libero_object", "env.render_profile=lean", "env.train.task_ids=[0]"]
+    size = ["env.init_params.camera_heights=128", "env.init_params.camera_widths=128"]
+    assert levels(load_config("check-env", [*words, *size]).env) == {"ok"}
