@@ -15,7 +15,7 @@ from embodyrl.algorithms.metrics import WEIGHT_SUM
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs
 from embodyrl.config.schema import AlgorithmConfig, TokenLevel
 from embodyrl.errors import ConfigError, NonFiniteError
-from embodyrl.types import Episode, FloatArray, PolicyScores, PreparedBatch
+from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
 
 if TYPE_CHECKING:
     import torch
@@ -164,12 +164,22 @@ class PolicyGradient:
         kept = {group for group, members in success.items() if low <= np.mean(members) <= high}
         return [episode for episode in episodes if episode.spec.group_id in kept]
 
+    def inert(self, batch: PreparedBatch) -> BoolArray:
+        """Return [B] samples whose gradient is exactly zero: no advantage, and no other term in the loss."""
+        if self._has_other_terms:
+            return np.zeros(len(batch.records), dtype=np.bool_)
+        return ~((batch.advantage != 0) & batch.valid).any(axis=1)
+
+    @property
+    def _has_other_terms(self) -> bool:
+        """Whether a sample without advantage still has a gradient."""
+        cfg = self._cfg
+        return (self.needs_values and cfg.value_coef > 0) or cfg.kl_beta > 0 or cfg.entropy_bonus != 0
+
     def _has_signal(self, episodes: Sequence[Episode], credits: Sequence[Credit]) -> bool:
         if not episodes:
             return False
-        cfg = self._cfg
-        other_terms = (self.needs_values and cfg.value_coef > 0) or cfg.kl_beta > 0 or cfg.entropy_bonus != 0
-        return other_terms or any(_carries_signal(e, c) for e, c in zip(episodes, credits, strict=True))
+        return self._has_other_terms or any(_carries_signal(e, c) for e, c in zip(episodes, credits, strict=True))
 
 
 def _units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:

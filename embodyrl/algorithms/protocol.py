@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from embodyrl.config.schema import AlgorithmConfig
 from embodyrl.registry import Registry
-from embodyrl.types import Episode, FloatArray, PolicyScores, PreparedBatch
+from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,10 @@ class Algorithm(Protocol):
 
     def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> tuple[FloatArray, FloatArray]:
         """Return (weight [n, K], value_weight [n, V]) float32 of one optimizer step, all ranks."""
+        ...
+
+    def inert(self, batch: PreparedBatch) -> BoolArray:
+        """Return [B] samples whose gradient is exactly zero; the actor spares their forward and backward pass."""
         ...
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

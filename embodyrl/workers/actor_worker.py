@@ -71,7 +71,7 @@ class ActorWorker:
                 metrics = self._optimizer_step(batch, order_of_samples[start : start + size].tolist())
                 start += size
                 skipped += metrics is None
-                if metrics is not None:
+                if metrics:
                     steps.append(metrics)
         result = _reduce(steps)
         result["lr"] = float(self.optimizer.param_groups[0]["lr"])
@@ -94,8 +94,17 @@ class ActorWorker:
         )
 
     def _optimizer_step(self, batch: PreparedBatch, samples: Sequence[int]) -> dict[str, float] | None:
-        """Accumulate gradients over micro-batches and step; None if a non-finite gradient was skipped."""
+        """Accumulate gradients over micro-batches and step.
+
+        Returns None if a non-finite gradient was skipped, and nothing at all if no sample can contribute a gradient.
+        Samples that cannot are left out of the forward pass, but not out of the weights of the others.
+        """
         weight, value_weight = self._algorithm.weights(batch, samples)
+        useful = np.flatnonzero(~self._algorithm.inert(batch)[np.asarray(samples)])
+        if not useful.size:
+            return {}
+        weight, value_weight = weight[useful], value_weight[useful]
+        samples = [samples[i] for i in useful]
         self.optimizer.zero_grad(set_to_none=True)
         parts: list[dict[str, float]] = []
         size = self._cfg.micro_batch_size

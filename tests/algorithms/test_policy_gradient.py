@@ -354,6 +354,23 @@ def test_a_batch_without_signal_really_has_a_zero_gradient(level: TokenLevel):
     assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize("changes", [{}, {"kl_beta": 0.1}, {"entropy_bonus": 0.01}])
+def test_inert_samples_are_exactly_those_without_a_gradient(changes: dict):
+    algorithm = build_algorithm(AlgorithmConfig(**changes))
+    rewards, groups = (1.0, 0.0, 1.0, 1.0), (0, 0, 1, 1)
+    episodes = [
+        make_episode(np.full((2, K), reward / (2 * K)), episode_id=i, group=group, first_record=2 * i)
+        for i, (reward, group) in enumerate(zip(rewards, groups, strict=True))
+    ]
+    batch = algorithm.prepare(episodes)
+    leaf, scores = scores_of(batch, 0)
+    loss, _ = algorithm.loss(scores, inputs_of(algorithm, batch, 0))
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    without = (gradient == 0).flatten(1).all(dim=1).numpy()
+    np.testing.assert_array_equal(algorithm.inert(batch), without)
+    assert without.sum() == (0 if changes else 4)
+
+
 @pytest.mark.parametrize(
     ("field", "changes"),
     [
