@@ -2,6 +2,8 @@
 
 from embodyrl.policies.protocol import POLICIES
 
+POLICIES.add("cnn", "embodyrl.policies.actor_critic:CNN")
+POLICIES.add("mlp", "embodyrl.policies.actor_critic:MLP")
 POLICIES.add("openvla_oft", "embodyrl.policies.openvla_oft:FACTORY")
 POLICIES.add("openvla", "embodyrl.policies.openvla_oft:OPENVLA")
 POLICIES.add("random", "embodyrl.policies.untrained:RANDOM")

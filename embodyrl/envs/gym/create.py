@@ -1,0 +1,121 @@
+"""Constructs Gymnasium environments from the config; what goes wrong becomes an error with a cure."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
+from embodyrl.registry import Registry, closest
+
+AnyEnv = gymnasium.Env[Any, Any]
+
+CREATORS: Registry[Callable[..., AnyEnv]] = Registry("env.id", group="embodyrl.gym_envs")
+WRAPPERS: Registry[Callable[[AnyEnv], AnyEnv]] = Registry("wrapper", group="embodyrl.gym_wrappers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What one instance of the environment says about itself."""
+
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+    max_episode_steps: int
+    """The environment's own time limit, env steps; 0: none known."""
+    kwargs: dict[str, Any]
+    """Arguments of its constructor: `env.kwargs`, and a render mode for people where it has one."""
+
+
+def probe(cfg: EnvConfig) -> Probe:
+    """Build the environment, read what it declares, and close it again.
+
+    Raises:
+        EmbodyError: see `create`.
+    """
+    kwargs = dict(cfg.kwargs)
+    env = create(cfg, kwargs)
+    try:
+        modes: Iterable[str] = (env.metadata or {}).get("render_modes") or ()
+        if env.render_mode is None and "render_mode" not in kwargs and "rgb_array" in modes:
+            kwargs["render_mode"] = "rgb_array"
+        return Probe(
+            observation_space=env.observation_space,
+            action_space=env.action_space,
+            max_episode_steps=(env.spec.max_episode_steps or 0) if env.spec is not None else 0,
+            kwargs=kwargs,
+        )
+    finally:
+        env.close()
+
+
+def create(cfg: EnvConfig, kwargs: dict[str, Any]) -> AnyEnv:
+    """Build one environment with its wrappers.
+
+    Raises:
+        UnknownNameError: no environment or wrapper has this name.
+        MissingDependencyError: a package that it needs is not installed.
+        ConfigError: the constructor or a wrapper refuses its arguments.
+    """
+    env = _construct(cfg, kwargs)
+    for name in cfg.wrappers:
+        try:
+            env = WRAPPERS.get(name)(env)
+        except (TypeError, ValueError, AssertionError) as error:
+            if isinstance(error, EmbodyError):
+                raise
+            raise ConfigError(
+                f"env.wrappers: '{name}' cannot wrap env.id={cfg.id}: {_line(error)}. A wrapper is called with the "
+                "environment alone; give its settings in a function of your own."
+            ) from error
+    return env
+
+
+def _construct(cfg: EnvConfig, kwargs: dict[str, Any]) -> AnyEnv:
+    assert cfg.id is not None
+    try:
+        if _is_path(cfg.id):
+            return CREATORS.get(cfg.id)(**kwargs)
+        _import_owner(cfg.id)
+        return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise MissingDependencyError(
+            f"env.id={cfg.id} needs a package that is not installed: {_line(error)}."
+        ) from error
+    except gymnasium.error.UnregisteredEnv as error:
+        hint = closest(cfg.id, gymnasium.registry.keys())
+        raise UnknownNameError(
+            f"env.id={cfg.id}: {_line(error).rstrip('.')}.{hint} An id that another package registers is written "
+            f"package:Id-v0; your own class package.module:Class."
+        ) from error
+    except (gymnasium.error.Error, TypeError, ValueError) as error:
+        if isinstance(error, EmbodyError):
+            raise
+        raise ConfigError(
+            f"env.id={cfg.id} cannot be built with env.kwargs={kwargs}: {_line(error)}. Compare env.kwargs with the "
+            "arguments of its constructor."
+        ) from error
+
+
+def _is_path(name: str) -> bool:
+    """package.module:attr, other than the package:Id-v0 that Gymnasium knows itself."""
+    return ":" in name and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(":")[2]) is not None
+
+
+def _import_owner(name: str) -> None:
+    module, colon, _ = name.partition(":")
+    if not colon:
+        return
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(f"env.id={name}: cannot import '{module}': {error}.") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,89 @@
+"""Checks, description and construction of Gymnasium environments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.types import EnvSpec
+
+if TYPE_CHECKING:
+    from embodyrl.envs.gym.create import Probe
+
+SEEDS = 100_000
+"""Reset ids; each one is the seed of an episode."""
+
+
+class GymFactory:
+    """Builds the environment that `env.id` names."""
+
+    consumes = frozenset({"id", "kwargs", "wrappers", "use_rel_reward", "reward_coef"})
+
+    def validate(self, cfg: EnvConfig) -> list[str]:
+        """Return config problems, one line each; imports nothing of gymnasium."""
+        return [*_name_problems(cfg), *_split_problems(cfg)]
+
+    def spec(self, cfg: EnvConfig) -> EnvSpec:
+        """Describe the environment; its spaces are only known once it is built, so one is built and closed again.
+
+        Raises:
+            UnknownNameError: no environment or wrapper has this name.
+            MissingDependencyError: the environment needs a package that is not installed.
+            ConfigError: the constructor refuses `env.kwargs`, or a space is of a kind that cannot be used.
+        """
+        from embodyrl.envs.gym.create import probe
+
+        assert cfg.id is not None, "validate first"
+        return _spec(cfg.id, probe(cfg))
+
+    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
+        """Build the environment with `num_slots` slots in this process; each is constructed at its first reset."""
+        from embodyrl.envs.gym.create import create, probe
+        from embodyrl.envs.gym.sims import GymSims
+
+        assert cfg.id is not None, "validate first"
+        found = probe(cfg)
+        sims = GymSims(_spec(cfg.id, found), found.observation_space, partial(create, cfg, found.kwargs))
+        return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
+
+
+def _spec(env_id: str, found: Probe) -> EnvSpec:
+    from embodyrl.envs.gym.spaces import ObservationWriter, action_space
+
+    observations = ObservationWriter(env_id, found.observation_space)
+    actions = action_space(env_id, found.action_space)
+    return EnvSpec(
+        name=env_id,
+        action_dim=len(actions.sizes or actions.low),
+        tasks=(env_id,),
+        states_per_task=(SEEDS,),
+        cameras=observations.cameras,
+        image_size=observations.image_size,
+        state_dim=observations.state_dim,
+        max_episode_steps=found.max_episode_steps,
+        action_space=actions,
+        may_truncate=True,
+    )
+
+
+def _name_problems(cfg: EnvConfig) -> Iterator[str]:
+    if cfg.id is None:
+        yield "env.id is not set: it wants a Gymnasium id (env.id=CartPole-v1) or a class (env.id=my_pkg.my_mod:MyEnv)."
+    for name in cfg.wrappers:
+        if ":" not in name:
+            yield (
+                f"env.wrappers: '{name}' is no package.module:attr of a callable env -> env, "
+                "for example gymnasium.wrappers:FlattenObservation."
+            )
+
+
+def _split_problems(cfg: EnvConfig) -> Iterator[str]:
+    for split, values in (("train", cfg.train), ("eval", cfg.eval)):
+        if values.ignore_terminations:
+            yield (
+                f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after its end; "
+                "leave it at false."
+            )

@@ -1,0 +1,84 @@
+"""Gymnasium environments as slot simulators: one instance per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from gymnasium import Space
+from gymnasium.error import Error as GymnasiumError
+
+from embodyrl.envs.chunked import SimStep
+from embodyrl.envs.gym.create import AnyEnv
+from embodyrl.envs.gym.spaces import ObservationWriter, native_action
+from embodyrl.errors import EnvError
+from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+
+
+class GymSims:
+    """Slots of one Gymnasium environment; implements `SlotSimulators`."""
+
+    task_limit: int | None = None
+
+    def __init__(self, spec: EnvSpec, observation_space: Space[Any], create: Callable[[], AnyEnv]) -> None:
+        self.spec = spec
+        self._create = create
+        self._writer = ObservationWriter(spec.name, observation_space)
+        self._envs: dict[int, AnyEnv] = {}
+        self._observations: dict[int, Any] = {}
+
+    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+        """Start the episode whose seed is the reset id: it fixes the initial state and what happens later."""
+        if slot not in self._envs:
+            self._envs[slot] = self._create()
+        self._observations[slot] = self._envs[slot].reset(seed=reset_id)[0]
+
+    def step(self, slot: int, action: FloatArray) -> SimStep:
+        """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
+        env = self._envs[slot]
+        observation, reward, terminated, truncated, info = env.step(
+            native_action(self.spec.name, env.action_space, action)
+        )
+        self._observations[slot] = observation
+        return SimStep(
+            reward=float(reward),
+            terminated=bool(terminated),
+            success=bool(info.get("success", info.get("is_success", False))),
+            truncated=bool(truncated),
+        )
+
+    def expert(self, slot: int) -> FloatArray:
+        raise EnvError(f"env '{self.spec.name}' has no scripted demonstrator.")
+
+    def observe(self, slot: int, out: ObservationOut) -> None:
+        """Write the newest observation into the views."""
+        self._writer.write(self._observations[slot], out)
+
+    def instruction(self, slot: int) -> str:
+        """Name of the environment: there is no language here."""
+        return self.spec.tasks[0]
+
+    def render(self, slot: int) -> ByteArray:
+        """Return what the environment renders, or else its own image observation.
+
+        Raises:
+            EnvError: it has neither.
+        """
+        try:
+            frame = self._envs[slot].render() if self._envs[slot].render_mode == "rgb_array" else None
+        except GymnasiumError as error:
+            raise EnvError(f"env '{self.spec.name}' cannot render: {error} Or set video=none.") from error
+        if frame is None:
+            frame = self._writer.image(self._observations[slot])
+        if frame is None:
+            raise EnvError(
+                f"env '{self.spec.name}' has no picture to record: no render mode 'rgb_array', no image observation. "
+                "Set video=none."
+            )
+        return np.asarray(frame, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Close all environments; idempotent."""
+        while self._envs:
+            self._envs.popitem()[1].close()

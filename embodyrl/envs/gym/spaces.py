@@ -1,0 +1,185 @@
+"""Between Gymnasium's spaces and flat arrays: what a policy sees, and how an action travels.
+
+Observations: an image (uint8 [H, W, 3], or a stack [n, H, W, 3] of them) becomes a camera, everything else becomes a
+part of the state vector: numbers as they are, categories one-hot; members of Dict and Tuple in their space's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from embodyrl.errors import ConfigError, EnvError
+from embodyrl.types import ActionKind, ActionSpace, FloatArray, ObservationOut
+
+Path = tuple[str | int, ...]
+
+
+class ObservationWriter:
+    """Writes observations of one space into the arena."""
+
+    cameras: tuple[str, ...]
+    image_size: tuple[int, int]
+    """H and W; (0, 0) without images."""
+    state_dim: int
+    """S"""
+
+    def __init__(self, env_id: str, space: Space[Any]) -> None:
+        """Lay out the observation.
+
+        Raises:
+            ConfigError: a part of the space is of a kind that cannot be used, or images differ in size.
+        """
+        self._env_id = env_id
+        self._images: list[tuple[Path, slice]] = []
+        self._parts: list[tuple[Path, Space[Any], slice]] = []
+        cameras: list[str] = []
+        sizes: set[tuple[int, int]] = set()
+        self.state_dim = 0
+        for path, leaf in _leaves(space, ()):
+            name = ".".join(map(str, path)) or "observation"
+            shape: tuple[int, ...] = tuple(leaf.shape or ())
+            if isinstance(leaf, spaces.Box) and leaf.dtype == np.uint8 and len(shape) in (3, 4) and shape[-1] == 3:
+                frames = shape[0] if len(shape) == 4 else 1
+                self._images.append((path, slice(len(cameras), len(cameras) + frames)))
+                cameras += [name] if len(shape) == 3 else [f"{name}.{i}" for i in range(frames)]
+                sizes.add((shape[-3], shape[-2]))
+                continue
+            width = _width(env_id, name, leaf)
+            self._parts.append((path, leaf, slice(self.state_dim, self.state_dim + width)))
+            self.state_dim += width
+        if len(sizes) > 1:
+            raise ConfigError(
+                f"env.id={env_id}: its images have different sizes {sorted(sizes)}; bring them to one with a wrapper "
+                "in env.wrappers."
+            )
+        self.cameras = tuple(cameras)
+        self.image_size = next(iter(sizes), (0, 0))
+
+    def write(self, observation: Any, out: ObservationOut) -> None:
+        """Write one observation into the views.
+
+        Raises:
+            EnvError: a shape, a category or a number does not fit the space.
+        """
+        for path, rows in self._images:
+            out.images[rows] = self._fitting(path, _at(observation, path), out.images[rows].shape, squeeze=True)
+        for path, leaf, columns in self._parts:
+            out.state[columns] = self._flatten(path, leaf, _at(observation, path))
+        if not np.isfinite(out.state).all():
+            raise EnvError(
+                f"env '{self._env_id}' observed {out.state[~np.isfinite(out.state)][0]}, expected finite numbers. "
+                "Likely its simulation diverged; the episode cannot be used."
+            )
+
+    def image(self, observation: Any) -> np.ndarray | None:
+        """Return the newest frame [H, W, 3] of the first camera, if there is one."""
+        if not self._images:
+            return None
+        return np.asarray(_at(observation, self._images[0][0])).reshape(-1, *self.image_size, 3)[-1]
+
+    def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> FloatArray:
+        if isinstance(leaf, spaces.Discrete):
+            return self._one_hot(path, np.asarray([int(value) - int(leaf.start)]), np.asarray([leaf.n]))
+        if isinstance(leaf, spaces.MultiDiscrete):
+            ids = self._fitting(path, value, leaf.shape) - leaf.start
+            return self._one_hot(path, ids.reshape(-1), leaf.nvec.reshape(-1))
+        return self._fitting(path, value, leaf.shape).reshape(-1).astype(np.float32)
+
+    def _one_hot(self, path: Path, ids: np.ndarray, sizes: np.ndarray) -> FloatArray:
+        if ((ids < 0) | (ids >= sizes)).any():
+            raise EnvError(
+                f"env '{self._env_id}' observed category {ids.tolist()} in '{_spell(path)}', "
+                f"expected ids from 0 below {sizes.tolist()} (counted from the space's start)."
+            )
+        flat = np.zeros(int(sizes.sum()), np.float32)
+        flat[np.cumsum(sizes) - sizes + ids] = 1.0
+        return flat
+
+    def _fitting(self, path: Path, value: Any, shape: tuple[int, ...] | None, *, squeeze: bool = False) -> np.ndarray:
+        """Return the value as an array of the space's shape; `squeeze`: a single frame stands for a stack of one."""
+        array = np.asarray(value)
+        if squeeze and array.ndim == 3:
+            array = array[None]
+        if array.shape != shape:
+            raise EnvError(
+                f"env '{self._env_id}' observed shape {array.shape} in '{_spell(path)}', its observation space says "
+                f"{shape}."
+            )
+        return array
+
+
+def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
+    """Describe an action space as data.
+
+    Raises:
+        ConfigError: a kind of space that cannot be used.
+    """
+    match space:
+        case spaces.Discrete():
+            return ActionSpace(kind=ActionKind.discrete, sizes=(int(space.n),))
+        case spaces.MultiDiscrete():
+            return ActionSpace(kind=ActionKind.multi_discrete, sizes=tuple(space.nvec.reshape(-1).tolist()))
+        case spaces.Box() if np.issubdtype(space.dtype, np.floating):
+            low, high = (bound.astype(np.float64).reshape(-1).tolist() for bound in (space.low, space.high))
+            return ActionSpace(kind=ActionKind.box, low=tuple(low), high=tuple(high))
+    raise ConfigError(
+        f"env.id={env_id}: actions of {space} cannot be chosen; Discrete, MultiDiscrete and Box (real numbers) can. "
+        "Bring it to one of them with a wrapper in env.wrappers."
+    )
+
+
+def native_action(env_id: str, space: Space[Any], action: FloatArray) -> Any:
+    """Turn an action [A] into what the environment's `step` takes; real numbers are clipped to the box.
+
+    Raises:
+        EnvError: a category that does not exist.
+    """
+    if isinstance(space, spaces.Box):
+        return np.clip(action.reshape(space.shape).astype(space.dtype), space.low, space.high)
+    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
+    ids = np.rint(action).astype(np.int64)
+    sizes = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec).reshape(-1)
+    if ((ids < 0) | (ids >= sizes)).any():
+        raise EnvError(f"env '{env_id}' was given action {ids.tolist()}, expected ids from 0 below {sizes.tolist()}.")
+    if isinstance(space, spaces.Discrete):
+        return space.dtype.type(ids[0] + int(space.start))
+    return (ids.reshape(space.shape) + space.start).astype(space.dtype)
+
+
+def _leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
+    if isinstance(space, spaces.Dict):
+        for key, member in space.spaces.items():
+            yield from _leaves(member, (*path, key))
+    elif isinstance(space, spaces.Tuple):
+        for index, member in enumerate(space.spaces):
+            yield from _leaves(member, (*path, index))
+    else:
+        yield path, space
+
+
+def _width(env_id: str, name: str, space: Space[Any]) -> int:
+    match space:
+        case spaces.Discrete():
+            return int(space.n)
+        case spaces.MultiDiscrete():
+            return int(space.nvec.sum())
+        case spaces.Box() | spaces.MultiBinary():
+            return int(np.prod(space.shape, dtype=np.int64))
+    raise ConfigError(
+        f"env.id={env_id}: '{name}' is {space}, which is neither numbers nor an image. Leave it out with a wrapper in "
+        "env.wrappers, for example a function that returns gymnasium.wrappers.FilterObservation."
+    )
+
+
+def _at(observation: Any, path: Path) -> Any:
+    for key in path:
+        observation = observation[key]
+    return observation
+
+
+def _spell(path: Path) -> str:
+    return ".".join(map(str, path)) or "observation"

@@ -1,0 +1,66 @@
+"""Small actor-critic policies for states (`mlp`) and images (`cnn`). Importing this package does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.policies.actor_critic.shape import NetShape
+from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorCriticFactory:
+    """Builds `ActorCriticPolicy`; implements `PolicyFactory`."""
+
+    name: str
+    reads_images: bool
+    consumes: frozenset[str] = frozenset({"path", "num_action_chunks", "precision", "hidden_sizes"})
+
+    def validate(self, cfg: ModelConfig) -> list[str]:
+        """Return config problems, one line each with the cure."""
+        if cfg.precision is Precision.fp32:
+            return []
+        return [f"model.precision={cfg.precision.value}: {self.name} computes in fp32 only; set model.precision=fp32."]
+
+    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Describe the policy: it fits itself to the environment's observations and actions."""
+        shape = self._shape(cfg, env, value_dim)
+        return PolicySpec(
+            name=self.name,
+            num_action_chunks=cfg.num_action_chunks,
+            action_dim=env.action_dim,
+            tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
+            value_dim=value_dim,
+            # At least one, so that an environment without images is refused with the other mismatches.
+            num_images=max(1, len(env.cameras)) if self.reads_images else 0,
+            uses_state=env.state_dim > 0 or not self.reads_images,
+            gripper=env.gripper,
+            num_parameters=shape.num_parameters,
+            action_kinds=frozenset(ActionKind),
+        )
+
+    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+        """Build the policy with fresh weights from the seed, or with those in `cfg.path`.
+
+        Raises:
+            CheckpointError: the folder does not hold weights of this shape.
+        """
+        from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
+
+        spec = self.spec(cfg, request.env, request.value_dim)
+        return ActorCriticPolicy(spec, self._shape(cfg, request.env, request.value_dim), cfg.path, request)
+
+    def _shape(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> NetShape:
+        return NetShape.of(
+            env,
+            hidden=tuple(cfg.hidden_sizes),
+            num_actions=cfg.num_action_chunks,
+            value_dim=value_dim,
+            reads_images=self.reads_images,
+        )
+
+
+MLP = ActorCriticFactory(name="mlp", reads_images=False)
+CNN = ActorCriticFactory(name="cnn", reads_images=True)

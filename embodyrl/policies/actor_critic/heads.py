@@ -1,0 +1,122 @@
+"""What the policy network's outputs mean: categories, factorised over the action's dimensions, or a Gaussian.
+
+Both heads speak of choices [B, K, A]: category ids (int64), or real numbers x where -1..1 spans a bounded dimension.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodyrl.policies.actor_critic.shape import NetShape
+from embodyrl.types import FloatArray, IntArray
+
+_NEVER = -1e9
+"""Logit of padding: its probability is exactly 0, and 0 * -1e9 is still a number."""
+
+
+class CategoricalHead(nn.Module):
+    """One categorical distribution per action dimension; temperature divides the logits."""
+
+    _place: Tensor
+    _padding: Tensor
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        widest = max(sizes)
+        starts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
+        column = torch.arange(widest)
+        padding = column[None] >= torch.tensor(sizes)[:, None]
+        self.register_buffer("_place", (starts[:, None] + column).masked_fill(padding, 0), persistent=False)
+        self.register_buffer("_padding", padding, persistent=False)
+
+    def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
+        """Sample by the inverse CDF of uniforms [B, K, A], or take the most probable; outputs [B, K, O]."""
+        logits = self._logits(outputs, temperature)
+        if noise is None:
+            return logits.argmax(-1)
+        # In float64: a float32 sum loses rare categories.
+        cdf = logits.double().softmax(-1).cumsum(-1)
+        found = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
+        return found.minimum((~self._padding).sum(-1) - 1)
+
+    def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability (density) and entropy of choices, all [B, K, A]."""
+        log_probs = self._logits(outputs, temperature).log_softmax(-1)
+        chosen = log_probs.gather(-1, choice[..., None])[..., 0]
+        return chosen, -(log_probs.exp() * log_probs).sum(-1)
+
+    def to_tokens(self, choice: Tensor) -> IntArray:
+        """Store choices [B, K, A] as tokens [B, L]."""
+        return choice.flatten(1).cpu().numpy()
+
+    def to_choice(self, tokens: IntArray) -> np.ndarray:
+        """Read tokens [B, L] back, bit for bit, as choices [B, L]."""
+        return tokens
+
+    def to_actions(self, choice: np.ndarray) -> FloatArray:
+        """Actions of choices, both [B, K, A]."""
+        return choice.astype(np.float32)
+
+    def from_actions(self, actions: FloatArray) -> np.ndarray:
+        """Choices of actions, both [B, K, A]."""
+        return np.rint(actions).astype(np.int64)
+
+    def _logits(self, outputs: Tensor, temperature: float) -> Tensor:
+        """[B, K, A, widest]"""
+        return (outputs / temperature)[..., self._place].masked_fill(self._padding, _NEVER)
+
+
+class GaussianHead(nn.Module):
+    """Independent Gaussians with a standard deviation per dimension that no observation changes.
+
+    Temperature multiplies the standard deviation. Choices are not bounded: the environment clips the action. A token
+    is the bit pattern of a float32, so that what was sampled is what is scored.
+    """
+
+    def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
+        super().__init__()
+        self.log_std = nn.Parameter(torch.zeros(len(low)))
+        bounds = list(zip(low, high, strict=True))
+        spans = [(0.0, 1.0) if a is None or b is None else ((a + b) / 2, (b - a) / 2) for a, b in bounds]
+        self._centre, self._half = np.asarray(spans, np.float32).T
+
+    def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
+        """Sample by the inverse CDF of uniforms [B, K, A], or take the most probable; outputs [B, K, O]."""
+        if noise is None:
+            return outputs
+        # The ends of the interval would become infinite.
+        normal = torch.special.ndtri(noise.double().clamp(1e-6, 1 - 1e-6)).float()
+        return outputs + self.log_std.exp() * temperature * normal
+
+    def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability (density) and entropy of choices, all [B, K, A]."""
+        log_std = self.log_std + math.log(temperature)
+        distance = (choice - outputs) / log_std.exp()
+        logprob = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
+        entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
+        return logprob, entropy.expand_as(logprob)
+
+    def to_tokens(self, choice: Tensor) -> IntArray:
+        """Store choices [B, K, A] as tokens [B, L]."""
+        return choice.flatten(1).cpu().numpy().astype(np.float32).view(np.int32).astype(np.int64)
+
+    def to_choice(self, tokens: IntArray) -> np.ndarray:
+        """Read tokens [B, L] back, bit for bit, as choices [B, L]."""
+        return tokens.astype(np.int32).view(np.float32)
+
+    def to_actions(self, choice: np.ndarray) -> FloatArray:
+        """Actions of choices, both [B, K, A]."""
+        return self._centre + self._half * choice
+
+    def from_actions(self, actions: FloatArray) -> np.ndarray:
+        """Choices of actions, both [B, K, A]."""
+        return ((actions - self._centre) / self._half).astype(np.float32)
+
+
+def build_head(shape: NetShape) -> CategoricalHead | GaussianHead:
+    """Head for an action space."""
+    return CategoricalHead(shape.sizes) if shape.sizes else GaussianHead(shape.low, shape.high)

@@ -1,0 +1,172 @@
+"""The actor-critic policy: acting and scoring are one code path, so that their log-probabilities agree."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.actor_critic.heads import build_head
+from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+WEIGHTS_FILE = "model.safetensors"
+VALUE_HEAD = "value_head"
+
+
+class ActorCritic(nn.Module):
+    """Networks of their own for policy and value, above convolutions that they share."""
+
+    def __init__(self, shape: NetShape, seed: int) -> None:
+        super().__init__()
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+        self.encoder = _convolutions(shape, generator) if shape.num_images else None
+        # Nearly equal probabilities at first; orthogonal weights as in arXiv 2005.12729.
+        activation = nn.ReLU if shape.num_images else nn.Tanh
+        widths = (shape.features, *shape.hidden)
+        self.policy = _dense((*widths, shape.num_actions * shape.outputs), activation, generator, gain=0.01)
+        self.head = build_head(shape)
+        self.value_head = (
+            _dense((*widths, shape.value_dim), activation, generator, gain=1.0) if shape.value_dim else None
+        )
+
+    def features(self, images: Tensor, state: Tensor) -> Tensor:
+        """[B, F] of images [B, C, H, W, 3] uint8 and state [B, S] float32."""
+        if self.encoder is None:
+            return state
+        pixels = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float() / 255.0
+        return torch.cat([self.encoder(pixels), state], dim=1)
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """[B, K, O] for the head."""
+        return self.policy(features).unflatten(1, (self.shape.num_actions, self.shape.outputs))
+
+    def value(self, features: Tensor) -> Tensor:
+        """[B, V]"""
+        return features[:, :0] if self.value_head is None else self.value_head(features)
+
+
+class ActorCriticPolicy:
+    """Implements `Policy`."""
+
+    def __init__(self, spec: PolicySpec, shape: NetShape, path: str | None, request: PolicyRequest) -> None:
+        self.spec = spec
+        self._shape = shape
+        self._device = torch.device(request.device)
+        self._temperature = request.temperature
+        self._net = ActorCritic(shape, request.seed)
+        if path is not None:
+            self.load_weights(resolve_asset(path))
+        self._net.to(self._device).requires_grad_(request.trainable)
+        self.module: nn.Module = self._net
+
+    @torch.no_grad()
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """Choose a chunk for each observation (see `Policy.act`).
+
+        Tokens are category ids, or bit patterns of the Gaussian's float32 samples (see `heads.GaussianHead`).
+        """
+        features = self._features(obs)
+        outputs = self._net.outputs(features)
+        heat = temperature or self._temperature
+        uniform = None
+        if noise is not None:
+            uniform = torch.from_numpy(noise).to(self._device).unflatten(1, self._chunk)
+        choice = self._net.head.choose(outputs, uniform, heat)
+        logprob, _ = self._net.head.score(outputs, choice, heat)
+        return PolicyOutput(
+            actions=self._net.head.to_actions(choice.cpu().numpy()),
+            tokens=self._net.head.to_tokens(choice),
+            logprob=logprob.flatten(1).cpu().numpy(),
+            value=self._net.value(features).cpu().numpy(),
+        )
+
+    def encode(self, actions: FloatArray) -> IntArray:
+        """Tokens [B, L] of actions [B, K, A] (see `Policy.encode`)."""
+        return self._net.head.to_tokens(torch.from_numpy(self._net.head.from_actions(actions)))
+
+    @torch.no_grad()
+    def values(self, obs: Observation) -> FloatArray:
+        """Value estimates [B, V]."""
+        return self._net.value(self._features(obs)).cpu().numpy()
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
+        features = self._features(obs)
+        choice = torch.from_numpy(self._net.head.to_choice(tokens)).to(self._device).unflatten(1, self._chunk)
+        logprob, entropy = self._net.head.score(self._net.outputs(features), choice, self._temperature)
+        return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=self._net.value(features))
+
+    def save(self, folder: Path) -> None:
+        """Write `model.safetensors` and `config.json`."""
+        save_file({k: v.detach().cpu().contiguous() for k, v in self._net.state_dict().items()}, folder / WEIGHTS_FILE)
+        self._shape.save(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Replace the weights in place (see `Policy.load_weights`).
+
+        A value head that only one side has is left out: GRPO starts from PPO's weights, and the other way round.
+        """
+        self._shape.check(folder)
+        path = folder / WEIGHTS_FILE
+        try:
+            saved = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}. It is incomplete or damaged.") from error
+        mine = self._net.state_dict()
+        wrong = {key for key in mine.keys() & saved.keys() if mine[key].shape != saved[key].shape}
+        wrong |= {key for key in mine.keys() ^ saved.keys() if not key.startswith(f"{VALUE_HEAD}.")}
+        if wrong:
+            raise CheckpointError(
+                f"{path} does not fit this model in {', '.join(sorted(wrong))}: missing, surplus or of another shape. "
+                "Use the same environment and model settings as then."
+            )
+        with torch.no_grad():
+            for key in mine.keys() & saved.keys():
+                mine[key].copy_(saved[key])
+
+    @property
+    def _chunk(self) -> tuple[int, int]:
+        return self.spec.num_action_chunks, self.spec.action_dim
+
+    def _features(self, obs: Observation) -> Tensor:
+        images = torch.from_numpy(obs.images[:, : self._shape.num_images]).to(self._device)
+        return self._net.features(images, torch.from_numpy(np.ascontiguousarray(obs.state)).to(self._device))
+
+
+def _dense(
+    widths: tuple[int, ...], activation: type[nn.Module], generator: torch.Generator, *, gain: float
+) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for index, (inputs, outputs) in enumerate(pairwise(widths)):
+        last = index == len(widths) - 2
+        layers.append(_init(nn.Linear(inputs, outputs), gain if last else 2.0**0.5, generator))
+        layers += [] if last else [activation()]
+    return nn.Sequential(*layers)
+
+
+def _convolutions(shape: NetShape, generator: torch.Generator) -> nn.Sequential:
+    """[B, 3C, H, W] to [B, IMAGE_FEATURES]."""
+    planes = (3 * shape.num_images, *CHANNELS)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(planes):
+        conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1)
+        layers += [_init(conv, 2.0**0.5, generator), nn.ReLU()]
+    dense = _init(nn.Linear(shape.convolved, IMAGE_FEATURES), 2.0**0.5, generator)
+    return nn.Sequential(*layers, nn.Flatten(), dense, nn.ReLU())
+
+
+def _init(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Generator) -> nn.Module:
+    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer

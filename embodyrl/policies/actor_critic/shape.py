@@ -1,0 +1,127 @@
+"""Sizes of the networks: what a checkpoint must agree with. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from embodyrl.errors import CheckpointError
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec
+
+CONFIG_FILE = "config.json"
+CHANNELS = (32, 64, 64)
+"""Output channels of the convolutions: kernel 3, stride 2, padding 1, so that images of any size work."""
+IMAGE_FEATURES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetShape:
+    """Everything that decides the shapes and the meaning of the weights."""
+
+    state_dim: int
+    """S"""
+    num_images: int
+    """C; 0: no convolutions."""
+    image_size: tuple[int, int]
+    """H and W, pixels."""
+    action_kind: ActionKind
+    sizes: tuple[int, ...]
+    """Categories of each action dimension; empty for `box`."""
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+    """Bounds of each action dimension; None: unbounded. Empty but for `box`."""
+    num_actions: int
+    """K"""
+    hidden: tuple[int, ...]
+    value_dim: int
+    """V"""
+
+    @classmethod
+    def of(
+        cls, env: EnvSpec, *, hidden: tuple[int, ...], num_actions: int, value_dim: int, reads_images: bool
+    ) -> NetShape:
+        """Fit an environment."""
+        space = env.action_space or ActionSpace(
+            kind=ActionKind.box, low=(-1.0,) * env.action_dim, high=(1.0,) * env.action_dim
+        )
+        return cls(
+            state_dim=env.state_dim,
+            num_images=len(env.cameras) if reads_images else 0,
+            image_size=env.image_size if reads_images else (0, 0),
+            action_kind=space.kind,
+            sizes=space.sizes,
+            low=tuple(bound if math.isfinite(bound) else None for bound in space.low),
+            high=tuple(bound if math.isfinite(bound) else None for bound in space.high),
+            num_actions=num_actions,
+            hidden=hidden,
+            value_dim=value_dim,
+        )
+
+    @property
+    def action_dim(self) -> int:
+        """A"""
+        return len(self.sizes or self.low)
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the policy network gives for one action: logits, or means."""
+        return sum(self.sizes) or self.action_dim
+
+    @property
+    def convolved(self) -> int:
+        """Numbers that are left after the convolutions."""
+        height, width = self.image_size
+        for _ in CHANNELS:
+            height, width = -(-height // 2), -(-width // 2)
+        return CHANNELS[-1] * height * width
+
+    @property
+    def features(self) -> int:
+        """Inputs of the policy's and the value's networks."""
+        return (IMAGE_FEATURES if self.num_images else 0) + self.state_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights and biases."""
+        count = _dense((self.features, *self.hidden, self.num_actions * self.outputs))
+        count += 0 if self.sizes else self.action_dim
+        if self.value_dim:
+            count += _dense((self.features, *self.hidden, self.value_dim))
+        if self.num_images:
+            planes = (3 * self.num_images, *CHANNELS)
+            count += sum(9 * a * b + b for a, b in pairwise(planes))
+            count += _dense((self.convolved, IMAGE_FEATURES))
+        return count
+
+    def save(self, folder: Path) -> None:
+        """Write `config.json`."""
+        (folder / CONFIG_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def check(self, folder: Path) -> None:
+        """Compare with the `config.json` of a folder; a value head may be there or not.
+
+        Raises:
+            CheckpointError: the file is missing or malformed, or a size differs; names it.
+        """
+        path = folder / CONFIG_FILE
+        try:
+            saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({error}); it wants a folder that a run with model=mlp or model=cnn saved."
+            ) from error
+        mine = json.loads(json.dumps(asdict(self)))
+        wrong = [key for key in mine if key != "value_dim" and saved.get(key) != mine[key]]
+        if wrong:
+            differences = ", ".join(f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in wrong)
+            raise CheckpointError(
+                f"{path} does not fit: {differences}. Use the same environment and model settings as then."
+            )
+
+
+def _dense(widths: tuple[int, ...]) -> int:
+    return sum(a * b + b for a, b in pairwise(widths))

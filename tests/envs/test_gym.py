@@ -1,0 +1,261 @@
+"""Gymnasium environments behind the environment seam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from embodyrl.config.load import load_config
+from embodyrl.config.schema import EnvConfig
+from embodyrl.envs import ENVS
+from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_action
+from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
+from embodyrl.runtime.checks import check_components
+from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut
+
+
+class Counter(gymnasium.Env):
+    """Counts the actions; every space and every ending is chosen by the test."""
+
+    metadata = {"render_modes": []}
+
+    def __init__(self, last: int = 3, end: str = "terminated", action: str = "discrete", nan_at: int = -1) -> None:
+        self.observation_space = spaces.Dict(
+            {
+                "picture": spaces.Box(0, 255, (4, 5, 3), np.uint8),
+                "where": spaces.Box(-9, 9, (2, 2), np.float64),
+                "kind": spaces.Discrete(3, start=5),
+                "switches": spaces.MultiBinary(2),
+                "dials": spaces.MultiDiscrete([2, 3]),
+            }
+        )
+        self.action_space = {
+            "discrete": spaces.Discrete(3, start=-1),
+            "multi": spaces.MultiDiscrete([2, 4]),
+            "box": spaces.Box(np.float32([-2.0, 0.0]), np.float32([2.0, np.inf])),
+            "text": spaces.Text(4),
+        }[action]
+        self.last, self.end, self.nan_at = last, end, nan_at
+        self.seen: list[Any] = []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seen = []
+        self.offset = self.np_random.uniform(-1, 1)
+        return self._observe(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        self.seen.append(action)
+        over = len(self.seen) == self.last
+        info = {"is_success": over and self.end == "terminated"}
+        return self._observe(), 2.0, over and self.end != "truncated", over and self.end != "terminated", info
+
+    def _observe(self):
+        count = len(self.seen)
+        where = np.full((2, 2), np.nan if count == self.nan_at else self.offset)
+        return {
+            "picture": np.full((4, 5, 3), 10 + count, np.uint8),
+            "where": where,
+            "kind": 5 + count % 3,
+            "switches": np.array([1, 0], np.int8),
+            "dials": np.array([1, count % 3]),
+        }
+
+
+def double_reward(env: gymnasium.Env) -> gymnasium.Env:
+    return gymnasium.wrappers.TransformReward(env, lambda reward: 2 * reward)
+
+
+def needs_more(env: gymnasium.Env, scale: float) -> gymnasium.Env:
+    return env
+
+
+def needs_box() -> gymnasium.Env:
+    raise gymnasium.error.DependencyNotInstalled("box is missing, install box")
+
+
+COUNTER = "test_gym:Counter"
+
+
+def config(env_id: str, **values: Any) -> EnvConfig:
+    return EnvConfig(env_type="gym", id=env_id, use_rel_reward=False, **values)
+
+
+def begin(cfg: EnvConfig, slots: int = 1, *, limit: int = 100):
+    env = ENVS.get("gym").make(cfg, slots)
+    start = EpisodeStart(reset_id=7, seed=0, max_episode_steps=limit)
+    env.reset(list(range(slots)), [start] * slots)
+    return env
+
+
+def look(env: Any, slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    spec: EnvSpec = env.spec
+    images = np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8)
+    state = np.full(spec.state_dim, np.nan, np.float32)
+    env.observe([slot], [ObservationOut(images=images, state=state)])
+    return images, state
+
+
+def test_dict_observations_become_cameras_and_one_state_vector():
+    env = begin(config(COUNTER, kwargs={"action": "multi"}))
+    spec = env.spec
+    assert (spec.cameras, spec.image_size, spec.state_dim) == (("picture",), (4, 5), 4 + 3 + 2 + (2 + 3))
+    env.step_chunk([0], np.zeros((1, 1, 2), np.float32))
+    images, state = look(env)
+    assert (images == 11).all()
+    offset = gymnasium.utils.seeding.np_random(7)[0].uniform(-1, 1)
+    parts = {"where": [offset] * 4, "kind": [0, 1, 0], "switches": [1, 0], "dials": [0, 1, 0, 1, 0]}
+    in_order = [parts[name] for name in Counter().observation_space.spaces if name in parts]
+    np.testing.assert_allclose(state, np.concatenate(in_order), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "sent", "received"),
+    [
+        ("discrete", ActionKind.discrete, [[2.0]], 1),
+        ("multi", ActionKind.multi_discrete, [[1.0, 3.0]], [1, 3]),
+        ("box", ActionKind.box, [[-5.0, 7.5]], [-2.0, 7.5]),
+    ],
+)
+def test_actions_arrive_in_the_environments_own_terms(action, kind, sent, received):
+    made = Counter(action=action)
+    declared = action_space("counter", made.action_space)
+    assert declared.kind is kind
+    assert len(declared.sizes or declared.low) == len(sent[0])
+    native = native_action("counter", made.action_space, np.float32(sent[0]))
+    assert made.action_space.contains(native)
+    np.testing.assert_array_equal(native, received)
+
+
+def test_a_category_that_does_not_exist_is_refused():
+    with pytest.raises(EnvError, match=r"action \[3\], expected ids from 0 below \[3\]"):
+        native_action("counter", spaces.Discrete(3), np.float32([3.0]))
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
+def test_the_environments_own_time_limit_truncates(end):
+    env = begin(config(COUNTER, kwargs={"end": end}))
+    result = env.step_chunk([0], np.zeros((1, 5, 1), np.float32))
+    assert result.valid[0].tolist() == [True, True, True, False, False]
+    assert result.terminated[0, 2] == (end != "truncated")
+    assert result.truncated[0, 2] == (end == "truncated")
+    assert result.success[0].tolist() == [False, False, end == "terminated", False, False]
+    np.testing.assert_array_equal(result.reward[0], [2, 2, 2, 0, 0])
+
+
+def test_the_runs_own_limit_truncates_as_well():
+    result = begin(config(COUNTER), limit=2).step_chunk([0], np.zeros((1, 5, 1), np.float32))
+    assert result.truncated[0].tolist() == [False, True, False, False, False]
+
+
+def test_cartpole_is_gymnasiums_own_step_by_step():
+    """Same seed, same actions: equal observations, rewards and end."""
+    theirs = gymnasium.make("CartPole-v1")
+    expected, _ = theirs.reset(seed=7)
+    env = begin(config("CartPole-v1"))
+    assert env.spec.max_episode_steps == 500
+    assert env.spec.action_space is not None
+    assert env.spec.action_space.sizes == (2,)
+    for step in range(30):
+        np.testing.assert_array_equal(look(env)[1], expected)
+        action = step % 3 % 2
+        expected, reward, terminated, _, _ = theirs.step(action)
+        result = env.step_chunk([0], np.full((1, 1, 1), action, np.float32))
+        assert (result.reward[0, 0], result.terminated[0, 0]) == (reward, terminated)
+        if terminated:
+            break
+    assert terminated
+
+
+def test_slots_are_separate_and_reset_ids_are_seeds():
+    env = ENVS.get("gym").make(config("Pendulum-v1"), 3)
+    starts = [EpisodeStart(reset_id=i, seed=9, max_episode_steps=50) for i in (4, 5, 4)]
+    env.reset([0, 1, 2], starts)
+    env.step_chunk([1], np.ones((1, 4, 1), np.float32))
+    states = [look(env, slot)[1] for slot in range(3)]
+    np.testing.assert_array_equal(states[0], states[2])
+    assert not np.allclose(states[0], states[1])
+
+
+def test_wrappers_are_applied_in_order():
+    cfg = config(COUNTER, wrappers=["test_gym:double_reward", "gymnasium.wrappers:FlattenObservation"])
+    env = begin(cfg)
+    assert env.spec.cameras == ()
+    assert env.spec.state_dim == 4 * 5 * 3 + 4 + 3 + 2 + 5
+    assert env.step_chunk([0], np.zeros((1, 1, 1), np.float32)).reward[0, 0] == 4.0
+
+
+def test_stacked_frames_become_cameras():
+    writer = ObservationWriter("stack", spaces.Box(0, 255, (2, 4, 6, 3), np.uint8))
+    assert writer.cameras == ("observation.0", "observation.1")
+    frames = np.arange(2 * 4 * 6 * 3, dtype=np.uint8).reshape(2, 4, 6, 3)
+    out = ObservationOut(images=np.zeros((2, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
+    writer.write(frames, out)
+    np.testing.assert_array_equal(out.images, frames)
+
+
+def test_images_stand_in_for_a_missing_render_mode():
+    env = begin(config(COUNTER))
+    np.testing.assert_array_equal(env.render(0), np.full((4, 5, 3), 10, np.uint8))
+
+
+def test_without_any_picture_recording_is_refused():
+    env = begin(config(COUNTER, wrappers=["gymnasium.wrappers:FlattenObservation"]))
+    with pytest.raises(EnvError, match="no picture to record"):
+        env.render(0)
+
+
+def test_what_is_not_finite_is_noticed():
+    env = begin(config(COUNTER, kwargs={"nan_at": 1}))
+    env.step_chunk([0], np.zeros((1, 1, 1), np.float32))
+    with pytest.raises(EnvError, match="observed nan"):
+        look(env)
+
+
+def test_a_shape_that_breaks_the_space_is_named():
+    writer = ObservationWriter("mine", spaces.Dict({"arm": spaces.Box(-1, 1, (3,))}))
+    out = ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=np.zeros(3, np.float32))
+    with pytest.raises(EnvError, match=r"shape \(2,\) in 'arm', its observation space says \(3,\)"):
+        writer.write({"arm": np.zeros(2)}, out)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "values", "error", "text"),
+    [
+        ("CartPole-v7", {}, UnknownNameError, "CartPole-v1"),
+        ("CratPole-v1", {}, UnknownNameError, "CartPole"),
+        ("test_gym:Countre", {}, UnknownNameError, "Did you mean 'Counter'"),
+        ("no_such_pkg:Env", {}, UnknownNameError, "no_such_pkg"),
+        ("no_such_pkg:Env-v0", {}, MissingDependencyError, "no_such_pkg"),
+        ("test_gym:needs_box", {}, MissingDependencyError, "install box"),
+        ("CartPole-v1", {"kwargs": {"speed": 2}}, ConfigError, "speed"),
+        (COUNTER, {"kwargs": {"speed": 2}}, ConfigError, "speed"),
+        (COUNTER, {"kwargs": {"action": "text"}}, ConfigError, "cannot be chosen"),
+        (COUNTER, {"wrappers": ["test_gym:needs_more"]}, ConfigError, "cannot wrap"),
+        (COUNTER, {"wrappers": ["test_gym:nothing"]}, UnknownNameError, "nothing"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(env_id, values, error, text):
+    with pytest.raises(error, match=text):
+        ENVS.get("gym").spec(config(env_id, **values))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "env.id is not set"),
+        (["env.id=CartPole-v1", "env.wrappers=[FlattenObservation]"], "package.module:attr"),
+        (["env.id=CartPole-v1", "env.train.ignore_terminations=true"], "ignore_terminations"),
+        (["env.id=CartPole-v1", "env.task_suite_name=libero_10"], "does not read this key"),
+        (["env.id=CartPole-v1", "model.precision=bf16"], "set model.precision=fp32"),
+        (["env.id=CartPole-v1", "model.action_dim=2"], "does not read this key"),
+    ],
+)
+def test_bad_settings_are_refused_without_gymnasium(words, text):
+    with pytest.raises(ConfigError, match=text):
+        check_components(load_config("train", ["env=gym", "model=mlp", *words]))

@@ -1,0 +1,96 @@
+"""Small policies on real Gymnasium tasks, through the whole training loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodyrl.config.load import load_config
+from embodyrl.errors import ConfigError
+from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.train import train
+
+PENDULUM = (
+    "env=gym",
+    "env.id=Pendulum-v1",
+    "env.reward_coef=0.1",
+    "model=mlp",
+    "algorithm=ppo",
+    "env.train.total_num_envs=4",
+    "env.train.max_steps_per_rollout_epoch=250",
+    "actor.global_batch_size=100",
+    "actor.micro_batch_size=100",
+    "runner.max_steps=2",
+    "runner.val_check_interval=2",
+    "eval.episodes=2",
+)
+
+
+def run(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl of an inline run."""
+    places = (f"runner.output_dir={folder}", "runner.experiment_name=run", f"video_cfg.base_dir={folder}/videos")
+    cfg = load_config("train", [*words, "launcher=inline", "runner.logger.backends=[jsonl]", *places])
+    check_components(cfg)
+    path = train(cfg).run
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_ppo_learns_cartpole(tmp_path):
+    rows = run(tmp_path, "experiment=cartpole", "runner.max_steps=8", "runner.val_check_interval=8")
+    first, last = rows[0], rows[-1]
+    assert first["eval/return"] < 80
+    assert rows[1]["train/return"] < 40
+    assert last["eval/return"] > 150
+    assert last["train/return"] > 100
+    assert last["actor/logprob_gap"] == 0
+    assert sum(row.get("env/steps", 0) for row in rows) == 8 * 8 * 256
+
+
+@pytest.mark.slow
+def test_grpo_trains_without_a_value_head(tmp_path):
+    words = (
+        "env=gym",
+        "env.id=CartPole-v1",
+        "model=mlp",
+        "algorithm=grpo",
+        "runner.max_steps=2",
+        "actor.optim.lr=0.01",
+    )
+    rows = run(tmp_path, *words, "env.train.max_episode_steps=60")
+    assert [row["actor/optimizer_steps"] > 0 for row in rows] == [True, True]
+
+
+def test_real_valued_actions_train_and_time_limits_bootstrap(tmp_path):
+    """Pendulum never terminates: its own limit of 200 steps cuts every episode, below the run's limit of 1000."""
+    rows = run(tmp_path, *PENDULUM)
+    assert rows[0]["eval/episode_len"] == 200
+    assert rows[1]["train/episode_len"] == 200
+    assert rows[1]["train/episodes"] == 4
+    assert all(row["train/return"] < -10 for row in rows[1:])
+    assert all(row["actor/value_loss"] > 0 for row in rows[1:])
+
+
+def test_multi_dimensional_pixels_train(tmp_path):
+    words = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "env.kwargs.size=12", *PENDULUM[4:])
+    rows = run(tmp_path, *words, "env.train.max_steps_per_rollout_epoch=20", "env.eval.max_episode_steps=20")
+    assert rows[-1]["actor/optimizer_steps"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["env.id=CartPole-v1", "model=cnn"], "reads 1 camera images, env 'CartPole-v1' gives 0"),
+        (["env.id=CartPole-v1", "model=random"], "takes discrete actions, model 'random' gives box ones only"),
+        (["env.id=pixel_env:PixelEnv", "model=mlp"], "reads proprioception"),
+        (["env.id=CartPole-v1", "model=mlp", "env.train.task_ids=[1]"], "tasks 0 to 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_starts(words, text):
+    cfg = load_config("train", ["env=gym", *words])
+    with pytest.raises(ConfigError, match=text):
+        draw_blueprint(cfg, training=False)

@@ -1,0 +1,30 @@
+"""A pixel task for tests: a bright dot, and two dials that should be turned to where it is."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class PixelEnv(gymnasium.Env):
+    """Image [size, size, 3]; actions MultiDiscrete [2, 2]: the half of the picture, down and across."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.observation_space = spaces.Box(0, 255, (size, size, 3), np.uint8)
+        self.action_space = spaces.MultiDiscrete([2, 2])
+        self._size = size
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._draw(), {}
+
+    def step(self, action):
+        right = bool((np.asarray(action) == self._dot // (self._size // 2)).all())
+        return self._draw(), float(right), False, False, {"success": right}
+
+    def _draw(self):
+        self._dot = self.np_random.integers(0, self._size // 2 * 2, 2)
+        picture = np.zeros((self._size, self._size, 3), np.uint8)
+        picture[tuple(self._dot)] = 255
+        return picture

@@ -1,0 +1,228 @@
+"""The small actor-critic policies: distributions, shapes, what acting and scoring agree on, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.errors import CheckpointError
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+
+SPACES = {
+    "discrete": ActionSpace(kind=ActionKind.discrete, sizes=(3,)),
+    "multi": ActionSpace(kind=ActionKind.multi_discrete, sizes=(2, 4, 3)),
+    "box": ActionSpace(kind=ActionKind.box, low=(-2.0, 0.0), high=(2.0, 10.0)),
+    "open": ActionSpace(kind=ActionKind.box, low=(-math.inf, -1.0), high=(math.inf, math.inf)),
+}
+
+
+def env_spec(space: str, *, cameras: int = 0, state_dim: int = 5) -> EnvSpec:
+    chosen = SPACES[space]
+    return EnvSpec(
+        name="probe",
+        action_dim=len(chosen.sizes or chosen.low),
+        tasks=("",),
+        states_per_task=(10,),
+        cameras=tuple(f"camera {i}" for i in range(cameras)),
+        image_size=(9, 12) if cameras else (0, 0),
+        state_dim=state_dim,
+        action_space=chosen,
+    )
+
+
+def build(name: str = "mlp", space: str = "discrete", **request: Any) -> Policy:
+    env = request.pop("env", None) or env_spec(space)
+    cfg = ModelConfig(
+        model_type=name,
+        precision=Precision.fp32,
+        num_action_chunks=request.pop("chunk", 1),
+        hidden_sizes=[16, 8],
+        path=request.pop("path", None),
+    )
+    defaults: dict[str, Any] = {"value_dim": 1, "temperature": 1.0, "device": "cpu", "seed": 3}
+    return POLICIES.get(name).build(cfg, PolicyRequest(env=env, **(defaults | request)))
+
+
+def observe(policy_env: EnvSpec, count: int, seed: int = 0) -> Observation:
+    rng = np.random.default_rng(seed)
+    return Observation(
+        images=rng.integers(0, 256, (count, len(policy_env.cameras), *policy_env.image_size, 3), dtype=np.uint8),
+        state=rng.normal(size=(count, policy_env.state_dim)).astype(np.float32),
+        instructions=("",) * count,
+    )
+
+
+def shake(policy: Policy, scale: float = 0.5) -> Policy:
+    """Fresh policies are nearly uniform; give this one opinions."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def uniforms(count: int, policy: Policy) -> np.ndarray:
+    return np.random.default_rng(5).random((count, policy.spec.tokens_per_chunk), dtype=np.float32)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize(("name", "cameras"), [("mlp", 0), ("cnn", 2)])
+def test_what_was_sampled_is_scored_exactly(name, cameras, space, temperature):
+    env = env_spec(space, cameras=cameras)
+    policy = shake(build(name, env=env, chunk=3, temperature=temperature))
+    obs = observe(env, 7)
+    out = policy.act(obs, noise=uniforms(7, policy))
+    assert out.actions.shape == (7, 3, env.action_dim)
+    assert out.tokens.dtype == np.int64
+    scores = policy.score(obs, out.tokens)
+    np.testing.assert_array_equal(scores.logprob.detach().numpy(), out.logprob)
+    np.testing.assert_array_equal(scores.value.detach().numpy(), out.value)
+    np.testing.assert_array_equal(policy.values(obs), out.value)
+    for tensor in (scores.logprob.sum(), scores.entropy.sum(), scores.value.sum()):
+        assert torch.isfinite(tensor)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_every_parameter_is_trained(space):
+    env = env_spec(space, cameras=1)
+    policy = shake(build("cnn", env=env), 0.05)
+    obs = observe(env, 4)
+    scores = policy.score(obs, policy.act(obs, noise=uniforms(4, policy)).tokens)
+    (scores.logprob.sum() + scores.value.sum()).backward()
+    still = [name for name, p in policy.module.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert still == []
+
+
+def test_categories_are_drawn_with_their_probabilities():
+    policy = shake(build(space="multi"))
+    count = 20_000
+    one = observe(env_spec("multi"), 1)
+    obs = Observation(
+        images=np.repeat(one.images, count, 0), state=np.repeat(one.state, count, 0), instructions=("",) * count
+    )
+    tokens = policy.act(obs, noise=uniforms(count, policy)).tokens
+    for dim, size in enumerate((2, 4, 3)):
+        trial = np.zeros((size, 3), np.int64)
+        trial[:, dim] = np.arange(size)
+        repeated = Observation(images=obs.images[:size], state=obs.state[:size], instructions=("",) * size)
+        chances = policy.score(repeated, trial).logprob[:, dim].exp().detach().numpy()
+        assert chances.sum() == pytest.approx(1.0, abs=1e-5)
+        np.testing.assert_allclose(np.bincount(tokens[:, dim], minlength=size) / count, chances, atol=0.015)
+
+
+def test_greedy_takes_the_most_probable_category():
+    policy = shake(build(space="discrete"))
+    obs = observe(env_spec("discrete"), 6)
+    chances = np.stack([policy.score(obs, np.full((6, 1), k)).logprob[:, 0].detach().numpy() for k in range(3)], axis=1)
+    np.testing.assert_array_equal(policy.act(obs, noise=None).tokens[:, 0], chances.argmax(1))
+
+
+def test_the_gaussian_is_the_one_of_torch():
+    policy = shake(build(space="box", temperature=1.3))
+    obs = observe(env_spec("box"), 50)
+    out = policy.act(obs, noise=uniforms(50, policy))
+    mean = policy.act(obs, noise=None).tokens.astype(np.int32).view(np.float32)
+    sample = out.tokens.astype(np.int32).view(np.float32)
+    log_std = dict(policy.module.named_parameters())["head.log_std"].detach()
+    expected = torch.distributions.Normal(torch.from_numpy(mean), log_std.exp() * 1.3)
+    np.testing.assert_allclose(out.logprob, expected.log_prob(torch.from_numpy(sample)).numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(policy.score(obs, out.tokens).entropy.detach(), expected.entropy(), rtol=1e-5)
+    quantiles = torch.distributions.Normal(0.0, 1.0).cdf((torch.from_numpy(sample - mean)) / (log_std.exp() * 1.3))
+    np.testing.assert_allclose(quantiles.numpy(), uniforms(50, policy), atol=1e-4)
+
+
+def test_bounded_dimensions_span_minus_one_to_one():
+    policy = build(space="box")
+    tokens = np.float32([[-1.0, 1.0]]).view(np.int32).astype(np.int64)
+    np.testing.assert_array_equal(policy.encode(np.float32([[[-2.0, 10.0]]])), tokens)
+    np.testing.assert_array_equal(
+        build(space="open").encode(np.float32([[[5.0, 7.0]]])), np.float32([[5.0, 7.0]]).view(np.int32)
+    )
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_encode_inverts_decoding(space):
+    policy = shake(build(space=space, chunk=2))
+    out = policy.act(observe(env_spec(space), 5), noise=uniforms(5, policy))
+    again = policy.encode(out.actions)
+    if SPACES[space].sizes:
+        np.testing.assert_array_equal(again, out.tokens)
+    else:
+        values, expected = (t.astype(np.int32).view(np.float32) for t in (again, out.tokens))
+        np.testing.assert_allclose(values, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("noise", [0.0, float(np.nextafter(np.float32(1), np.float32(0)))])
+@pytest.mark.parametrize("space", SPACES)
+def test_the_ends_of_the_noise_stay_inside(space, noise):
+    policy = build(space=space)
+    out = policy.act(observe(env_spec(space), 2), noise=np.full((2, policy.spec.tokens_per_chunk), noise, np.float32))
+    assert np.isfinite(out.actions).all()
+    assert np.isfinite(out.logprob).all()
+    if SPACES[space].sizes:
+        assert (out.tokens < np.asarray(SPACES[space].sizes)).all()
+        assert (out.logprob > -50).all()
+
+
+@pytest.mark.parametrize(("name", "cameras", "value_dim"), [("mlp", 0, 0), ("mlp", 0, 1), ("cnn", 2, 3)])
+@pytest.mark.parametrize("space", SPACES)
+def test_the_parameter_count_is_announced_without_torch(name, cameras, value_dim, space):
+    policy = build(name, env=env_spec(space, cameras=cameras), value_dim=value_dim)
+    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())
+    assert [n for n, _ in policy.module.named_parameters() if n.startswith("value_head")] != [] or value_dim == 0
+
+
+def test_the_seed_decides_the_start():
+    first, again, other = (build(seed=seed).module.state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[k], again[k]) for k in first)
+    assert not torch.equal(first["policy.0.weight"], other["policy.0.weight"])
+
+
+def test_saved_weights_come_back(tmp_path):
+    policy = shake(build("cnn", env=env_spec("box", cameras=1)))
+    policy.save(tmp_path)
+    loaded = build("cnn", env=env_spec("box", cameras=1), path=str(tmp_path), seed=8)
+    mine, theirs = policy.module.state_dict(), loaded.module.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [(0, 1), (1, 0)])
+def test_a_value_head_may_be_on_one_side_only(tmp_path, saved, wanted):
+    policy = shake(build(value_dim=saved))
+    policy.save(tmp_path)
+    loaded = build(value_dim=wanted, path=str(tmp_path))
+    assert torch.equal(policy.module.state_dict()["policy.0.weight"], loaded.module.state_dict()["policy.0.weight"])
+
+
+def test_weights_of_another_shape_are_refused(tmp_path):
+    build(space="discrete").save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"sizes is \[3\], this run needs \[2, 4, 3\]"):
+        build(space="multi", path=str(tmp_path))
+    with pytest.raises(CheckpointError, match="num_actions is 1, this run needs 2"):
+        build(space="discrete", chunk=2, path=str(tmp_path))
+
+
+def test_damaged_checkpoints_are_refused(tmp_path):
+    policy = build()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        policy.load_weights(tmp_path)
+    policy.save(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-20])
+    with pytest.raises(CheckpointError, match="incomplete or damaged"):
+        policy.load_weights(tmp_path)
+    weights.write_bytes(whole.replace(b"policy.0.weight", b"policy.9.weight"))
+    with pytest.raises(CheckpointError, match=r"policy\.0\.weight, policy\.9\.weight"):
+        policy.load_weights(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["action_kind"] == "discrete"
