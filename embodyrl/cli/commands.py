@@ -157,6 +157,14 @@ COMMANDS: dict[str, Command] = {
             "embodyrl check-env env.env_type=my_package.my_module:FACTORY",
         ),
     ),
+    "new": Command(
+        summary="Write a small working package to start from: an environment, a policy, an algorithm, an experiment.",
+        target="embodyrl.cli.new:new",
+        usage="embodyrl new {env,policy,algorithm,experiment} NAME",
+        words="word",
+        words_help="what to write, and its name",
+        examples=("embodyrl new env my_env", "embodyrl new policy my_policy", "embodyrl new experiment kitchen"),
+    ),
 }
 
 

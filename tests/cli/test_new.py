@@ -1,0 +1,171 @@
+"""`embodyrl new`: what it writes works right away, as the README beside it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import SOURCE
+
+from embodyrl.cli.main import main
+from embodyrl.cli.new import GROUPS, TEMPLATES, render
+
+ONE_STEP = (
+    *("launcher=inline", "runner.max_steps=1", "runner.val_check_interval=-1", "runner.logger.backends=[jsonl]"),
+    *("runner.experiment_name=run", "env.train.total_num_envs=4", "env.train.max_episode_steps=8"),
+)
+SHORT_EVAL = ("launcher=inline", "eval.episodes=2", "runner.experiment_name=evaluated")
+
+
+def python(cwd: Path, *arguments: str, package: str = "") -> str:
+    """Run Python with a new package on its path; returns what it printed."""
+    path = os.pathsep.join(str(p) for p in (cwd / package, SOURCE) if p)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def embodyrl(cwd: Path, *arguments: str, package: str = "") -> str:
+    return python(cwd, "-m", "embodyrl.cli.main", *arguments, package=package)
+
+
+def row(folder: Path) -> dict[str, float]:
+    """The metrics of the only training step."""
+    (line,) = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    return json.loads(line)
+
+
+def own_tests(folder: Path) -> str:
+    return python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+
+
+@pytest.mark.slow
+def test_a_new_environment_passes_the_check_trains_and_evaluates(tmp_path):
+    said = embodyrl(tmp_path, "new", "env", "my_env")
+    assert "embodyrl check-env env=my_env --config-dir my_env/conf" in said
+    conf = ("--config-dir", "my_env/conf")
+    assert " 0 failed, 0 skipped" in embodyrl(tmp_path, "check-env", "env=my_env", *conf, package="my_env")
+    group = ("algorithm.group_size=4",)
+    embodyrl(tmp_path, "train", "experiment=my_env", *conf, *ONE_STEP, *group, package="my_env")
+    assert row(tmp_path)["step"] == 1
+    assert "actor/loss" in row(tmp_path) or row(tmp_path)["train/groups_without_signal"] > 0
+    printed = embodyrl(tmp_path, "eval", "env=my_env", "model=scripted", *conf, *SHORT_EVAL, package="my_env")
+    assert "2/2 100.0 %" in printed
+    assert "1 passed" in own_tests(tmp_path / "my_env")
+
+
+@pytest.mark.slow
+def test_an_installed_environment_is_found_by_its_entry_point(tmp_path):
+    pytest.importorskip("hatchling")
+    embodyrl(tmp_path, "new", "env", "my_env")
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    python(tmp_path, *pip, "--target", "site", "./my_env")
+    code = "from embodyrl.envs import ENVS; import my_env; print(ENVS.names(), ENVS.get('my_env'), my_env.__file__)"
+    printed = python(tmp_path, "-c", code, package="site")
+    assert "'my_env'" in printed
+    assert "my_env.env.MyEnvFactory" in printed
+    assert str(tmp_path / "site" / "my_env") in printed
+
+
+@pytest.mark.slow
+def test_a_new_policy_trains_with_values_and_its_checkpoint_is_evaluated_without(tmp_path):
+    embodyrl(tmp_path, "new", "policy", "my_policy")
+    words = ("env=tabletop", "model=my_policy", "algorithm=ppo", "--config-dir", "my_policy/conf")
+    embodyrl(tmp_path, "train", *words, *ONE_STEP, package="my_policy")
+    assert row(tmp_path)["actor/grad_norm"] > 0
+    # One rollout, one forward pass: probabilities while training are those of acting.
+    assert row(tmp_path)["actor/logprob_gap"] < 1e-5
+    printed = embodyrl(tmp_path, "eval", "ckpt=runs/run", *SHORT_EVAL, package="my_policy")
+    assert "overall" in printed
+    assert "2 passed" in own_tests(tmp_path / "my_policy")
+
+
+@pytest.mark.slow
+def test_a_new_algorithm_trains(tmp_path):
+    embodyrl(tmp_path, "new", "algorithm", "my_algorithm")
+    embodyrl(tmp_path, "new", "env", "my_env")
+    conf = ("--config-dir", "my_algorithm/conf", "--config-dir", "my_env/conf")
+    conf = (*conf, "experiment=my_env", "algorithm=my_algorithm", "algorithm.group_size=8")
+    # Chance succeeds in every tenth episode of the new environment, so 32 of them give some group a signal.
+    package = os.pathsep.join(str(tmp_path / name) for name in ("my_env", "my_algorithm"))
+    embodyrl(tmp_path, "train", *conf, *ONE_STEP, "env.train.total_num_envs=32", package=package)
+    assert row(tmp_path)["actor/grad_norm"] > 0
+    assert "1 passed" in own_tests(tmp_path / "my_algorithm")
+
+
+def test_a_new_experiment_can_be_chosen_and_listed(tmp_path):
+    embodyrl(tmp_path, "new", "experiment", "kitchen")
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["kitchen.yaml"]
+    assert "kitchen" in embodyrl(tmp_path, "list", "experiments", "--config-dir", "conf")
+    plan = embodyrl(tmp_path, "train", "experiment=kitchen", "--config-dir", "conf", "--dry-run")
+    assert "20 training steps" in plan
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_nothing_is_overwritten(kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", kind, "mine"]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    changed = next(iter(before))
+    changed.write_text("my own work")
+    assert main(["new", kind, "mine"]) == 2
+    assert "exists already and is left as it is" in capsys.readouterr().err
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before.keys()
+    assert changed.read_text() == "my own work"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "a kind (env, policy, algorithm, experiment) and a name"),
+        (["env"], "a kind (env, policy, algorithm, experiment) and a name"),
+        (["envv", "x"], "Did you mean 'env'?"),
+        (["env", "My-Env"], "use lower-case letters, digits and _, for example my_env"),
+        (["env", "../x"], "use lower-case letters"),
+        (["policy", "class"], "use lower-case letters"),
+        (["env", "tabletop"], "env=tabletop ships with embodyrl already"),
+        (["experiment", "libero_laptop"], "experiment=libero_laptop ships with embodyrl already"),
+        (["env", "numpy"], "a Python module 'numpy' is installed already"),
+    ],
+)
+def test_wrong_words_are_refused_and_nothing_is_written(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_every_template_is_filled_in(kind):
+    files = render(kind, "two_words")
+    assert len(files) == len([p for p in (TEMPLATES / kind).rglob("*") if p.is_file()])
+    for path, text in files.items():
+        assert "@" not in text.replace("@package", "").replace("@torch", "").replace("@pytest", ""), path
+        assert "NAME" not in str(path)
+        if path.suffix == ".py":
+            compile(text, str(path), "exec")
+    if kind in ("env", "policy"):
+        assert any("class TwoWordsFactory" in text for text in files.values())
+
+
+def test_new_code_is_clean(tmp_path, monkeypatch):
+    pytest.importorskip("ruff")
+    monkeypatch.chdir(tmp_path)
+    for kind in GROUPS:
+        main(["new", kind, f"my_{kind}"])
+        folder = tmp_path / f"my_{kind}"
+        for check in (("check", "--select", "E,W,F,I,UP,B,SIM,N,RUF,PERF"), ("format", "--check")):
+            if folder.is_dir():
+                python(folder, "-m", "ruff", *check, "--isolated", "--no-cache", "--line-length", "120", ".")
