@@ -82,8 +82,10 @@ def test_without_a_fault_the_faulty_environment_passes():
         EnvConfig(env_type="test_check:SCRIPTED"),
         load_config("check-env", ["env=tabletop"]).env,
         load_config("check-env", ["env=tabletop", "env.init_params.camera_names=[wrist]"]).env,
+        load_config("check-env", ["env=gym", "env.id=CartPole-v1"]).env,
+        load_config("check-env", ["env=gym", "env.id=Pendulum-v1"]).env,
     ],
-    ids=["toy", "toy, 3 tasks", "scripted", "tabletop", "tabletop, one camera"],
+    ids=["toy", "toy, 3 tasks", "scripted", "tabletop", "tabletop, one camera", "discrete actions", "bounded actions"],
 )
 def test_sound_environments_pass(cfg):
     assert levels(cfg) == {"ok"}
