@@ -7,6 +7,17 @@ import numpy as np
 from gymnasium import spaces
 
 
+class Blind(gymnasium.Wrapper):
+    """Renders nothing."""
+
+    render_mode = None
+
+
+def blind(env: gymnasium.Env) -> gymnasium.Env:
+    """Take the picture away."""
+    return Blind(env)
+
+
 class PixelEnv(gymnasium.Env):
     """Image [size, size, 3]; actions MultiDiscrete [2, 2]: the half of the picture, down and across."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from embodyrl.config.schema import Config
 from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.episodes import eval_plan, train_plan
+from embodyrl.types import EnvSpec
 
 
 def describe(cfg: Config, command: str = "train") -> str:
@@ -46,7 +47,7 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         (
             "env",
             f"{env.name} ({len(env.tasks)} tasks) · {blueprint.num_slots} slots in {len(blueprint.seats)} workers · "
-            f"{horizon} steps/episode · {', '.join(env.cameras)} {env.image_size[0]}x{env.image_size[1]}",
+            f"{horizon} steps/episode · {_sight(env)}",
         ),
         (
             "policy",
@@ -93,6 +94,13 @@ def _training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         ("memory", f"{training_bytes / 2**30:.2f} GiB for weights, gradients and optimizer"),
         ("disk", f"{checkpoint / 2**30:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
     ]
+
+
+def _sight(env: EnvSpec) -> str:
+    """What the policy can see."""
+    if not env.cameras:
+        return f"state [{env.state_dim}]"
+    return f"{', '.join(env.cameras)} {env.image_size[0]}x{env.image_size[1]}"
 
 
 def _count(number: int) -> str:

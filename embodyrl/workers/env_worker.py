@@ -146,10 +146,11 @@ class EnvWorker:
         started = time.perf_counter()
         tape.steps += 1
         tape.success |= success
-        frame: np.ndarray = self._env.render(slot)
         try:
+            frame: np.ndarray = self._env.render(slot)
             tape.recorder.add(frame, tape.steps, tape.success)
         except (EmbodyError, OSError) as error:
+            tape.recorder.discard()
             del self._tapes[slot]
             self._problems.append(Recording(slot=slot, path=None, problem=str(error)))
         self._render_s += time.perf_counter() - started

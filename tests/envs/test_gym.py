@@ -12,6 +12,7 @@ from gymnasium import spaces
 from embodyrl.config.load import load_config
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs import ENVS
+from embodyrl.envs.check import check_env
 from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_action
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
 from embodyrl.runtime.checks import check_components
@@ -208,6 +209,18 @@ def test_without_any_picture_recording_is_refused():
     env = begin(config(COUNTER, wrappers=["gymnasium.wrappers:FlattenObservation"]))
     with pytest.raises(EnvError, match="no picture to record"):
         env.render(0)
+
+
+def test_without_a_limit_of_its_own_the_horizon_is_the_runs():
+    assert ENVS.get("gym").spec(config(COUNTER)).max_episode_steps == config(COUNTER).train.max_episode_steps
+    assert ENVS.get("gym").spec(config("Pendulum-v1")).max_episode_steps == 200
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "pixel_env:PixelEnv", COUNTER])
+def test_the_contract_of_environments_holds(env_id):
+    cfg = load_config("train", ["env=gym", f"env.id={env_id}"]).env
+    findings = list(check_env(cfg))
+    assert {finding.level for finding in findings} == {"ok"}, findings
 
 
 def test_what_is_not_finite_is_noticed():

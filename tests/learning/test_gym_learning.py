@@ -81,6 +81,36 @@ def test_multi_dimensional_pixels_train(tmp_path):
     assert rows[-1]["actor/optimizer_steps"] > 0
 
 
+def test_an_environment_without_a_picture_costs_the_recording_only(tmp_path):
+    words = (*PENDULUM, "env.wrappers=[pixel_env:blind]", "env.train.max_steps_per_rollout_epoch=25", "video=all")
+    rows = run(tmp_path, *words)
+    assert [row["env/restarts"] for row in rows[1:]] == [0, 0]
+    assert rows[-1]["eval/episodes"] == 2
+    assert not list((tmp_path / "videos").rglob("*.mp4"))
+
+
+@pytest.mark.slow
+def test_ppo_learns_pendulum(tmp_path):
+    words = (
+        "env.train.total_num_envs=16",
+        "env.train.max_steps_per_rollout_epoch=200",
+        "env.train.use_fixed_reset_state_ids=false",
+        "env.eval.total_num_envs=10",
+        "eval.episodes=10",
+        "algorithm.gamma=0.9",
+        "algorithm.value_clip=null",
+        "algorithm.update_epoch=10",
+        "actor.global_batch_size=200",
+        "actor.micro_batch_size=200",
+        "actor.optim.lr=0.001",
+        "actor.optim.value_lr=0.001",
+        "runner.max_steps=8",
+        "runner.val_check_interval=8",
+    )
+    rows = run(tmp_path, *PENDULUM, *words)
+    assert rows[-1]["eval/return"] > 0.5 * rows[0]["eval/return"]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -36,23 +36,23 @@ class GymFactory:
         """
         from embodyrl.envs.gym.create import probe
 
-        assert cfg.id is not None, "validate first"
-        return _spec(cfg.id, probe(cfg))
+        return _spec(cfg, probe(cfg))
 
     def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
         """Build the environment with `num_slots` slots in this process; each is constructed at its first reset."""
         from embodyrl.envs.gym.create import create, probe
         from embodyrl.envs.gym.sims import GymSims
 
-        assert cfg.id is not None, "validate first"
         found = probe(cfg)
-        sims = GymSims(_spec(cfg.id, found), found.observation_space, partial(create, cfg, found.kwargs))
+        sims = GymSims(_spec(cfg, found), found.observation_space, partial(create, cfg, found.kwargs))
         return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
 
 
-def _spec(env_id: str, found: Probe) -> EnvSpec:
+def _spec(cfg: EnvConfig, found: Probe) -> EnvSpec:
     from embodyrl.envs.gym.spaces import ObservationWriter, action_space
 
+    env_id = cfg.id
+    assert env_id is not None, "validate first"
     observations = ObservationWriter(env_id, found.observation_space)
     actions = action_space(env_id, found.action_space)
     return EnvSpec(
@@ -63,7 +63,7 @@ def _spec(env_id: str, found: Probe) -> EnvSpec:
         cameras=observations.cameras,
         image_size=observations.image_size,
         state_dim=observations.state_dim,
-        max_episode_steps=found.max_episode_steps,
+        max_episode_steps=found.max_episode_steps or max(cfg.train.max_episode_steps, cfg.eval.max_episode_steps),
         action_space=actions,
         may_truncate=True,
     )

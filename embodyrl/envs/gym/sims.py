@@ -68,7 +68,7 @@ class GymSims:
         try:
             frame = self._envs[slot].render() if self._envs[slot].render_mode == "rgb_array" else None
         except GymnasiumError as error:
-            raise EnvError(f"env '{self.spec.name}' cannot render: {error} Or set video=none.") from error
+            raise EnvError(f"env '{self.spec.name}' cannot render: {error}; or set video=none.") from error
         if frame is None:
             frame = self._writer.image(self._observations[slot])
         if frame is None:
