@@ -144,7 +144,7 @@ def test_every_yaml_below_conf_belongs_to_a_group() -> None:
 def test_command_line_wins_over_experiment_over_group() -> None:
     cfg = load_config("train", ["experiment=libero_laptop", "env=libero_goal", "runner.max_steps=7"])
     assert cfg.env.task_suite_name == "libero_goal"
-    assert cfg.env.train.max_episode_steps == 64
+    assert cfg.env.train.max_episode_steps == 200
     assert cfg.runner.max_steps == 7
     assert cfg.model.precision is Precision.fp32
 
