@@ -11,32 +11,59 @@ import numpy as np
 from embodyrl.config.schema import ModelConfig
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import EnvSpec, FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import (
+    ActionKind,
+    ActionSpace,
+    EnvSpec,
+    FloatArray,
+    IntArray,
+    Observation,
+    PolicyOutput,
+    PolicyScores,
+    PolicySpec,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class UntrainedPolicy:
-    """Uniform actions in [-1, 1] from the episode's noise; greedy, or scripted, means zeros."""
+    """Uniform actions from the episode's noise: any category, or a number between the bounds (-1..1 without bounds).
 
-    def __init__(self, spec: PolicySpec) -> None:
+    Greedy, or scripted, means the middle.
+    """
+
+    def __init__(self, spec: PolicySpec, space: ActionSpace | None) -> None:
         from torch import nn
 
         self.spec = spec
+        self._space = space or ActionSpace(
+            kind=ActionKind.box, low=(-1.0,) * spec.action_dim, high=(1.0,) * spec.action_dim
+        )
         self.module: nn.Module = nn.Module()
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`)."""
         count, length = len(obs), self.spec.tokens_per_chunk
         uniform = np.full((count, length), 0.5, np.float32) if noise is None or self.spec.scripted else noise
-        actions = (2.0 * uniform - 1.0).reshape(count, self.spec.num_action_chunks, self.spec.action_dim)
+        shape = count, self.spec.num_action_chunks, self.spec.action_dim
         return PolicyOutput(
-            actions=actions.astype(np.float32),
+            actions=self._spread(uniform.reshape(shape)),
             tokens=np.zeros((count, length), np.int64),
             logprob=np.zeros((count, length), np.float32),
             value=np.zeros((count, 0), np.float32),
         )
+
+    def _spread(self, uniform: FloatArray) -> FloatArray:
+        """Actions [B, K, A] of uniforms in [0, 1)."""
+        if self._space.sizes:
+            sizes = np.asarray(self._space.sizes)
+            # The product may round up to the size itself.
+            return np.minimum(np.floor(uniform * sizes), sizes - 1).astype(np.float32)
+        low, high = (np.asarray(bound) for bound in (self._space.low, self._space.high))
+        bounded = np.isfinite(low) & np.isfinite(high)
+        low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+        return (low + uniform * (high - low)).astype(np.float32)
 
     def encode(self, actions: FloatArray) -> IntArray:
         self._refuse()
@@ -79,6 +106,7 @@ class UntrainedFactory:
             gripper=env.gripper,
             scripted=self.scripted,
             has_logprobs=False,
+            action_kinds=frozenset(ActionKind),
         )
 
     def build(self, cfg: ModelConfig, request: PolicyRequest) -> UntrainedPolicy:
@@ -87,7 +115,7 @@ class UntrainedFactory:
         Raises:
             ConfigError: training was asked for.
         """
-        policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim))
+        policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim), request.env.action_space)
         if request.trainable:
             policy._refuse()
         return policy

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from embodyrl.config.load import load_config
+from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.build import draw_blueprint, mismatches
 from embodyrl.runtime.checks import check_components
 from embodyrl.runtime.train import train
+from embodyrl.types import PolicySpec
 
 PENDULUM = (
     "env=gym",
@@ -111,11 +113,18 @@ def test_ppo_learns_pendulum(tmp_path):
     assert rows[-1]["eval/return"] > 0.5 * rows[0]["eval/return"]
 
 
+def test_a_policy_for_real_numbers_is_refused_where_categories_are_chosen():
+    cfg = load_config("train", ["env=gym", "env.id=CartPole-v1"])
+    env = ENVS.get("gym").spec(cfg.env)
+    policy = PolicySpec(name="arm", num_action_chunks=1, action_dim=1, tokens_per_chunk=1)
+    assert len(mismatches(cfg, env, policy)) == 1
+    assert "takes discrete actions, model 'arm' gives box ones only" in mismatches(cfg, env, policy)[0]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["env.id=CartPole-v1", "model=cnn"], "reads 1 camera images, env 'CartPole-v1' gives 0"),
-        (["env.id=CartPole-v1", "model=random"], "takes discrete actions, model 'random' gives box ones only"),
         (["env.id=pixel_env:PixelEnv", "model=mlp"], "reads proprioception"),
         (["env.id=CartPole-v1", "model=mlp", "env.train.task_ids=[1]"], "tasks 0 to 0"),
     ],
