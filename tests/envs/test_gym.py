@@ -191,13 +191,38 @@ def test_wrappers_are_applied_in_order():
     assert env.step_chunk([0], np.zeros((1, 1, 1), np.float32)).reward[0, 0] == 4.0
 
 
-def test_stacked_frames_become_cameras():
-    writer = ObservationWriter("stack", spaces.Box(0, 255, (2, 4, 6, 3), np.uint8))
-    assert writer.cameras == ("observation.0", "observation.1")
-    frames = np.arange(2 * 4 * 6 * 3, dtype=np.uint8).reshape(2, 4, 6, 3)
-    out = ObservationOut(images=np.zeros((2, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
-    writer.write(frames, out)
-    np.testing.assert_array_equal(out.images, frames)
+@pytest.mark.parametrize(
+    ("shape", "frames", "colours"),
+    [
+        ((4, 6, 3), 1, 3),
+        ((4, 6, 1), 1, 1),
+        ((4, 6), 1, 1),
+        ((2, 4, 6, 3), 2, 3),
+        ((2, 4, 6), 2, 1),
+        ((2, 4, 6, 1), 2, 1),
+    ],
+    ids=str,
+)
+def test_images_and_stacks_of_them_become_cameras(shape, frames, colours):
+    writer = ObservationWriter("eyes", spaces.Box(0, 255, shape, np.uint8))
+    assert writer.image_size == (4, 6)
+    assert writer.cameras == (("observation",) if frames == 1 else ("observation.0", "observation.1"))
+    picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    out = ObservationOut(images=np.zeros((frames, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
+    writer.write(picture, out)
+    expected = np.broadcast_to(picture.reshape(frames, 4, 6, colours), (frames, 4, 6, 3))
+    np.testing.assert_array_equal(out.images, expected)
+    np.testing.assert_array_equal(writer.image(picture), expected[-1])
+
+
+def test_bytes_that_are_no_picture_are_numbers():
+    assert ObservationWriter("ram", spaces.Box(0, 255, (128,), np.uint8)).state_dim == 128
+
+
+def test_images_of_different_sizes_are_refused():
+    sizes = {"left": spaces.Box(0, 255, (4, 6, 3), np.uint8), "right": spaces.Box(0, 255, (5, 6, 3), np.uint8)}
+    with pytest.raises(ConfigError, match=r"different sizes \[\(4, 6\), \(5, 6\)\]"):
+        ObservationWriter("eyes", spaces.Dict(sizes))
 
 
 def test_images_stand_in_for_a_missing_render_mode():

@@ -1,7 +1,8 @@
 """Between Gymnasium's spaces and flat arrays: what a policy sees, and how an action travels.
 
-Observations: an image (uint8 [H, W, 3], or a stack [n, H, W, 3] of them) becomes a camera, everything else becomes a
-part of the state vector: numbers as they are, categories one-hot; members of Dict and Tuple in their space's order.
+Observations: an image (uint8; [H, W, 3], grey [H, W, 1] or [H, W], or a stack [n, ...] of these) becomes a camera, or
+n of them. Everything else becomes a part of the state vector: numbers as they are, categories one-hot; members of Dict
+and Tuple in their space's order.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import ActionKind, ActionSpace, FloatArray, ObservationOut
 
 Path = tuple[str | int, ...]
+_Frames = tuple[int, int, int, int]
+"""Frames, height, width and channels (1 or 3) of an image."""
 
 
 class ObservationWriter:
@@ -34,19 +37,17 @@ class ObservationWriter:
             ConfigError: a part of the space is of a kind that cannot be used, or images differ in size.
         """
         self._env_id = env_id
-        self._images: list[tuple[Path, slice]] = []
+        self._images: list[tuple[Path, Space[Any], _Frames, slice]] = []
         self._parts: list[tuple[Path, Space[Any], slice]] = []
         cameras: list[str] = []
         sizes: set[tuple[int, int]] = set()
         self.state_dim = 0
         for path, leaf in _leaves(space, ()):
             name = ".".join(map(str, path)) or "observation"
-            shape: tuple[int, ...] = tuple(leaf.shape or ())
-            if isinstance(leaf, spaces.Box) and leaf.dtype == np.uint8 and len(shape) in (3, 4) and shape[-1] == 3:
-                frames = shape[0] if len(shape) == 4 else 1
-                self._images.append((path, slice(len(cameras), len(cameras) + frames)))
-                cameras += [name] if len(shape) == 3 else [f"{name}.{i}" for i in range(frames)]
-                sizes.add((shape[-3], shape[-2]))
+            if (frames := _frames(leaf)) is not None:
+                self._images.append((path, leaf, frames, slice(len(cameras), len(cameras) + frames[0])))
+                cameras += [name] if frames[0] == 1 else [f"{name}.{i}" for i in range(frames[0])]
+                sizes.add(frames[1:3])
                 continue
             width = _width(env_id, name, leaf)
             self._parts.append((path, leaf, slice(self.state_dim, self.state_dim + width)))
@@ -65,8 +66,8 @@ class ObservationWriter:
         Raises:
             EnvError: a shape, a category or a number does not fit the space.
         """
-        for path, rows in self._images:
-            out.images[rows] = self._fitting(path, _at(observation, path), out.images[rows].shape, squeeze=True)
+        for path, leaf, frames, rows in self._images:
+            out.images[rows] = self._fitting(path, _at(observation, path), leaf.shape).reshape(frames)
         for path, leaf, columns in self._parts:
             out.state[columns] = self._flatten(path, leaf, _at(observation, path))
         if not np.isfinite(out.state).all():
@@ -76,10 +77,11 @@ class ObservationWriter:
             )
 
     def image(self, observation: Any) -> np.ndarray | None:
-        """Return the newest frame [H, W, 3] of the first camera, if there is one."""
+        """Return the newest frame [H, W, 3] of the first image, if there is one."""
         if not self._images:
             return None
-        return np.asarray(_at(observation, self._images[0][0])).reshape(-1, *self.image_size, 3)[-1]
+        path, _, frames, _ = self._images[0]
+        return np.broadcast_to(np.asarray(_at(observation, path)).reshape(frames)[-1], (*self.image_size, 3))
 
     def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> FloatArray:
         if isinstance(leaf, spaces.Discrete):
@@ -99,11 +101,8 @@ class ObservationWriter:
         flat[np.cumsum(sizes) - sizes + ids] = 1.0
         return flat
 
-    def _fitting(self, path: Path, value: Any, shape: tuple[int, ...] | None, *, squeeze: bool = False) -> np.ndarray:
-        """Return the value as an array of the space's shape; `squeeze`: a single frame stands for a stack of one."""
+    def _fitting(self, path: Path, value: Any, shape: tuple[int, ...] | None) -> np.ndarray:
         array = np.asarray(value)
-        if squeeze and array.ndim == 3:
-            array = array[None]
         if array.shape != shape:
             raise EnvError(
                 f"env '{self._env_id}' observed shape {array.shape} in '{_spell(path)}', its observation space says "
@@ -159,6 +158,18 @@ def _leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
             yield from _leaves(member, (*path, index))
     else:
         yield path, space
+
+
+def _frames(space: Space[Any]) -> _Frames | None:
+    """Read the shape of an image; None: it is not one."""
+    shape = [*(space.shape or ())]
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
+        return None
+    if len(shape) == 2 or shape[-1] not in (1, 3):
+        shape.append(1)
+    if len(shape) == 3:
+        shape.insert(0, 1)
+    return (shape[0], shape[1], shape[2], shape[3]) if len(shape) == 4 else None
 
 
 def _width(env_id: str, name: str, space: Space[Any]) -> int:
