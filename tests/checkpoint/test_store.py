@@ -140,6 +140,7 @@ def test_scratch_of_a_living_process_stays(tmp_path: Path):
     reused_pid.mkdir()
     assert CheckpointStore(tmp_path).clean_stale() == [reused_pid]
     assert living.is_dir()
+    living.rmdir()
 
 
 def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path):
