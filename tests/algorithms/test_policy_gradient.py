@@ -251,7 +251,6 @@ def test_the_last_member_of_a_group_lost_to_crashes_gets_no_advantage():
     assert not batch.advantage[batch.episode == 2].any()
 
 
-
 @pytest.mark.parametrize(("normalize", "expected"), [(False, GAE_RAW), (True, GAE_WHITENED)])
 def test_gae_prepare_reference(normalize: bool, expected: list[list[float]]):
     batch = build_algorithm(gae_config(normalize_advantages=normalize)).prepare(reference_episodes())
