@@ -104,7 +104,7 @@ class ActorWorker:
         if not useful.size:
             return {}
         weight, value_weight = weight[useful], value_weight[useful]
-        samples = [samples[i] for i in useful]
+        samples = [samples[int(i)] for i in useful]
         self.optimizer.zero_grad(set_to_none=True)
         parts: list[dict[str, float]] = []
         size = self._cfg.micro_batch_size
