@@ -199,3 +199,10 @@ def test_official_training_forward(checkpoint, make_policy, golden):
     close(hidden[mask], want["last_hidden_state"][mask], 1e-5)
     for row, start in enumerate(last_prompt.tolist()):
         close(logits[row], want["logits_31744_32064"][row, start : start + 56, :256], 1e-3)
+    # The recorded loss: next-token cross-entropy over the whole vocabulary, action tokens and STOP only.
+    labels, patches = want["labels"], hidden.shape[1] - want["labels"].shape[1]
+    ignored = torch.full((len(labels), patches), -100)
+    targets = torch.cat([labels[:, :1], ignored, labels[:, 1:]], dim=1)[:, 1:]
+    everything = hidden[:, :-1] @ module.language_model.lm_head.weight.T
+    loss = torch.nn.functional.cross_entropy(everything.flatten(0, 1), targets.flatten(), ignore_index=-100)
+    assert loss.item() == pytest.approx(want["loss"].item(), rel=1e-4)
