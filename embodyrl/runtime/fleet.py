@@ -80,8 +80,12 @@ class Fleet:
             self._launcher.start(self._specs[name], timeout_s=self._faults.start_timeout_s)
         if self._restart_at:
             timeout_s = max(0.0, min(timeout_s, min(self._restart_at.values()) - now))
-        for event in self._launcher.wait(timeout_s):
+        # Replies before deaths: a signal to the whole group may have killed a worker that was just being born, and then
+        # the signal is the story, not the death.
+        for event in sorted(self._launcher.wait(timeout_s), key=lambda e: isinstance(e.message, WorkerDied)):
             if isinstance(event.message, WorkerDied):
+                if self._signum is not None and not self._shielded:
+                    raise Interrupted(self._signum)
                 self._mourn(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
                 self._starting.discard(event.worker)
