@@ -61,10 +61,6 @@ class Fleet:
         """Send an order; its reply reaches the worker's callback from `pump`."""
         self._launcher.send(worker, order, timeout_s=timeout_s)
 
-    def pid(self, worker: str) -> int:
-        """Process id of a worker."""
-        return self._launcher.pid(worker)
-
     def pump(self, timeout_s: float) -> None:
         """Wait for news at most `timeout_s` and hand it out.
 

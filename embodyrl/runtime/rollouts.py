@@ -152,11 +152,6 @@ class Rollouts:
         """Give one finished episode's records back while the collection still runs; for use in `on_episode`."""
         self._arena.free(self._out.tickets.pop(episode.spec.episode_id))
 
-    def abandon(self) -> None:
-        """Forget everything that runs, after an interruption."""
-        for slot in self._slots:
-            slot.drop()
-
     def on_message(self, worker: str, message: Any) -> None:
         """Callback for `Fleet`: reports and deaths of env workers."""
         if isinstance(message, EnvReport):
