@@ -51,7 +51,7 @@ def own_tests(folder: Path) -> str:
     return python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_new_environment_passes_the_check_trains_and_evaluates(tmp_path):
     said = embodyrl(tmp_path, "new", "env", "my_env")
     assert "embodyrl check-env env=my_env --config-dir my_env/conf" in said
@@ -66,7 +66,7 @@ def test_a_new_environment_passes_the_check_trains_and_evaluates(tmp_path):
     assert "1 passed" in own_tests(tmp_path / "my_env")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_an_installed_environment_is_found_by_its_entry_point(tmp_path):
     pytest.importorskip("hatchling")
     embodyrl(tmp_path, "new", "env", "my_env")
@@ -79,7 +79,7 @@ def test_an_installed_environment_is_found_by_its_entry_point(tmp_path):
     assert str(tmp_path / "site" / "my_env") in printed
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_new_policy_trains_with_values_and_its_checkpoint_is_evaluated_without(tmp_path):
     embodyrl(tmp_path, "new", "policy", "my_policy")
     words = ("env=tabletop", "model=my_policy", "algorithm=ppo", "--config-dir", "my_policy/conf")
@@ -92,7 +92,7 @@ def test_a_new_policy_trains_with_values_and_its_checkpoint_is_evaluated_without
     assert "2 passed" in own_tests(tmp_path / "my_policy")
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_new_algorithm_trains(tmp_path):
     embodyrl(tmp_path, "new", "algorithm", "my_algorithm")
     embodyrl(tmp_path, "new", "env", "my_env")

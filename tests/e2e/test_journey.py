@@ -8,7 +8,7 @@ import pytest
 from processes import run_cli
 from toy_runs import rows, toy_words
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

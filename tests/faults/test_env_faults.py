@@ -8,7 +8,7 @@ from toy_runs import rows, toy_words
 
 from embodyrl.checkpoint.store import CheckpointStore
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 
 
 def run_with_fault(tmp_path, *fault, workers=2):

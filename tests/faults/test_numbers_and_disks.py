@@ -38,7 +38,7 @@ def test_a_skipped_update_is_counted_and_changes_nothing(tmp_path):
     assert weights(run, 2) == weights(start, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_an_absurd_learning_rate_ends_with_exit_5(tmp_path):
     words = toy_words(tmp_path, "actor.optim.lr=1e30", "env.kwargs.goal=0.7", "runner.max_steps=5")
     done = run_cli("train", *words, "launcher=inline", cwd=tmp_path)
@@ -48,7 +48,7 @@ def test_an_absurd_learning_rate_ends_with_exit_5(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_non_finite_numbers_in_a_worker_process_have_the_same_exit_code(tmp_path):
     words = toy_words(tmp_path, *EXPLODING, "env.use_rel_reward=false")
     done = run_cli("train", *words, cwd=tmp_path)
@@ -85,7 +85,7 @@ def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(tmp_path, s
     store.verify(store.path(1))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_damaged_checkpoint_is_refused_by_the_command_with_exit_6(tmp_path):
     run = train_toy(tmp_path, "runner.max_steps=1")
     victim = next((run / "checkpoints" / "step_000001" / "policy").glob("*.safetensors"))

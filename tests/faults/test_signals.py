@@ -12,7 +12,7 @@ from toy_runs import toy_words
 
 from embodyrl.checkpoint.store import CheckpointStore
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def run(folder: Path, *words: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_ppo_learns_cartpole(tmp_path):
     rows = run(tmp_path, "experiment=cartpole", "runner.max_steps=8", "runner.val_check_interval=8")
     first, last = rows[0], rows[-1]
@@ -53,7 +53,7 @@ def test_ppo_learns_cartpole(tmp_path):
     assert sum(row.get("env/steps", 0) for row in rows) == 8 * 8 * 256
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_grpo_trains_without_a_value_head(tmp_path):
     words = (
         "env=gym",
@@ -91,7 +91,7 @@ def test_an_environment_without_a_picture_costs_the_recording_only(tmp_path):
     assert not list((tmp_path / "videos").rglob("*.mp4"))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_ppo_learns_pendulum(tmp_path):
     words = (
         "env.train.total_num_envs=16",

@@ -20,7 +20,7 @@ def mean_success(run, steps: slice) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("seed", [0, 1])
 def test_grpo_learns(tmp_path, seed):
     words = (*GRPO, "runner.deterministic=true", f"seed={seed}")
@@ -28,7 +28,7 @@ def test_grpo_learns(tmp_path, seed):
     assert mean_success(run, slice(-3, None)) >= mean_success(run, slice(0, 2)) + 0.25
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_negated_advantages_unlearn(tmp_path):
     """Started where success is common, so that there is something to lose."""
     words = (*GRPO, "env.kwargs.goal=0.8", "algorithm.adv_type=toy_gates:NEGATED_GRPO")
@@ -37,7 +37,7 @@ def test_negated_advantages_unlearn(tmp_path):
     assert mean_success(run, slice(-3, None)) <= mean_success(run, slice(0, 1)) - 0.15
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_ppo_with_a_value_head_learns(tmp_path):
     words = (

@@ -22,7 +22,7 @@ SHIPPED = (
     "embodyrl/cli/main.py",
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.integration
 
 
 def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

@@ -39,7 +39,7 @@ def measure(source, target):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_peak_memory_is_the_model_and_one_shard(checkpoint, edit_json, tmp_path):
     text = json.loads((checkpoint / "config.json").read_text())["text_config"]
     text |= {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16}

@@ -39,7 +39,7 @@ def test_stages_do_not_matter(golden, tmp_path, stages):
     assert weights(run, 2) == weights(golden, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize(("workers", "stages"), [(1, 1), (2, 2)])
 def test_processes_do_not_matter(golden, tmp_path, workers, stages):
     words = toy_words(tmp_path, *WORDS, f"launcher.env_workers={workers}", f"rollout.pipeline_stage_num={stages}")

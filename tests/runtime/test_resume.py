@@ -53,7 +53,7 @@ def test_a_finished_run_stays_as_it_is(golden):
     assert ((golden / "metrics.jsonl").read_bytes(), weights(golden, 4)) == before
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_killed_run_goes_on_to_the_same_end(golden, tmp_path):
     gate = tmp_path / "gate"
     hold = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=85", "launcher.env_workers=1")
