@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodyrl.config.choices import (
+from embodyrl.config.choices import (  # re-exported: the schema is one import for its readers
     EpisodeFilter,
     FrameFormat,
     OnEnvCrash,
@@ -31,43 +31,6 @@ from embodyrl.config.components import (
     ModelConfig,
     SamplingParams,
 )
-
-__all__ = [
-    "ActorConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "CollectConfig",
-    "Config",
-    "DataConfig",
-    "EnvConfig",
-    "EnvSplitConfig",
-    "EpisodeFilter",
-    "EvalConfig",
-    "EvalSamplingParams",
-    "FaultsConfig",
-    "FrameFormat",
-    "FsdpConfig",
-    "InitParams",
-    "LauncherConfig",
-    "LoggerConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OnEnvCrash",
-    "OnExisting",
-    "OnNonfinite",
-    "OnVideoError",
-    "OptimConfig",
-    "Precision",
-    "RenderProfile",
-    "RewardLevel",
-    "RolloutConfig",
-    "RolloutMode",
-    "RunnerConfig",
-    "SamplingParams",
-    "TokenLevel",
-    "VideoConfig",
-]
 
 
 @dataclass
