@@ -86,8 +86,8 @@ def _dispatch(arguments: list[str]) -> int:
         add_help=False,
     )
     parser.add_argument("words", nargs="*", metavar=command.words, help=command.words_help)
-    for flag in command.flags:
-        parser.add_argument(flag.name, **flag.options)
+    for flag, options in command.flags.items():
+        parser.add_argument(flag, **options)
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     if {"-h", "--help"} & set(arguments[1:]):
@@ -96,10 +96,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     parsed, unknown = parser.parse_known_intermixed_args(arguments[1:])
     if unknown:
-        flags = [f.name for f in command.flags]
         raise ConfigError(
-            f"unknown flag '{unknown[0]}'.{closest(unknown[0], flags)} "
-            f"embodyrl {name} takes: {', '.join([*flags, '--traceback', '--help'])}; settings are key=value."
+            f"unknown flag '{unknown[0]}'.{closest(unknown[0], command.flags)} "
+            f"embodyrl {name} takes: {', '.join([*command.flags, '--traceback', '--help'])}; settings are key=value."
         )
     module, _, function = command.target.partition(":")
     return getattr(importlib.import_module(module), function)(parsed)

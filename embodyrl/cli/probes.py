@@ -84,10 +84,8 @@ def probe_folders(folders: Sequence[Path]) -> list[Finding]:
             continue
         free = shutil.disk_usage(place).free
         text = f"writable, {free / _GIB:.1f} GiB free on its disk"
-        if free < 2 * _GIB:
-            findings.append(Finding(f"folder {folder}", "warn", text, "free some space, or lower checkpoint.keep"))
-        else:
-            findings.append(Finding(f"folder {folder}", "ok", text))
+        level, fix = ("warn", "free some space, or lower checkpoint.keep") if free < 2 * _GIB else ("ok", "")
+        findings.append(Finding(f"folder {folder}", level, text, fix))
     return findings
 
 
@@ -112,10 +110,11 @@ def _judge_extra(name: str, requirements: Iterable[Requirement]) -> Finding:
         have.append(f"{requirement.name} {version}")
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} instead of {requirement.specifier}")
-    title = f"extra {name}" if name else "packages"
-    if not wrong:
-        return Finding(title, "ok", ", ".join(have))
-    level = "warn" if name else "FAIL"
-    return Finding(
-        title, level, "; ".join(wrong), f"pip install 'embodyrl[{name}]'" if name else "pip install embodyrl"
+    title, level, package = (
+        (f"extra {name}", "warn", f"'embodyrl[{name}]'") if name else ("packages", "FAIL", "embodyrl")
+    )
+    return (
+        Finding(title, level, "; ".join(wrong), f"pip install {package}")
+        if wrong
+        else Finding(title, "ok", ", ".join(have))
     )

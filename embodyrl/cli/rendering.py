@@ -40,15 +40,17 @@ def probe_rendering() -> Finding:
         version = metadata.version("mujoco")
     except metadata.PackageNotFoundError:
         return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")
-    code, output = _run([sys.executable, "-c", _SCENE], {**os.environ, "MUJOCO_GL": backend})
     name = f"mujoco {version} with MUJOCO_GL={backend}"
     fix = _APT.get(backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
-    if code is None:
+    command, environ = [sys.executable, "-c", _SCENE], {**os.environ, "MUJOCO_GL": backend}
+    try:
+        done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
+    except subprocess.TimeoutExpired:
         return Finding("rendering", "FAIL", f"{name} did not finish a frame in {_TIMEOUT_S:.0f} s", fix)
-    if code != 0:
-        how = signal.Signals(-code).name if code < 0 else _first_error(output)
+    if done.returncode != 0:
+        how = signal.Signals(-done.returncode).name if done.returncode < 0 else _first_error(done.stderr)
         return Finding("rendering", "FAIL", f"{name} cannot render: {how}", fix)
-    if "distinct values: 1\n" in output:
+    if "distinct values: 1\n" in done.stdout:
         return Finding("rendering", "FAIL", f"{name} renders a frame of one colour", fix)
     return Finding("rendering", "ok", f"{name} renders")
 
@@ -69,20 +71,3 @@ def _first_error(output: str) -> str:
     """The exception that came first; clean-up of a half-built renderer raises more of them later."""
     lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return lines[0] if lines else "no message"
-
-
-def _run(command: list[str], env: dict[str, str]) -> tuple[int | None, str]:
-    """Return (exit code, output); the code is None after the timeout."""
-    try:
-        done = subprocess.run(
-            command,
-            env=env,
-            timeout=_TIMEOUT_S,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return None, ""
-    return done.returncode, done.stdout

@@ -110,7 +110,7 @@ def test_help_shows_flags_and_examples(capsys: pytest.CaptureFixture[str], comma
     text = capsys.readouterr().out
     assert text.startswith(f"usage: embodyrl {command}")
     for flag in COMMANDS[command].flags:
-        assert flag.name in text
+        assert flag in text
     for example in COMMANDS[command].examples:
         assert example in text
 

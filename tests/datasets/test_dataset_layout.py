@@ -146,12 +146,18 @@ DATA, EPISODES = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/fil
             "codebase_version is 'v2.1'",
         ),
         (lambda r: edit_json(r, "meta/info.json", lambda i: i.update(total_episodes=6)), "total_episodes is 6"),
-        (lambda r: edit_json(r, "meta/info.json", lambda i: i.update(total_frames=31)), "total_frames is 31, expected 30"),
+        (
+            lambda r: edit_json(r, "meta/info.json", lambda i: i.update(total_frames=31)),
+            "total_frames is 31, expected 30",
+        ),
         (
             lambda r: edit_json(r, "meta/info.json", lambda i: i["features"].pop("task_index")),
             "features is {",
         ),
-        (lambda r: edit_json(r, "meta/info.json", lambda i: i["features"]["action"].update(shape=[6])), "features is {"),
+        (
+            lambda r: edit_json(r, "meta/info.json", lambda i: i["features"]["action"].update(shape=[6])),
+            "features is {",
+        ),
         (lambda r: edit_json(r, "meta/stats.json", lambda s: s.pop("action")), "no statistics of 'action'"),
         (
             lambda r: edit_json(r, "meta/stats.json", lambda s: s["action"].update(mean=[0.0])),
