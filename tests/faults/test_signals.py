@@ -102,7 +102,8 @@ def test_a_second_ctrl_c_does_not_wait_for_anybody(start, tmp_path):
     command.signal_group(signal.SIGINT)
     assert wait_until(lambda: "policy" not in workers_of(command.pid), 30), "first comes the checkpoint"
     command.signal_group(signal.SIGINT)
-    assert command.wait(5.0) == 130
+    # Less than the grace period of 10 s; a busy machine takes seconds to end a process.
+    assert command.wait(9.0) == 130
     assert_one_line_and_no_traceback(command)
     assert str(worker) not in workers_of(command.pid).values()
     assert_saved(tmp_path / "run")
