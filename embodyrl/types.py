@@ -124,7 +124,7 @@ class PolicySpec:
     gripper: GripperConvention | None = None
     num_parameters: int = 0
     has_logprobs: bool = True
-    """Actions are sampled tokens with probabilities; without them only evaluation and collecting are possible."""
+    """Actions are sampled tokens with probabilities; RL needs them."""
     scripted: bool = False
     """The environment's own demonstrator chooses the actions, step by step; the policy only marks the wish."""
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
@@ -287,6 +287,16 @@ class PolicyScores:
     """[B, L]"""
     value: torch.Tensor
     """[B, V]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImitationScores:
+    """How well given actions are imitated (torch, fp32, on the policy's device)."""
+
+    loss: torch.Tensor
+    """[B], with gradients."""
+    accuracy: torch.Tensor
+    """[B] share of the chunk's numbers whose bin or category is the given one's when acting greedily."""
 
 
 def decode_instruction(row: ByteArray) -> str:

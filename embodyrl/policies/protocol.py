@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from embodyrl.config.schema import ModelConfig
 from embodyrl.registry import Registry
-from embodyrl.types import EnvSpec, FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import (
+    EnvSpec,
+    FloatArray,
+    ImitationScores,
+    IntArray,
+    Observation,
+    PolicyOutput,
+    PolicyScores,
+    PolicySpec,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +37,8 @@ class PolicyRequest:
     """fp32 master weights with autocast to `precision`; false: weights are cast once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    fresh_heads: bool = False
+    """Heads and projectors that the checkpoint lacks start at random instead of being an error."""
 
 
 class Policy(Protocol):
@@ -46,16 +57,16 @@ class Policy(Protocol):
         """
         ...
 
-    def encode(self, actions: FloatArray) -> IntArray:
-        """Return the tokens [B, L] whose decoding is nearest to actions [B, K, A] in the units `act` returns."""
-        ...
-
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V] without gradients."""
         ...
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
+        ...
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Return the supervised loss of actions [B, K, A], in the units `act` returns."""
         ...
 
     def save(self, folder: Path) -> None:

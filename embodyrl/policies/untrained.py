@@ -16,6 +16,7 @@ from embodyrl.types import (
     ActionSpace,
     EnvSpec,
     FloatArray,
+    ImitationScores,
     IntArray,
     Observation,
     PolicyOutput,
@@ -65,13 +66,13 @@ class UntrainedPolicy:
         low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
         return (low + uniform * (high - low)).astype(np.float32)
 
-    def encode(self, actions: FloatArray) -> IntArray:
-        self._refuse()
-
     def values(self, obs: Observation) -> FloatArray:
         return np.zeros((len(obs), 0), np.float32)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        self._refuse()
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         self._refuse()
 
     def save(self, folder: Path) -> None:

@@ -92,7 +92,7 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
     if training and not policy.has_logprobs:
         problems.append(
             f"model '{policy.name}' gives no action probabilities, so RL cannot train it; choose a model with discrete "
-            "action tokens (model.action_head=discrete), or run `embodyrl eval`."
+            "action tokens (model.action_head=discrete), or run `embodyrl sft` or `embodyrl eval`."
         )
     if algorithm is not None and algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
         problems.append(

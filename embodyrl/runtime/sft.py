@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations: token cross-entropy, as RL's warm start."""
+"""Supervised training on demonstrations, as RL's warm start or for its own sake."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from embodyrl.runtime.seeds import derive
 from embodyrl.runtime.sft_setup import Samples, data_statistics, load_samples, sft_facts, start_model, with_statistics
 from embodyrl.runtime.signals import StopRequest, stop_requests
 from embodyrl.runtime.train import LOOP_FILE
-from embodyrl.types import EnvSpec, FloatArray, IntArray, Observation
+from embodyrl.types import EnvSpec, FloatArray, IntArray
 from embodyrl.workers.actor_worker import build_optimizer, build_schedule
 from embodyrl.workers.messages import POLICY_FOLDER
 from embodyrl.workers.policy_host import TRAINING_STATE
@@ -89,7 +89,6 @@ class _Sft:
         _seed(self.cfg)
         monitor = self.monitor = build_monitor(self.cfg.runner.logger.backends)
         self.policy = self._prepare(start)
-        self.tokens = self.policy.encode(self.train.actions)
         self.total = self._total_steps()
         self.optimizer = build_optimizer(self.policy.module, self.cfg.actor)
         self.scheduler = build_schedule(self.optimizer, self.cfg.actor, self.total)
@@ -137,7 +136,8 @@ class _Sft:
         demos, steps = self.train.demos, self.train.steps
         entry = data_statistics(self.train.actions[:, 0], demos.state[steps], env, demos.num_episodes)
         model = with_statistics(cfg.model, source, target, key, entry)
-        request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device=str(self.device), seed=cfg.seed)
+        device = str(self.device)
+        request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device=device, seed=cfg.seed, fresh_heads=True)
         policy = factory.build(model, request)
         if start is not None:
             policy.load_weights(start / POLICY_FOLDER)
@@ -216,7 +216,7 @@ class _Sft:
             if self.cfg.data.image_aug:
                 seed = derive(self.cfg.seed, "augment", self.step, start)
                 obs = replace(obs, images=augment(obs.images, seed=seed, device=self.device))
-            loss = -self.policy.score(obs, self.tokens[part]).logprob.mean() * (len(part) / len(picked))
+            loss = self.policy.imitate(obs, self.train.actions[part]).loss.sum() / len(picked)
             if not torch.isfinite(loss):
                 raise NonFiniteError(f"Loss {float(loss.detach())} at step {self.step}. Try actor.optim.lr lower.")
             loss.backward()
@@ -268,15 +268,14 @@ class _Sft:
         self.policy.module.eval()
         count = len(samples.steps)
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
-        loss, right, seen = 0.0, 0, 0
+        loss = accuracy = 0.0
         for start in range(0, len(rows), self.cfg.actor.micro_batch_size):
             part = rows[start : start + self.cfg.actor.micro_batch_size]
-            obs: Observation = samples.demos.observe(samples.steps[part])
-            tokens = self.policy.encode(samples.actions[part])
-            loss -= float(self.policy.score(obs, tokens).logprob.sum())
-            right += int((self.policy.act(obs, noise=None).tokens == tokens).sum())
-            seen += tokens.size
-        return {f"{name}/loss": loss / seen, f"{name}/token_accuracy": right / seen}
+            obs = samples.demos.observe(samples.steps[part])
+            scores = self.policy.imitate(obs, samples.actions[part])
+            loss += float(scores.loss.sum())
+            accuracy += float(scores.accuracy.sum())
+        return {f"{name}/loss": loss / len(rows), f"{name}/token_accuracy": accuracy / len(rows)}
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

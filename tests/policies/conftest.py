@@ -65,6 +65,7 @@ def make_policy(env_spec):
         env=env_spec,
         factory=FACTORY,
         recompute=False,
+        fresh_heads=False,
         **config,
     ):
         config.setdefault("precision", Precision.fp32)
@@ -77,6 +78,7 @@ def make_policy(env_spec):
             seed=seed,
             trainable=trainable,
             gradient_checkpointing=recompute,
+            fresh_heads=fresh_heads,
         )
         assert factory.validate(cfg) == []
         policy = factory.build(cfg, request)

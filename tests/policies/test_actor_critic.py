@@ -141,24 +141,21 @@ def test_the_gaussian_is_the_one_of_torch():
 
 
 def test_bounded_dimensions_span_minus_one_to_one():
-    policy = build(space="box")
-    tokens = np.float32([[-1.0, 1.0]]).view(np.int32).astype(np.int64)
-    np.testing.assert_array_equal(policy.encode(np.float32([[[-2.0, 10.0]]])), tokens)
-    np.testing.assert_array_equal(
-        build(space="open").encode(np.float32([[[5.0, 7.0]]])), np.float32([[5.0, 7.0]]).view(np.int32)
-    )
+    np.testing.assert_array_equal(build(space="box")._net.head.from_actions(np.float32([[-2.0, 10.0]])), [[-1.0, 1.0]])
+    np.testing.assert_array_equal(build(space="open")._net.head.from_actions(np.float32([[5.0, 7.0]])), [[5.0, 7.0]])
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_encode_inverts_decoding(space):
+def test_imitation_is_the_likelihood_of_the_actions(space):
     policy = shake(build(space=space, chunk=2))
-    out = policy.act(observe(env_spec(space), 5), noise=uniforms(5, policy))
-    again = policy.encode(out.actions)
+    obs = observe(env_spec(space), 5)
+    out = policy.act(obs, noise=uniforms(5, policy))
+    scores = policy.imitate(obs, out.actions)
+    np.testing.assert_allclose(scores.loss.detach(), -out.logprob.mean(1), atol=1e-4)
+    greedy = policy.act(obs, noise=None)
     if SPACES[space].sizes:
-        np.testing.assert_array_equal(again, out.tokens)
-    else:
-        values, expected = (t.astype(np.int32).view(np.float32) for t in (again, out.tokens))
-        np.testing.assert_allclose(values, expected, atol=1e-5)
+        np.testing.assert_allclose(scores.accuracy, (greedy.tokens == out.tokens).mean(1))
+        np.testing.assert_array_equal(policy.imitate(obs, greedy.actions).accuracy, 1.0)
 
 
 @pytest.mark.parametrize("noise", [0.0, float(np.nextafter(np.float32(1), np.float32(0)))])

@@ -127,12 +127,12 @@ def _reshape(folder):
 def _truncate(folder):
     path = folder / SHARD
     path.write_bytes(path.read_bytes()[:-1000])
-    return rf"{SHARD} is truncated"
+    return rf"{SHARD} is missing, truncated"
 
 
 def _cut_header(folder):
     (folder / SHARD).write_bytes(struct.pack("<Q", 10**9) + b"{")
-    return rf"{SHARD} is truncated"
+    return rf"{SHARD} is missing, truncated"
 
 
 def _lose_shard(folder):

@@ -192,15 +192,6 @@ def test_the_image_pipeline_is_a_choice(checkpoint, make_policy):
     assert np.abs(a.logprob - b.logprob).max() > 1e-3
 
 
-def test_encode_is_the_nearest_token_of_an_action(checkpoint, make_policy):
-    policy = make_policy(checkpoint)
-    out = policy.act(observe(), noise=uniforms(4))
-    # The lowest two ids share one bin centre; encoding picks the higher one.
-    np.testing.assert_array_equal(policy.encode(out.actions), np.maximum(out.tokens, 31745))
-    far = policy.encode(np.full((2, 8, 7), 99.0, np.float32)).reshape(2, 8, 7)
-    assert (far == 31744).all()
-
-
 def test_the_tiny_preset_reads_both_cameras_and_the_state(make_policy, env_spec, tmp_path):
     cameras = ("agentview", "robot0_eye_in_hand")
     env = dataclasses.replace(env_spec, cameras=cameras, state_dim=8, unnorm_key="libero_object")

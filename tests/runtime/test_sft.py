@@ -84,6 +84,15 @@ def test_twenty_demonstrations_are_learnt_and_the_policy_then_succeeds(trained: 
     assert success(tmp_path / "path", f"model.path={trained.checkpoint}/policy") == 1.0
 
 
+def test_an_l1_head_learns_the_same_demonstrations(demos: Path, tmp_path: Path) -> None:
+    l1 = "model.action_head=l1"
+    result = train(tmp_path, demos, l1, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=2e-4")
+    first, last = rows(result.run)[0], result.metrics
+    assert last["eval/loss"] < 0.2 * first["eval/loss"]
+    assert (result.checkpoint / "policy/action_head.safetensors").exists()
+    assert success(tmp_path / "run", f"ckpt={result.run}", l1) == 1.0
+
+
 def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_data(trained: SftResult, demos: Path) -> None:
     policy = trained.checkpoint / "policy"
     assert {"config.json", "model.safetensors", "tokenizer.json", "dataset_statistics.json"} <= {

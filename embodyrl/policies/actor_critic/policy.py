@@ -16,7 +16,15 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.actor_critic.heads import build_head
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import (
+    FloatArray,
+    ImitationScores,
+    IntArray,
+    Observation,
+    PolicyOutput,
+    PolicyScores,
+    PolicySpec,
+)
 
 WEIGHTS_FILE = "model.safetensors"
 VALUE_HEAD = "value_head"
@@ -90,10 +98,6 @@ class ActorCriticPolicy:
             value=self._net.value(features).cpu().numpy(),
         )
 
-    def encode(self, actions: FloatArray) -> IntArray:
-        """Tokens [B, L] of actions [B, K, A] (see `Policy.encode`)."""
-        return self._net.head.to_tokens(torch.from_numpy(self._net.head.from_actions(actions)))
-
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Value estimates [B, V]."""
@@ -105,6 +109,14 @@ class ActorCriticPolicy:
         choice = torch.from_numpy(self._net.head.to_choice(tokens)).to(self._device).unflatten(1, self._chunk)
         logprob, entropy = self._net.head.score(self._net.outputs(features), choice, self._temperature)
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=self._net.value(features))
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Negative log-likelihood and share of right categories of actions [B, K, A] (see `Policy.imitate`)."""
+        outputs = self._net.outputs(self._features(obs))
+        choice = torch.from_numpy(self._net.head.from_actions(actions)).to(self._device)
+        logprob, _ = self._net.head.score(outputs, choice, 1.0)
+        right = self._net.head.choose(outputs.detach(), None, 1.0) == choice
+        return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=right.float().flatten(1).mean(1))
 
     def save(self, folder: Path) -> None:
         """Write `model.safetensors` and `config.json`."""

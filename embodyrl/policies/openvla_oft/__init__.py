@@ -110,9 +110,14 @@ class OpenVlaOftFactory:
 
         Raises:
             CheckpointError: a file is missing, truncated or does not fit.
+            ConfigError: it was asked to train what can only be evaluated.
         """
         from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 
+        if request.trainable and cfg.action_head == "diffusion":
+            raise ConfigError(
+                "model.action_head=diffusion can only be evaluated. To train, use action_head=l1 (sft) or discrete."
+            )
         config = read_config(_folder(cfg))
         spec = self._spec(cfg, config, request.env, request.value_dim)
         return OpenVlaOftPolicy(cfg, config, spec, self._options(cfg, request.env, request.value_dim), request)
@@ -197,9 +202,9 @@ def _training_problems(cfg: ModelConfig) -> list[str]:
                 read_adapter_spec(adapter)
             except CheckpointError as error:
                 problems.append(f"model.lora.path: {error}")
-    if cfg.is_lora and cfg.action_head != "discrete":
+    if cfg.is_lora and (cfg.use_film or cfg.action_head == "diffusion"):
         problems.append(
-            f"model.is_lora=true trains, but action_head={cfg.action_head} is for evaluation; see lora.path."
+            "model.is_lora=true trains, but action_head=diffusion and use_film are for evaluation; see lora.path."
         )
     return problems
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft.components import (
+    FRESH,
     VALUE_HEAD,
     component_of,
     find_component,
@@ -24,7 +24,6 @@ from embodyrl.policies.openvla_oft.components import (
 from embodyrl.policies.openvla_oft.config import CONFIG_FILE, INDEX_FILE, RANDOM_INIT_KEY
 
 SHARD_BYTES = 5 * 10**9
-_FORMAT = {"format": "pt"}
 SIDE_FILES = (
     CONFIG_FILE,
     "generation_config.json",
@@ -38,6 +37,8 @@ SIDE_FILES = (
     "added_tokens.json",
     "tiny_vit_specs.json",
 )
+Change = Callable[[str, Tensor], Tensor]
+"""(key, weight of the file) to the weight to load; merges adapters on the way."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -62,14 +63,31 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-Change = Callable[[str, Tensor], Tensor]
-"""(key, weight of the file) to the weight to load; merges adapters on the way."""
+def map_weights(path: Path) -> dict[str, Tensor]:
+    """Weights of a safetensors file, mapped and not yet read; without the rotary frequencies of old conversions.
+
+    Raises:
+        CheckpointError: the file is missing, truncated or no safetensors file.
+    """
+    try:
+        return {key: tensor for key, tensor in load_file(path).items() if not key.endswith("rotary_emb.inv_freq")}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is missing, truncated or no safetensors file ({error}). Its download was cut off; fetch it again."
+        ) from error
 
 
-def load_into(module: nn.Module, folder: Path, *, change: Change | None = None, beside: Path | None = None) -> None:
+def load_into(
+    module: nn.Module,
+    folder: Path,
+    *,
+    change: Change | None = None,
+    beside: Path | None = None,
+    fresh_heads: bool = False,
+) -> None:
     """Copy the weights of a folder into a module, in place, casting to the module's dtypes.
 
-    All headers are checked before the first weight is touched. Heads and projectors come from files of their own; a
+    Everything is checked before the first weight is touched. Heads and projectors come from files of their own; a
     value head may also be missing or lie among the model's own keys.
 
     Args:
@@ -77,36 +95,25 @@ def load_into(module: nn.Module, folder: Path, *, change: Change | None = None, 
         folder: the model's shards, and component files.
         change: applied to each weight.
         beside: another folder to take the component files from.
+        fresh_heads: heads and projectors may be missing; the module's own stay.
 
     Raises:
         CheckpointError: a file is unreadable or truncated, a key is missing or surplus, or a shape differs.
     """
     target = base_state(module)
-    files: dict[Path, str | None] = dict.fromkeys(weight_files(folder))
-    if not files:
+    shards = weight_files(folder)
+    if not shards:
         raise CheckpointError(
             f"{folder} holds no model*.safetensors. Point model.path at a folder with the whole checkpoint (weights "
             f"in .bin form are not read, because loading them can run code; a low-rank adapter alone goes to "
             f"model.lora.path)."
         )
-    components = side_components(target)
-    for name in components:
-        path = find_component(beside or folder, name)
-        if path is not None:
-            files[path] = name
-        elif name != VALUE_HEAD:
-            raise CheckpointError(
-                f"{beside or folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model "
-                f"needs. The checkpoint was trained without it (see model.use_proprio, action_head, use_film), or is "
-                f"incomplete."
-            )
-    readers = {path: _reader(path, name, components) for path, name in files.items()}
-    _check_keys(target, {path: reader.shapes() for path, reader in readers.items()}, folder)
-    with torch.no_grad():
-        for reader in readers.values():
-            for key, tensor in reader.tensors():
-                if key in target:
-                    target[key].copy_(change(key, tensor) if change else tensor)
+    optional = {VALUE_HEAD, *FRESH} if fresh_heads else {VALUE_HEAD}
+    files = _map_components(target, beside or folder, optional)
+    elsewhere = set(side_components(target)) - {VALUE_HEAD}
+    for path in shards:
+        files[path] = {k: tensor for k, tensor in map_weights(path).items() if component_of(k) not in elsewhere}
+    _copy(target, files, folder, optional, change)
 
 
 def load_components(module: nn.Module, folder: Path) -> None:
@@ -116,15 +123,9 @@ def load_components(module: nn.Module, folder: Path) -> None:
         CheckpointError: a component is missing (but for the value head), or its shapes differ.
     """
     state = module.state_dict()
-    target = {key: tensor for key, tensor in state.items() if component_of(key) in side_components(state)}
-    files = {path: name for name in side_components(state) if (path := find_component(folder, name)) is not None}
-    readers = {path: _reader(path, name, []) for path, name in files.items()}
-    _check_keys(target, {path: reader.shapes() for path, reader in readers.items()}, folder)
-    with torch.no_grad():
-        for reader in readers.values():
-            for key, tensor in reader.tensors():
-                if key in target:
-                    target[key].copy_(tensor)
+    names = side_components(state)
+    target = {key: tensor for key, tensor in state.items() if component_of(key) in names}
+    _copy(target, _map_components(state, folder, {VALUE_HEAD}), folder, {VALUE_HEAD})
 
 
 def base_state(module: nn.Module) -> dict[str, Tensor]:
@@ -143,28 +144,16 @@ def save_from(module: nn.Module, folder: Path, side_files: Mapping[str, bytes]) 
     state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
     save_components(state, folder)
     beside = side_components(state)
-    save_shards({k: t for k, t in state.items() if component_of(k) not in beside}, folder)
+    shards = {key: tensor for key, tensor in state.items() if component_of(key) not in beside}
+    save_torch_state_dict(shards, folder, max_shard_size=SHARD_BYTES)
     save_side_files(folder, side_files)
 
 
 def save_components(state: Mapping[str, Tensor], folder: Path) -> None:
     """Write each component of a state dict to its own file."""
     for name in side_components(state):
-        part = {key: _stored(tensor) for key, tensor in state.items() if component_of(key) == name}
-        save_file(part, folder / f"{name}.safetensors", metadata=_FORMAT)
-
-
-def save_shards(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Write weights as one file or as shards with an index; only one shard at a time is copied to host memory."""
-    shards = _split(state)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({key: _stored(tensor) for key, tensor in shard.items()}, folder / name, metadata=_FORMAT)
-        weight_map |= dict.fromkeys(shard, name)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(map(_bytes, state.values()))}, "weight_map": weight_map}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        part = {key: tensor.detach().contiguous() for key, tensor in state.items() if component_of(key) == name}
+        save_file(part, folder / f"{name}.safetensors", metadata={"format": "pt"})
 
 
 def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
@@ -185,115 +174,60 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def _check_keys(target: Mapping[str, Tensor], shapes: dict[Path, dict[str, list[int]]], folder: Path) -> None:
-    seen: set[str] = set()
-    for path, entries in shapes.items():
-        for key, shape in entries.items():
+def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str]) -> dict[Path, dict[str, Tensor]]:
+    files: dict[Path, dict[str, Tensor]] = {}
+    for name in side_components(state):
+        path = find_component(folder, name)
+        if path is not None:
+            files[path] = read_pt(path, name) if path.suffix == ".pt" else map_weights(path)
+        elif name not in optional:
+            raise CheckpointError(
+                f"{folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model needs. "
+                f"Its training went without it (see model.use_proprio, action_head, use_film), or is incomplete."
+            )
+    return files
+
+
+def _copy(
+    target: Mapping[str, Tensor],
+    files: dict[Path, dict[str, Tensor]],
+    folder: Path,
+    optional: set[str],
+    change: Change | None = None,
+) -> None:
+    """Check all files, then copy them and empty `files` on the way, so that mapped pages do not add up."""
+    _check_keys(target, files, folder, optional)
+    with torch.no_grad():
+        for path in list(files):
+            for key, tensor in files.pop(path).items():
+                if key in target:
+                    target[key].copy_(change(key, tensor) if change else tensor)
+
+
+def _check_keys(
+    target: Mapping[str, Tensor], files: Mapping[Path, Mapping[str, Tensor]], folder: Path, optional: set[str]
+) -> None:
+    for path, weights in files.items():
+        for key, tensor in weights.items():
             of_values = component_of(key) == VALUE_HEAD
             if key not in target and not of_values:
                 raise CheckpointError(
                     f"{path} has a weight '{key}' that this model does not know. config.json and the weights do not "
                     f"belong together, or LoRA adapters are not merged; take both from one repository."
                 )
-            if key in target and shape != list(target[key].shape):
+            if key in target and tensor.shape != target[key].shape:
+                hint = "config.json does not belong to these weights; take both from one repository."
                 if of_values:
                     hint = "The value head is of a run with another reward_type; use that one, or remove the head."
-                else:
-                    hint = "config.json does not belong to these weights; take both from one repository."
-                needed = list(target[key].shape)
-                raise CheckpointError(f"{path}: weight '{key}' has shape {shape}, this model needs {needed}. {hint}")
-        seen |= entries.keys()
-    has_values = any(component_of(key) == VALUE_HEAD for key in seen)
-    missing = [key for key in target if key not in seen and (has_values or component_of(key) != VALUE_HEAD)]
+                raise CheckpointError(
+                    f"{path}: weight '{key}' has shape {list(tensor.shape)}, this model needs "
+                    f"{list(target[key].shape)}. {hint}"
+                )
+    seen = {key for weights in files.values() for key in weights}
+    absent = optional - {component_of(key) for key in seen}
+    missing = [key for key in target if key not in seen and component_of(key) not in absent]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of {len(target)} weights, the first is '{missing[0]}'. Files read: "
-            f"{', '.join(path.name for path in shapes)}. The checkpoint is incomplete; fetch all its shards."
+            f"{', '.join(path.name for path in files)}. The checkpoint is incomplete; fetch all its shards."
         )
-
-
-class _Reader(Protocol):
-    """One file of weights, read in two passes: shapes first, tensors when everything fits."""
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Shape of each weight."""
-        ...
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights one by one."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsReader:
-    """A safetensors file; `skipped` components are read from elsewhere."""
-
-    path: Path
-    skipped: tuple[str, ...] = ()
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Shape of each weight.
-
-        Raises:
-            CheckpointError: the file is truncated or no safetensors file.
-        """
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                return {key: file.get_slice(key).get_shape() for key in file.keys() if self._wanted(key)}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path} is truncated or no safetensors file ({error}). Its download or copy was cut off; fetch "
-                f"it again."
-            ) from error
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights one by one, mapped from the file."""
-        with safe_open(self.path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                if self._wanted(key):
-                    yield key, file.get_tensor(key)
-
-    def _wanted(self, key: str) -> bool:
-        # Old conversions carry the rotary frequencies, which are computed here.
-        return component_of(key) not in self.skipped and not key.endswith("rotary_emb.inv_freq")
-
-
-@dataclass(frozen=True, slots=True)
-class PtReader:
-    """A public `.pt` component file, already read."""
-
-    state: Mapping[str, Tensor]
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Shape of each weight."""
-        return {key: list(tensor.shape) for key, tensor in self.state.items()}
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights one by one."""
-        yield from self.state.items()
-
-
-def _reader(path: Path, component: str | None, beside: list[str]) -> _Reader:
-    if component is None:
-        return SafetensorsReader(path, tuple(name for name in beside if name != VALUE_HEAD))
-    return PtReader(read_pt(path, component)) if path.suffix == ".pt" else SafetensorsReader(path)
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _split(state: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for key, tensor in state.items():
-        if shards[-1] and size + _bytes(tensor) > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][key] = tensor
-        size += _bytes(tensor)
-    return shards

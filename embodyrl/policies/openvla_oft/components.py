@@ -12,7 +12,9 @@ from torch import Tensor
 from embodyrl.errors import CheckpointError
 
 VALUE_HEAD = "value_head"
-COMPONENTS = (VALUE_HEAD, "proprio_projector", "action_head", "noisy_action_projector", "vision_backbone")
+FRESH = ("proprio_projector", "action_head")
+"""Supervised training may start them at random."""
+COMPONENTS = (VALUE_HEAD, *FRESH, "noisy_action_projector", "vision_backbone")
 """Attribute of the model, prefix of its keys and stem of its file, all at once."""
 
 

@@ -1,4 +1,4 @@
-"""How a model's outputs become actions: token by token (OpenVLA), or by the continuous heads."""
+"""How outputs become actions in several passes: token by token (OpenVLA), or by denoising."""
 
 from __future__ import annotations
 
@@ -25,23 +25,17 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tup
     embeddings, key_mask, last_prompt = model.embed(model.prefix(inputs), inputs, num_slots=0)
     cache = KeyValueCache()
     hidden = body(embeddings, model.attention_mask(key_mask), rows=last_prompt[:, None], cache=cache)
-    logits, value = model.read_out(hidden)
+    logits, value = model.read_out(hidden, model.action_columns)
     all_logits, bins = [logits], [choose(0, logits)]
     for index in range(1, model.options.num_action_tokens):
         key_mask = torch.cat([key_mask, key_mask.new_ones(len(key_mask), 1)], dim=1)
         token = body.embed_tokens(bins[-1] + model.action_columns.start)
         position = (last_prompt + index)[:, None]
         hidden = body(token, key_mask[:, None, None, :], positions=position, cache=cache)
-        logits, _ = model.read_out(hidden)
+        logits, _ = model.read_out(hidden, model.action_columns)
         all_logits.append(logits)
         bins.append(choose(index, logits))
     return torch.cat(all_logits, dim=1), torch.cat(bins, dim=1), value
-
-
-def regress(model: OpenVlaOft, inputs: ModelInputs) -> Tensor:
-    """Normalised actions [B, K, A] of the L1 head."""
-    assert model.action_head is not None
-    return model.action_head(model.action_hidden(model.prefix(inputs), inputs)).float()
 
 
 def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int) -> Tensor:

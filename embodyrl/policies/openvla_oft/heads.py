@@ -1,4 +1,4 @@
-"""Continuous action heads of the official OFT recipe: L1 regression and diffusion, for evaluation."""
+"""Continuous action heads of the official OFT recipe: L1 regression, and diffusion (evaluation only)."""
 
 from __future__ import annotations
 

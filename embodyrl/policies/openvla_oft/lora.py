@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, ConfigError
@@ -22,7 +21,7 @@ from embodyrl.policies.openvla_oft.adapter import (
     write_adapter_spec,
 )
 from embodyrl.policies.openvla_oft.checkpoint import (
-    SafetensorsReader,
+    map_weights,
     read_side_files,
     save_side_files,
     weight_files,
@@ -62,14 +61,10 @@ def read_adapter(folder: Path) -> Adapter:
         CheckpointError: a file is missing, truncated, or holds keys of another kind of adapter.
     """
     spec, path = read_adapter_spec(folder), folder / ADAPTER_WEIGHTS
-    try:
-        raw = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is missing or truncated ({error}); fetch it again.") from error
     low: dict[str, Tensor] = {}
     high: dict[str, Tensor] = {}
     replaced: dict[str, Tensor] = {}
-    for key, tensor in raw.items():
+    for key, tensor in map_weights(path).items():
         name = key.removeprefix(_PUBLIC_PREFIX)
         if name.endswith(".lora_A.weight"):
             low[name.removesuffix(".lora_A.weight")] = tensor
@@ -186,7 +181,7 @@ def merge_folder(base: Path, adapter: Path, out: Path) -> None:
 
     out.mkdir(parents=True)
     for path in weight_files(base):
-        shard = {key: change(key, tensor) for key, tensor in SafetensorsReader(path).tensors()}
+        shard = {key: change(key, tensor) for key, tensor in map_weights(path).items()}
         save_file(shard, out / path.name, metadata={"format": "pt"})
     strangers = sorted(loaded.factors.keys() - used)
     if strangers:

@@ -86,26 +86,33 @@ class OpenVlaOft(nn.Module):
             self.action_head = DiffusionHead(options.action_dim, width)
             self.noisy_action_projector = NoisyActionProjector(width)
 
-    def forward(self, inputs: ModelInputs, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Predict the distributions of all action tokens of a chunk.
+    def forward(
+        self, inputs: ModelInputs, tokens: Tensor | None = None, *, whole_vocabulary: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Predict the whole chunk at once.
 
         Args:
             inputs: the batch.
             tokens: [B, L] the chosen ids, for autoregressive models; parallel ones never see them.
+            whole_vocabulary: what supervised training needs.
 
         Returns:
-            Float32 logits [B, L, bins] of the action ids in ascending order (before the temperature), and values
-            [B, V] (V = 0 without a value head).
+            Float32 logits [B, L, bins] of the action ids in ascending order, before the temperature; or [B, L+1, ids]
+            of all ids, the last row for STOP; or the L1 head's normalised actions [B, K, A]. And values [B, V].
         """
         slots = None
         if self.options.autoregressive:
             assert tokens is not None, "an autoregressive model scores given tokens; decode_tokens acts"
             slots = self.language_model.model.embed_tokens(tokens)
-        return self.read_out(self.action_hidden(self.prefix(inputs), inputs, slots))
+        hidden = self.action_hidden(self.prefix(inputs), inputs, slots, more_rows=int(whole_vocabulary))
+        if isinstance(self.action_head, L1Head):
+            actions = self.action_head(hidden).float()
+            return actions, actions.new_zeros(len(actions), 0)
+        return self.read_out(hidden, slice(None) if whole_vocabulary else self.action_columns)
 
-    def read_out(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn action rows [B, n, D] into float32 logits [B, n, bins] and the value [B, V] of the first row."""
-        logits = sliced_linear(self.language_model.lm_head, hidden, self.action_columns).float()
+    def read_out(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+        """Turn rows [B, n, D] into float32 logits [B, n, columns] and the value [B, V] of the first row."""
+        logits = sliced_linear(self.language_model.lm_head, hidden, columns).float()
         if self.value_head is None:
             return logits, logits.new_zeros(len(logits), 0)
         return logits, self.value_head(hidden[:, 0])
@@ -119,13 +126,15 @@ class OpenVlaOft(nn.Module):
             parts.append(self.proprio_projector(inputs.state)[:, None])
         return torch.cat(parts, dim=1)
 
-    def action_hidden(self, prefix: Tensor, inputs: ModelInputs, slots: Tensor | None = None) -> Tensor:
-        """Run the language model and return the rows [B, L, D] that predict the L action tokens.
+    def action_hidden(
+        self, prefix: Tensor, inputs: ModelInputs, slots: Tensor | None = None, *, more_rows: int = 0
+    ) -> Tensor:
+        """Run the language model and return the rows [B, L + more_rows, D] that predict the action tokens.
 
         Row j predicts token j: the last prompt token predicts the first one, placeholder j-1 the j-th.
         """
         embeddings, mask, last_prompt = self.embed(prefix, inputs, slots)
-        offset = torch.arange(self.options.num_action_tokens, device=embeddings.device)
+        offset = torch.arange(self.options.num_action_tokens + more_rows, device=embeddings.device)
         rows = last_prompt[:, None] + offset
         return self.language_model.model(embeddings, self.attention_mask(mask), rows=rows)
 
@@ -189,15 +198,16 @@ class OpenVlaOft(nn.Module):
         self.vision_backbone.fused_featurizer.gradient_checkpointing = True
 
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
+    def init_weights(self, seed: int, parts: tuple[str, ...] = ("",)) -> None:
         """Draw all weights but the value head's: unit-scale residual streams and unit-variance logits.
 
-        A smaller output matrix would start closer to uniform, but learns several times slower.
+        A smaller output matrix would start closer to uniform, but learns several times slower. `parts`: beginnings of
+        the names of modules to draw.
         """
         generator = torch.Generator().manual_seed(seed)
         depth = max(len(self.language_model.model.layers), len(self.vision_backbone.fused_featurizer.blocks))
         for module_name, module in self.named_modules():
-            if module_name.startswith("value_head"):
+            if module_name.startswith("value_head") or not module_name.startswith(parts):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 std = _init_std(module, module_name, name, parameter, depth)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodyrl.config.paths import resolve_asset
@@ -24,14 +24,23 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     save_side_files,
     weight_files,
 )
+from embodyrl.policies.openvla_oft.components import FRESH
 from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions, read_config
-from embodyrl.policies.openvla_oft.decoding import decode_tokens, denoise, regress
+from embodyrl.policies.openvla_oft.decoding import decode_tokens, denoise
 from embodyrl.policies.openvla_oft.images import preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.prompt import PromptEncoder
 from embodyrl.policies.openvla_oft.statistics import normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import (
+    FloatArray,
+    ImitationScores,
+    IntArray,
+    Observation,
+    PolicyOutput,
+    PolicyScores,
+    PolicySpec,
+)
 
 
 class OpenVlaOftPolicy:
@@ -50,6 +59,7 @@ class OpenVlaOftPolicy:
         self._diffusion_steps = cfg.num_diffusion_steps_inference
         self._temperature = request.temperature
         self._device = torch.device(request.device)
+        self._chunk = spec.num_action_chunks, spec.action_dim
         self._rotation_deg = request.env.image_rotation_deg
         self._pipeline = cfg.image_pipeline
         self._keys = (cfg.unnorm_key, request.env.unnorm_key)
@@ -60,7 +70,7 @@ class OpenVlaOftPolicy:
             config.folder / TOKENIZER_FILE, bos_token_id=config.llama.bos_token_id, tasks=request.env.tasks
         )
         half = cfg.precision == Precision.bf16
-        self._autocast = half and request.trainable
+        self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
         self._input_dtype = torch.bfloat16 if half and not request.trainable else torch.float32
 
     @torch.no_grad()
@@ -72,7 +82,7 @@ class OpenVlaOftPolicy:
         """
         inputs = self._inputs(obs)
         uniform = None if noise is None else torch.tensor(noise, device=self._device)
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
+        with self._autocast:
             if not self.spec.has_logprobs:
                 return self._continuous(inputs, uniform)
             logits, choice, value = self._sample(inputs, uniform, temperature or self._temperature)
@@ -80,15 +90,11 @@ class OpenVlaOftPolicy:
         logprob = scaled.log_softmax(dim=-1).gather(-1, choice[..., None])[..., 0]
         tokens = (choice + self._config.action_vocab_start).cpu().numpy()
         return PolicyOutput(
-            actions=unnormalise(self._actions.decode(tokens).reshape(self._chunk_shape(obs)), self._bounds),
+            actions=unnormalise(self._actions.decode(tokens).reshape(len(obs), *self._chunk), self._bounds),
             tokens=tokens,
             logprob=logprob.cpu().numpy(),
             value=value.cpu().numpy(),
         )
-
-    def encode(self, actions: FloatArray) -> IntArray:
-        """Token ids [B, L] of actions [B, K, A] in the units of the training data (see `Policy.encode`)."""
-        return self._actions.encode(normalise(actions, self._bounds)).reshape(len(actions), -1)
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
@@ -99,11 +105,32 @@ class OpenVlaOftPolicy:
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
-        if not self.spec.has_logprobs:
-            self._refuse_training()
+        assert self.spec.has_logprobs, "continuous actions have no probabilities"
         logits, value = self._run(obs, tokens)
         choice = torch.tensor(tokens, device=self._device) - self._config.action_vocab_start
         return score_tokens(logits / self._temperature, choice, value)
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Loss of actions [B, K, A] as in the official training.
+
+        That is the cross-entropy of the action tokens and STOP over all ids, or for the L1 head the mean distance of
+        the normalised actions.
+        """
+        target = normalise(actions, self._bounds)
+        tokens = torch.tensor(self._actions.encode(target), device=self._device).flatten(1)
+        with self._autocast:
+            inputs = self._inputs(obs)
+            if self._options.action_head == "l1":
+                got, _ = self._forward(inputs)
+                losses = (got - torch.tensor(target, dtype=got.dtype, device=got.device)).abs().flatten(1)
+                chosen = torch.tensor(self._actions.encode(got.detach().cpu().numpy())).to(tokens).flatten(1)
+            else:
+                logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
+                ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
+                losses = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+                columns = self._model.action_columns
+                chosen = logits[:, :-1, columns].argmax(-1) + columns.start
+        return ImitationScores(loss=losses.mean(1), accuracy=(chosen == tokens).float().mean(1))
 
     def save(self, folder: Path) -> None:
         """Write the weights in the public layout, in the dtype they are kept in (fp32 while training).
@@ -153,7 +180,7 @@ class OpenVlaOftPolicy:
         self._side_files = read_side_files(config.folder)
 
     def _run(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._autocast):
+        with self._autocast:
             return self._forward(self._inputs(obs), torch.tensor(tokens, device=self._device))
 
     def _sample(self, inputs: ModelInputs, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,9 +199,9 @@ class OpenVlaOftPolicy:
         )
 
     def _continuous(self, inputs: ModelInputs, uniform: Tensor | None) -> PolicyOutput:
-        shape = (len(inputs.prompt_ids), self.spec.num_action_chunks, self.spec.action_dim)
+        shape = (len(inputs.prompt_ids), *self._chunk)
         if self._options.action_head == "l1":
-            normalised = regress(self._model, inputs)
+            normalised, _ = self._forward(inputs)
         else:
             # Greedy: the same noise for every observation.
             generator = torch.Generator().manual_seed(0)
@@ -189,15 +216,6 @@ class OpenVlaOftPolicy:
             tokens=np.zeros((count, length), np.int64),
             logprob=np.zeros((count, length), np.float32),
             value=np.zeros((count, 0), np.float32),
-        )
-
-    def _chunk_shape(self, obs: Observation) -> tuple[int, int, int]:
-        return len(obs), self.spec.num_action_chunks, self.spec.action_dim
-
-    def _refuse_training(self) -> NoReturn:
-        raise ConfigError(
-            f"model.action_head={self._options.action_head}: continuous actions have no token probabilities, so this "
-            f"head can only be evaluated. To train, use a checkpoint with discrete tokens and action_head=discrete."
         )
 
     def _inputs(self, obs: Observation) -> ModelInputs:
@@ -236,12 +254,15 @@ def build_module(cfg: ModelConfig, config: OftConfig, options: OftOptions, reque
     adapter_folder = None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
     if config.random_init:
         module.init_weights(request.seed)
-    elif adapter_folder is None or trains_adapter:
-        load_into(module, config.folder)
     else:
-        from embodyrl.policies.openvla_oft.lora import read_adapter
+        if request.fresh_heads:
+            module.init_weights(request.seed, parts=FRESH)
+        change = None
+        if adapter_folder is not None and not trains_adapter:
+            from embodyrl.policies.openvla_oft.lora import read_adapter
 
-        load_into(module, config.folder, change=read_adapter(adapter_folder).merged)
+            change = read_adapter(adapter_folder).merged
+        load_into(module, config.folder, change=change, fresh_heads=request.fresh_heads)
     if trains_adapter:
         from embodyrl.policies.openvla_oft.lora import inject, load_adapter, read_adapter
 
@@ -259,8 +280,9 @@ def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
     module.to(torch.bfloat16)
     if module.value_head is not None:
         module.value_head.float()
-    if keep_trained and module.proprio_projector is not None:
-        module.proprio_projector.float()
+    for part in (module.proprio_projector, module.action_head) if keep_trained else ():
+        if part is not None:
+            part.float()
 
 
 def lora_spec(cfg: ModelConfig) -> AdapterSpec:
