@@ -113,7 +113,7 @@ class LocalLauncher:
         seat = self._seats[name]
         while True:
             try:
-                if not seat.channel.connection.poll(0):
+                if not seat.channel.has_message():
                     break
                 message = seat.channel.get(0.0)
             except (ChannelClosed, OSError):
