@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import yaml
+
+from embodyrl.monitor.history import read_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,7 @@ def _started(folder: Path) -> float:
 
 def _read(folder: Path) -> Run:
     step, success = None, None
-    metrics = folder / "metrics.jsonl"
-    if metrics.is_file():
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # the last line of a killed run may be cut
-            step = row.get("step", step)
-            success = row.get("eval/success_once", success)
+    for row in read_rows(folder / "metrics.jsonl"):
+        step, success = row.get("step", step), row.get("eval/success_once", success)
     started = datetime.fromtimestamp(_started(folder)).strftime("%Y-%m-%d %H:%M")
     return Run(id=folder.name, path=str(folder), started=started, step=step, success=success)

@@ -7,7 +7,6 @@ The layout is that of the `lerobot` package (`codebase_version` v3.0): files hol
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from embodyrl.errors import EmbodyError
+from embodyrl.files import write_atomically
 from embodyrl.types import EnvSpec, GripperConvention
 
 CODEBASE_VERSION = "v3.0"
@@ -158,16 +158,10 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         EmbodyError: the folder cannot be written to.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(scratch, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(scratch, path)
+        write_atomically(path, content)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise EmbodyError(
             f"Cannot write {path}: {error.strerror}. What was written before is intact; free some space or choose "
             "another folder, and start the same command again."

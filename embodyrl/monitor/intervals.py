@@ -1,4 +1,4 @@
-"""Confidence intervals of success rates."""
+"""Confidence intervals of success rates, and a test of their difference."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
     centre = p + z2 / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
     return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Two-sided p value of the exact McNemar test: pairs in which only one of the two succeeded, binomial with 1/2.
+
+    >>> mcnemar(1, 9)
+    0.021484375
+    """
+    n, k = only_first + only_second, min(only_first, only_second)
+    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)

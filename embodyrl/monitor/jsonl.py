@@ -1,15 +1,17 @@
-"""`metrics.jsonl`: one flat row per step, written line by line."""
+"""`metrics.jsonl`: one flat row per step, written line by line; and what happened, in `logs/events.log`."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import os
+import time
 from collections.abc import Mapping
 from io import TextIOWrapper
 from pathlib import Path
 
+from embodyrl.files import write_atomically
+from embodyrl.monitor.history import EVENTS_FILE
 from embodyrl.monitor.protocol import RunInfo
 
 _log = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ class JsonlMonitor:
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None
         self._named: set[str] = set()
+        self._events: Path | None = None
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Start the file, or continue it from `info.resume_step`.
@@ -31,6 +34,7 @@ class JsonlMonitor:
             FileExistsError: the run is not resumed, but the file exists.
         """
         path = run_dir / self.file_name
+        self._events = run_dir / EVENTS_FILE
         if info.resume_step is not None and path.exists():
             _cut(path, info.resume_step)
             self._file = path.open("a", buffering=1, encoding="utf-8")
@@ -49,10 +53,13 @@ class JsonlMonitor:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def video(self, step: int, path: Path) -> None:
-        """Videos are files already."""
+        self.text(f"video of step {step}: {path}")
 
     def text(self, line: str) -> None:
-        """Lines for people do not belong into metrics."""
+        assert self._events is not None, "text before open"
+        self._events.parent.mkdir(exist_ok=True)
+        with self._events.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def close(self) -> None:
         if self._file is not None:
@@ -71,6 +78,4 @@ def _cut(path: Path, step: int) -> None:
             continue
         if row["step"] < step:
             kept.append(line + "\n")
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text("".join(kept), encoding="utf-8")
-    os.replace(scratch, path)
+    write_atomically(path, "".join(kept))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from embodyrl.config.schema import OnVideoError
 from embodyrl.errors import EmbodyError
+from embodyrl.files import write_atomically
 from embodyrl.monitor.intervals import wilson
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.episodes import RolloutPlan, eval_plan
-from embodyrl.runtime.files import write_atomically
 from embodyrl.runtime.rollouts import Collection, VideoChoice, require_videos
 from embodyrl.types import Episode, EpisodeSpec
 

@@ -21,12 +21,12 @@ from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_r
 from embodyrl.config.schema import Config
 from embodyrl.datasets import read_card
 from embodyrl.errors import CheckpointError, ConfigError, Interrupted, NonFiniteError
+from embodyrl.files import write_atomically
 from embodyrl.monitor import RunInfo, build_monitor
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.runtime.augment import augment
 from embodyrl.runtime.build import mismatches
-from embodyrl.runtime.files import write_atomically
 from embodyrl.runtime.rundir import RunFolder, open_run
 from embodyrl.runtime.seeds import derive
 from embodyrl.runtime.sft_setup import Samples, data_statistics, load_samples, sft_facts, start_model, with_statistics

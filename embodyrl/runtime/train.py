@@ -15,12 +15,12 @@ from embodyrl import __version__
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
 from embodyrl.errors import CheckpointError, Interrupted
+from embodyrl.files import write_atomically
 from embodyrl.monitor import Fanout, RunInfo, build_monitor
 from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
 from embodyrl.runtime.episodes import train_plan
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
-from embodyrl.runtime.files import write_atomically
 from embodyrl.runtime.metrics import rollout_metrics, settle
 from embodyrl.runtime.outcome import changes, compare_recordings
 from embodyrl.runtime.planning import facts

@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,12 @@ def test_a_new_run_does_not_mix_with_an_old_file(tmp_path: Path):
     opened(tmp_path).close()
     with pytest.raises(FileExistsError):
         opened(tmp_path)
+
+
+def test_what_happened_is_kept_with_its_time(tmp_path: Path):
+    monitor = opened(tmp_path)
+    monitor.text("env worker 0 died")
+    monitor.video(3, Path("videos/a.mp4"))
+    lines = (tmp_path / "logs" / "events.log").read_text().splitlines()
+    assert [line[20:] for line in lines] == ["env worker 0 died", "video of step 3: videos/a.mp4"]
+    assert time.strptime(lines[0][:19], "%Y-%m-%d %H:%M:%S")

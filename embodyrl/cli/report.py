@@ -1,0 +1,47 @@
+"""The command `report`: what a run did, as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from embodyrl.errors import ConfigError
+from embodyrl.registry import closest
+
+
+def report(args: argparse.Namespace) -> int:
+    """Run `embodyrl report`."""
+    from embodyrl.monitor.report import write_report
+
+    runs = [find_run(word) for word in args.words]
+    if not runs:
+        raise ConfigError("embodyrl report takes a run folder: embodyrl report runs/my_run; two or more are compared.")
+    name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
+    out = Path(args.out) if args.out else runs[0] / name
+    try:
+        lines = write_report(runs, out)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another place with --out FILE.") from error
+    if args.json:
+        print(json.dumps({"page": str(out), "summary": lines}, indent=2))
+    else:
+        print("\n".join((*lines, f"page  {out}")))
+    if args.open:
+        import webbrowser
+
+        webbrowser.open(out.resolve().as_uri())
+    return 0
+
+
+def find_run(word: str) -> Path:
+    """Return the run folder that a word on the command line names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for path in (Path(word), Path("runs") / word):
+        if (path / "config.yaml").is_file():
+            return path
+    known = [path.parent.name for path in Path("runs").glob("*/config.yaml")]
+    raise ConfigError(f"'{word}' is no run: no config.yaml there.{closest(Path(word).name, known)}")

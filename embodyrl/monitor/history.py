@@ -1,0 +1,123 @@
+"""What a run tells about itself, read back from the files of its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embodyrl.errors import ConfigError
+
+EVENTS_FILE = Path("logs") / "events.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRow:
+    """One episode of an evaluation, as `episodes.jsonl` keeps it."""
+
+    episode: int
+    task_id: int
+    task: str
+    reset_id: int
+    seed: int
+    success_once: bool
+    success_at_end: bool
+    episode_return: float
+    steps: int
+    terminated: bool
+    truncated: bool
+    seconds: float
+    video: str | None
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
+        """Read one row; fields of other versions are left aside."""
+        names = [f.name for f in fields(cls) if f.name != "episode_return"]
+        return cls(episode_return=raw["return"], **{name: raw[name] for name in names})
+
+    def to_json(self) -> dict[str, object]:
+        """Inverse of `from_json`."""
+        names = ("return" if f.name == "episode_return" else f.name for f in fields(self))
+        return {name: getattr(self, f.name) for name, f in zip(names, fields(self), strict=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The episodes of one validation, by episode number."""
+
+    step: int
+    episodes: tuple[EpisodeRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """One run folder."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    rows: tuple[dict[str, float | None], ...]
+    """Rows of metrics.jsonl."""
+    evaluations: tuple[Evaluation, ...]
+    """By step; those of `embodyrl eval` without metrics included."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def text(self, name: str | Path) -> str:
+        """Content of a text file of the run; empty if there is none."""
+        path = self.folder / name
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """(step, value) of one metric where it has a finite value."""
+        return [(int(row["step"] or 0), float(row[name] or 0)) for row in self.rows if row.get(name) is not None]
+
+    def find_video(self, stored: str) -> Path | None:
+        """Where a recording lies, also after the folders were moved together; None if it is gone."""
+        base = self.config.get("video_cfg", {}).get("base_dir", "videos")
+        places = [Path(stored), *(p / base / self.name / Path(stored).name for p in (Path(), *self.folder.parents))]
+        return next((path for path in places if path.is_file()), None)
+
+    def videos_folder(self) -> Path | None:
+        """The folder of the run's recordings; None if there is none."""
+        base = self.config.get("video_cfg", {}).get("base_dir", "videos")
+        places = [parent / base / self.name for parent in (Path(), *self.folder.parents)]
+        return next((path for path in places if path.is_dir()), None)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON lines file; empty if there is none. The last line of a killed run may be cut: it is left out."""
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return rows
+
+
+def read_history(folder: Path) -> History:
+    """Read a run.
+
+    Raises:
+        ConfigError: the folder is no run.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(f"{folder}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs.")
+    evaluations = []
+    for path in sorted(folder.glob("eval/step_*/episodes.jsonl")):
+        episodes = sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
+        evaluations.append(Evaluation(step=int(path.parent.name.removeprefix("step_")), episodes=tuple(episodes)))
+    return History(
+        folder=folder,
+        config=yaml.safe_load(file.read_text(encoding="utf-8")),
+        rows=tuple(read_rows(folder / "metrics.jsonl")),
+        evaluations=tuple(evaluations),
+    )

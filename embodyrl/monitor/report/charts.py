@@ -1,0 +1,125 @@
+"""Line charts and stacked bars as inline SVG; colours are CSS classes c0, c1, ... of the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+_WIDTH, _HEIGHT = 440, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve: points (x, y), and a band (x, low, high) around it."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    band: Sequence[tuple[float, float, float]] = ()
+    color: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Maps data to pixels."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        spread_x, spread_y = self.x[1] - self.x[0] or 1.0, self.y[1] - self.y[0] or 1.0
+        return (
+            round(_LEFT + (x - self.x[0]) / spread_x * (_WIDTH - _LEFT - _RIGHT), 1),
+            round(_HEIGHT - _BOTTOM - (y - self.y[0]) / spread_y * (_HEIGHT - _TOP - _BOTTOM), 1),
+        )
+
+    def path(self, points: Sequence[tuple[float, float]]) -> str:
+        return " ".join("{:g},{:g}".format(*self.at(x, y)) for x, y in points)
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers that span low..high.
+
+    >>> ticks(0, 1)
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
+    if high <= low:
+        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+    raw = (high - low) / count
+    scale = 10.0 ** math.floor(math.log10(raw))
+    step = next(scale * m for m in (1, 2, 2.5, 5, 10) if scale * m >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(k * step, 12) for k in range(first, last + 1)]
+
+
+def number(value: float) -> str:
+    """Short text of a number: 0.25, 1200, 1.2e-05."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def line_chart(lines: Sequence[Line], *, limits: tuple[float, float] | None = None) -> str:
+    """Draw curves over the same axes; `limits` fixes the range of y."""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [v for line in lines for v in (*(y for _, y in line.points), *(v for _, *span in line.band for v in span))]
+    marks = ticks(*(limits or (min(ys), max(ys))))
+    frame = _Frame((min(xs), max(xs)), (marks[0], marks[-1]))
+    parts = [_axes(frame, marks)]
+    for line in lines:
+        if len(line.band) > 1:
+            outline = [(x, high) for x, _, high in line.band] + [(x, low) for x, low, _ in reversed(line.band)]
+            parts.append(f'<polygon class="band c{line.color}" points="{frame.path(outline)}"/>')
+        elif line.band:
+            ((x, low, high),) = line.band
+            parts.append(f'<polyline class="line c{line.color}" points="{frame.path([(x, low), (x, high)])}"/>')
+        parts.append(f'<polyline class="line c{line.color}" points="{frame.path(line.points)}"/>')
+        spans = {x: f" [{number(low)}, {number(high)}]" for x, low, high in line.band}
+        for x, y in line.points:
+            cx, cy = frame.at(x, y)
+            text = escape(f"{line.label} · step {number(x)}: {number(y)}{spans.get(x, '')}")
+            shown = "dot" if len(line.points) <= 12 else "dot quiet"
+            parts.append(
+                f'<circle class="{shown} c{line.color}" cx="{cx}" cy="{cy}" r="3"><title>{text}</title></circle>'
+            )
+    return _svg(parts)
+
+
+def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
+    """Draw one bar per step, made of named parts from the bottom up."""
+    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
+    marks = ticks(0.0, max(totals))
+    frame = _Frame((-0.5, len(steps) - 0.5), (0.0, marks[-1]))
+    drawn = [_axes(frame, marks, [(k, steps[k]) for k in sorted({0, len(steps) // 2, len(steps) - 1})])]
+    width = max(1.0, (_WIDTH - _LEFT - _RIGHT) / len(steps) * 0.82)
+    for k, step in enumerate(steps):
+        base = 0.0
+        for color, (name, values) in enumerate(parts.items()):
+            if values[k] > 0:
+                x, top = frame.at(k, base + values[k])
+                height = round(frame.at(k, base)[1] - top, 1)
+                text = escape(f"step {step} · {name}: {number(values[k])} {unit}")
+                drawn.append(
+                    f'<rect class="bar c{color}" x="{x - width / 2:g}" y="{top}" width="{width:g}" height="{height}">'
+                    f"<title>{text}</title></rect>"
+                )
+            base += values[k]
+    return _svg(drawn)
+
+
+def _axes(frame: _Frame, marks: Sequence[float], names: Sequence[tuple[float, float]] | None = None) -> str:
+    parts = []
+    for mark in marks:
+        x, y = frame.at(frame.x[0], mark)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(mark)}</text>')
+    if names is None:
+        names = [(m, m) for m in ticks(*frame.x, 5) if frame.x[0] <= m <= frame.x[1] and m == int(m)]
+    for place, name in names:
+        x, _ = frame.at(place, marks[0])
+        parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 8}" text-anchor="middle">{number(name)}</text>')
+    return "".join(parts)
+
+
+def _svg(parts: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{"".join(parts)}</svg>'

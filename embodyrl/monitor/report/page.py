@@ -1,0 +1,251 @@
+"""Puts a report together: reads the runs, draws, fills the template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+
+from embodyrl import __version__
+from embodyrl.config.keys import all_keys, plain, spell
+from embodyrl.files import write_atomically
+from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_history
+from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
+from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
+from embodyrl.monitor.report.tables import Rate, curve, differing, flat, pair, rate_of
+from embodyrl.monitor.timing import PHASES, Phase, step_seconds, time_tree
+
+_CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("success", ("eval/success_once", "train/success_once")),
+    ("return", ("eval/return", "train/return")),
+    ("episode length", ("eval/episode_len", "train/episode_len")),
+    ("token accuracy", ("eval/token_accuracy", "train/token_accuracy")),
+    ("loss", ("actor/loss", "eval/loss")),
+    ("value loss", ("actor/value_loss",)),
+    ("KL", ("actor/kl",)),
+    ("entropy", ("actor/entropy",)),
+    ("clip fraction", ("actor/clip_fraction",)),
+    ("gradient norm", ("actor/grad_norm",)),
+    ("env steps per second", ("env/steps_per_s",)),
+    ("seconds per step", ("time/step",)),
+)
+"""What everybody wants to see; every other metric follows below a fold."""
+_TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
+_MAX_BARS, _MAX_FAILED, _LOG_TAIL = 60, 100, 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """One run, ready for the template."""
+
+    history: History
+    tiles: list[tuple[str, str, str]]
+    """Label, value and small print."""
+    timeline: str
+    phases: list[Phase]
+    faults: list[str]
+    tails: list[tuple[str, str]]
+    failed: list[EpisodeRow]
+    settings: list[tuple[str, str, str]]
+    """Key, value and default where they differ."""
+    yaml: str
+
+    @property
+    def name(self) -> str:
+        return self.history.name
+
+
+def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED_BYTES) -> list[str]:
+    """Write the page about one or more runs, and return its summary as lines of text.
+
+    Raises:
+        ConfigError: a folder is no run.
+    """
+    histories = [read_history(folder) for folder in folders]
+    shelf = Shelf(page=out, budget=embed_bytes)
+    cards = [card for history in histories for card in cards_of(history, shelf)]
+    tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.episodes))
+    lines = _summary(histories)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = files("embodyrl.monitor.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    text = environment.from_string(template).render(
+        title=" vs ".join(h.name for h in histories),
+        version=__version__,
+        summary=lines,
+        runs=[_view(history) for history in histories],
+        charts=_charts(histories),
+        more=_more_charts(histories),
+        parts=[*PHASES, "other"],
+        table=_task_table(histories, tasks),
+        tasks=tasks,
+        cards=cards,
+        pairs=pairs_of(cards),
+        sources=json.dumps(shelf.sources).replace("<", "\\u003c"),
+        differences=[(k, [spell(v) for v in values]) for k, values in differing([h.config for h in histories])],
+    )
+    write_atomically(out, text)
+    return lines
+
+
+def _summary(histories: Sequence[History]) -> list[str]:
+    lines = []
+    for history in histories:
+        last = history.evaluations[-1] if history.evaluations else None
+        text = f"step {last.step}: {rate_of(last.episodes)}" if last else "no evaluation"
+        lines.append(f"{history.name}: {text}")
+    if len(histories) > 1 and all(history.evaluations for history in histories):
+        first, second = histories[0], histories[-1]
+        found = pair(first.evaluations[-1], second.evaluations[-1])
+        if found.pairs:
+            verdict = "differ" if found.p_value < 0.05 else "no significant difference"
+            lines.append(
+                f"paired on {found.pairs} episodes with the same initial state and seed: only {first.name} succeeds "
+                f"{found.only_first}, only {second.name} {found.only_second}; McNemar p = {found.p_value:.3g} "
+                f"({verdict})"
+            )
+        else:
+            lines.append("no episodes with the same task, initial state and seed: no paired test")
+    return lines
+
+
+def _view(history: History) -> RunView:
+    steps = [row for row in history.rows if step_seconds(row)]
+    last = history.evaluations[-1].episodes if history.evaluations else ()
+    total = {name: sum(row.get(name) or 0.0 for row in steps) for row in steps for name in row}
+    events = history.text(EVENTS_FILE).splitlines()
+    tails = []
+    for path in sorted(history.folder.glob("logs/*/*.log")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "Traceback (most recent call last)" in text:
+            tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
+    defaults = {name: plain(key.default) for name, key in all_keys().items()}
+    settings = [
+        (name, spell(value), spell(defaults[name]))
+        for name, value in flat(history.config).items()
+        if name in defaults and value != defaults[name]
+    ]
+    return RunView(
+        history=history,
+        tiles=_tiles(history, steps),
+        timeline=_timeline(steps),
+        phases=time_tree(total) if steps else [],
+        faults=[line for line in events if _TROUBLE.search(line)],
+        tails=tails,
+        failed=[e for e in last if not e.success_once][:_MAX_FAILED],
+        settings=settings,
+        yaml=history.text("config.yaml"),
+    )
+
+
+def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
+    tiles = []
+    if history.evaluations:
+        first, last = rate_of(history.evaluations[0].episodes), rate_of(history.evaluations[-1].episodes)
+        if len(history.evaluations) > 1:
+            tiles.append(("success", f"{first.value:.0%} → {last.value:.0%}", f"{_spell(first)} → {_spell(last)}"))
+        else:
+            tiles.append(("success", f"{last.value:.1%}", _spell(last)))
+    if steps:
+        planned = history.config.get("runner", {}).get("max_steps", 0)
+        tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
+        seconds = sum(step_seconds(row) for row in steps)
+        tiles.append(("time", _duration(seconds), f"{seconds / len(steps):.1f} s per step"))
+        env_steps = sum(row.get("env/steps") or 0 for row in steps)
+        if env_steps:
+            episodes = sum(row.get("train/episodes") or 0 for row in steps)
+            tiles.append(("env steps", f"{env_steps:,.0f}", f"{episodes:,.0f} training episodes"))
+        restarts = max(row.get("env/restarts") or 0 for row in steps)
+        dropped = sum(row.get("env/dropped_episodes") or 0 for row in steps)
+        tiles.append(("restarts", f"{restarts:.0f}", f"{dropped:.0f} episodes dropped"))
+    return tiles
+
+
+def _spell(rate: Rate) -> str:
+    low, high = rate.interval
+    return f"{rate.successes}/{rate.episodes} [{low:.0%}, {high:.0%}]"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
+    """Seconds per phase of each step; several steps share a bar where there are many."""
+    if not steps:
+        return ""
+    per_bar = -(-len(steps) // _MAX_BARS)
+    groups = [steps[k : k + per_bar] for k in range(0, len(steps), per_bar)]
+    parts: dict[str, list[float]] = {name: [] for name in (*PHASES, "other")}
+    for group in groups:
+        trees = [{p.name: p.seconds for p in time_tree(row) if p.depth == 0} for row in group]
+        for name, values in parts.items():
+            values.append(sum(tree.get(name, 0.0) for tree in trees) / len(group))
+    return stacked_bars([int(group[-1]["step"] or 0) for group in groups], parts, "s")
+
+
+def _chart(histories: Sequence[History], names: Sequence[str]) -> str:
+    several = len(histories) > 1
+    lines = []
+    for r, history in enumerate(histories):
+        for m, name in enumerate(names):
+            label = f"{history.name} · {name}" if several else name
+            line = curve(history, name, label, color=r if several else m)
+            if line.points:
+                lines.append(line)
+    success = all(name.endswith("/success_once") for name in names)
+    return line_chart(lines, limits=(0.0, 1.0) if success else None) if lines else ""
+
+
+def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
+    """Title, legend (colour and text) and drawing of each chart that has data."""
+    found = []
+    for title, names in _CHARTS:
+        known = [name for name in names if any(history.series(name) for history in histories)]
+        if len(histories) > 1:
+            known = known[:1]  # one metric per chart: there the colours tell the runs apart
+        if known:
+            labels = [h.name for h in histories] if len(histories) > 1 else [name.split("/")[0] for name in known]
+            found.append((f"{title} ({known[0]})" if len(known) == 1 else title, list(enumerate(labels)), known))
+    return [(title, legend, _chart(histories, known)) for title, legend, known in found]
+
+
+def _more_charts(histories: Sequence[History]) -> list[tuple[str, str]]:
+    shown = {name for _, names in _CHARTS for name in names} | {"step"}
+    names = sorted({name for history in histories for row in history.rows for name in row} - shown)
+    return [(name, svg) for name in names if (svg := _chart(histories, [name]))]
+
+
+def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> dict[str, list[list[str]]]:
+    """Success per task: first and last evaluation of one run, or the last ones of several runs with a paired test."""
+    if not tasks:
+        return {"head": [], "rows": []}
+    rows: list[list[str]] = []
+    if len(histories) == 1:
+        evaluations = histories[0].evaluations
+        first, last = evaluations[0], evaluations[-1]
+        head = ["task", f"step {first.step}", f"step {last.step}", "change", "mean steps"]
+        if len(evaluations) == 1:
+            head = ["task", f"step {last.step}", "mean steps"]
+        for task in [*tasks, None] if len(tasks) > 1 else tasks:
+            chosen = [e.steps for e in last.episodes if task in (None, e.task)]
+            before, after = rate_of(first.episodes, task), rate_of(last.episodes, task)
+            change = f"{100 * (after.value - before.value):+.1f}" if before.episodes and after.episodes else "-"
+            mean = number(sum(chosen) / len(chosen)) if chosen else "-"
+            cells = [str(after), mean] if len(evaluations) == 1 else [str(before), str(after), change, mean]
+            rows.append([task or "all tasks", *cells])
+        return {"head": [head], "rows": rows}
+    last_ones = [history.evaluations[-1] for history in histories if history.evaluations]
+    names = [history.name for history in histories if history.evaluations]
+    head = ["task", *names]
+    rows = [
+        [task or "all tasks", *(str(rate_of(e.episodes, task)) for e in last_ones)]
+        for task in ([*tasks, None] if len(tasks) > 1 else tasks)
+    ]
+    return {"head": [head], "rows": rows}

@@ -1,0 +1,100 @@
+"""The numbers of a report: success per task, paired comparison, curves with bands, settings that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from embodyrl.monitor.history import EpisodeRow, Evaluation, History
+from embodyrl.monitor.intervals import mcnemar, wilson
+from embodyrl.monitor.report.charts import Line
+
+_MAX_POINTS = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Successes of some episodes with their 95 % interval; `episodes` may be 0."""
+
+    successes: int
+    episodes: int
+
+    @property
+    def value(self) -> float:
+        return self.successes / self.episodes if self.episodes else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson(self.successes, self.episodes)
+
+    def __str__(self) -> str:
+        if not self.episodes:
+            return "-"
+        low, high = self.interval
+        return f"{100 * self.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}] ({self.successes}/{self.episodes})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairing:
+    """Two evaluations on the same initial states and seeds."""
+
+    pairs: int
+    only_first: int
+    only_second: int
+    p_value: float
+    """Exact McNemar test, two-sided."""
+
+
+def rate_of(episodes: Sequence[EpisodeRow], task: str | None = None) -> Rate:
+    """Success of the episodes of one task, or of all."""
+    chosen = [e for e in episodes if task is None or e.task == task]
+    return Rate(successes=sum(e.success_once for e in chosen), episodes=len(chosen))
+
+
+def pair(first: Evaluation, second: Evaluation) -> Pairing:
+    """Compare two evaluations episode by episode, where task, initial state and seed agree."""
+    before = {(e.task, e.reset_id, e.seed): e.success_once for e in first.episodes}
+    both = [(before[k], e.success_once) for e in second.episodes if (k := (e.task, e.reset_id, e.seed)) in before]
+    only_first, only_second = both.count((True, False)), both.count((False, True))
+    return Pairing(
+        pairs=len(both), only_first=only_first, only_second=only_second, p_value=mcnemar(only_first, only_second)
+    )
+
+
+def curve(history: History, metric: str, label: str, color: int) -> Line:
+    """One metric of one run: success rates pool their episodes and carry a 95 % band, others a mean and their range."""
+    rows = [row for row in history.rows if row.get(metric) is not None]
+    per_point = max(1, -(-len(rows) // _MAX_POINTS))
+    counts = f"{metric.split('/')[0]}/episodes"
+    points, band = [], []
+    for start in range(0, len(rows), per_point):
+        part = rows[start : start + per_point]
+        step = float(part[-1]["step"] or 0)
+        values = [float(row[metric] or 0) for row in part]
+        if metric.endswith("/success_once") and metric.count("/") == 1 and all(row.get(counts) for row in part):
+            sizes = [float(row[counts] or 0) for row in part]
+            successes = sum(v * n for v, n in zip(values, sizes, strict=True))
+            points.append((step, successes / sum(sizes)))
+            band.append((step, *wilson(round(successes), round(sum(sizes)))))
+        else:
+            points.append((step, sum(values) / len(values)))
+            if per_point > 1:
+                band.append((step, min(values), max(values)))
+    return Line(label=label, points=points, band=band, color=color)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of a config by dotted name."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return leaves
+
+
+def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
+    """Keys whose value is not the same in all configs, with the values."""
+    leaves = [flat(config) for config in configs]
+    names = sorted({name for part in leaves for name in part})
+    rows = [(name, [part.get(name) for part in leaves]) for name in names]
+    return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

@@ -1,0 +1,48 @@
+"""Where the time of a training step goes: `time/*` metrics as a tree of phases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "rollout": ("simulate", "render", "reset", "infer"),
+    "score": (),
+    "update": (),
+    "publish": (),
+    "checkpoint": (),
+    "validate": (),
+}
+"""Phases that follow each other, with parts. Parts run side by side (env workers and policy): they may overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One line of the tree."""
+
+    name: str
+    depth: int
+    seconds: float
+    share: float
+    """Of the whole step."""
+
+
+def step_seconds(metrics: Mapping[str, float | None]) -> float:
+    """Seconds of a step, its validation included; 0 if the row is no training step."""
+    whole = metrics.get("time/step") or 0.0
+    return whole + (metrics.get("time/validate") or 0.0) if whole else 0.0
+
+
+def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
+    """The phases of a step in order, and what none of them explains as `other`."""
+    whole = step_seconds(metrics)
+    if not whole:
+        return []
+    found: list[Phase] = []
+    for name, parts in PHASES.items():
+        for depth, phase in ((0, name), *((1, part) for part in parts)):
+            seconds = metrics.get(f"time/{phase}")
+            if seconds is not None:
+                found.append(Phase(phase, depth, seconds, seconds / whole))
+    rest = max(0.0, whole - sum(phase.seconds for phase in found if phase.depth == 0))
+    return [*found, Phase("other", 0, rest, rest / whole)]

@@ -1,0 +1,179 @@
+"""The report: its numbers, and the page as a real browser shows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_files import TASKS, write_run
+
+from embodyrl.cli.main import main
+from embodyrl.monitor.history import read_history
+from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.report import media, write_report
+from embodyrl.monitor.report.charts import Line, line_chart, stacked_bars, ticks
+from embodyrl.monitor.report.tables import curve, differing, pair, rate_of
+from embodyrl.monitor.timing import time_tree
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def test_ticks_are_round_and_span_the_data() -> None:
+    assert ticks(0.0, 0.9) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert ticks(-3, 17) == [-5.0, 0.0, 5.0, 10.0, 15.0, 20.0]
+    assert ticks(2.0, 2.0)[0] < 2.0 < ticks(2.0, 2.0)[-1]
+
+
+def test_a_line_goes_from_corner_to_corner() -> None:
+    svg = line_chart([Line(label="a<b", points=[(0, 0.0), (10, 1.0)], band=[(0, 0.0, 0.5), (10, 0.5, 1.0)])])
+    assert '<polyline class="line c0" points="52,192 428,12"/>' in svg
+    assert '<polygon class="band c0" points="52,102 428,12 428,102 52,192"/>' in svg
+    assert "a&lt;b · step 10: 1 [0.5, 1]" in svg
+
+
+def test_bars_are_as_high_as_their_seconds() -> None:
+    heights = [
+        float(h) for h in re.findall(r'height="([\d.]+)"', stacked_bars([1, 2], {"a": [4, 2], "b": [0, 2]}, "s"))
+    ]
+    assert heights == [180.0, 90.0, 90.0]
+
+
+def test_success_has_a_wilson_band_and_pools_episodes_of_many_steps(tmp_path: Path) -> None:
+    history = read_history(write_run(tmp_path / "runs" / "a"))
+    line = curve(history, "train/success_once", "train", 0)
+    assert line.points == [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert line.band[0] == (1, *wilson(2, 8))
+    long = read_history(write_run(tmp_path / "runs" / "b", steps=240))
+    pooled = curve(long, "train/success_once", "train", 0)
+    assert len(pooled.points) == 120
+    assert pooled.band[0] == (2, *wilson(4, 16))
+    assert curve(long, "actor/loss", "loss", 0).band[0] == (2, 0.5, 1.0)
+
+
+def test_pairs_agree_in_task_state_and_seed(tmp_path: Path) -> None:
+    history = read_history(write_run(tmp_path / "runs" / "a"))
+    found = pair(*history.evaluations)
+    assert (found.pairs, found.only_first, found.only_second) == (6, 1, 4)
+    assert found.p_value == pytest.approx(12 / 32)  # 2 * (1 + 5) / 2^5
+    assert str(rate_of(history.evaluations[1].episodes, TASKS[0])) == "66.7 % [20.8, 93.9] (2/3)"
+
+
+def test_the_time_tree_explains_the_whole_step() -> None:
+    row = {"time/step": 10.0, "time/validate": 5.0, "time/rollout": 6.0, "time/simulate": 4.0, "time/update": 3.0}
+    tree = {phase.name: (phase.depth, phase.seconds, phase.share) for phase in time_tree(row)}
+    assert tree["rollout"] == (0, 6.0, 0.4)
+    assert tree["simulate"] == (1, 4.0, pytest.approx(4 / 15))
+    assert tree["other"] == (0, 1.0, pytest.approx(1 / 15))
+    assert time_tree({"eval/success_once": 0.5}) == []
+
+
+def test_settings_that_differ() -> None:
+    assert differing([{"a": {"b": 1, "c": []}, "d": {}}, {"a": {"b": 2, "c": []}, "d": {"e": 1}}]) == [
+        ("a.b", [1, 2]),
+        ("d", [{}, None]),
+        ("d.e", [None, 1]),
+    ]
+
+
+def test_the_page_holds_everything_and_nothing_is_fetched(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    lines = write_report([write_run(tmp_path / "runs" / "a", "seed=7", videos=2)], out)
+    assert lines == ["a: step 3: 66.7 % [30.0, 90.3] (4/6)"]
+    page = out.read_text()
+    assert "17% → 67%" in page
+    assert "close the &lt;drawer&gt;" in page
+    assert "close the <drawer>" not in page
+    assert "env worker 0 died: SIGSEGV; restarted" in page
+    assert "all is well" not in page
+    assert "ValueError: a &lt;bad&gt; day" in page
+    assert "<td><code>seed</code></td><td><code>7</code></td>" in page
+    assert not re.search(r'(?:src|href)="(?!#)|url\(http|@import', page)
+
+
+def test_recordings_beyond_the_budget_are_linked(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "a", videos=2)
+    size = max(p.stat().st_size for p in (tmp_path / "videos" / "a").iterdir())
+    shelf = media.Shelf(page=run / "report.html", budget=size)
+    cards = media.cards_of(read_history(run), shelf)
+    sources = [shelf.sources[card.media] for card in cards]
+    assert len(cards) == 4
+    assert [s.startswith("data:video/mp4") for s in sources] == [True, False, False, False]
+    assert (run / sources[1]).resolve().is_file()
+    assert [(a.step, b.step, a.episode.episode) for a, b in media.pairs_of(cards)] == [(0, 3, 0), (0, 3, 1)]
+
+
+def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = write_run(tmp_path / "runs" / "a"), write_run(tmp_path / "runs" / "b", "actor.optim.lr=3e-4")
+    assert main(["report", str(first), str(second), "--out", str(tmp_path / "c.html"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "only a succeeds 0, only b 0; McNemar p = 1 (no significant difference)" in said["summary"][2]
+    assert (
+        "<td><code>actor.optim.lr</code></td><td><code>0.0001</code></td><td><code>0.0003</code></td>"
+        in (tmp_path / "c.html").read_text()
+    )
+    assert main(["report", str(first)]) == 0
+    assert (first / "report.html").is_file()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no run" in capsys.readouterr().err
+
+
+PROBE = """<script>
+window.addEventListener("error", (event) => failures.push(event.message));
+const failures = [];
+(async () => {
+  const video = document.querySelector("#gallery video");
+  video.src ||= url(video.dataset.v);
+  await video.play().catch((reason) => failures.push(String(reason)));
+  for (let k = 0; k < 200 && video.currentTime < 0.2; k++) await new Promise((done) => setTimeout(done, 50));
+  const shown = () => [...document.querySelectorAll("#gallery > .card")].filter((card) => !card.hidden);
+  const count = [document.getElementById("count").textContent];
+  document.querySelector("button[data-outcome=success]").click();
+  const outcomes = shown().map((card) => card.dataset.outcome);
+  const task = document.querySelector("select[data-filter=task]");
+  task.value = task.options[1].value;
+  task.dispatchEvent(new Event("change", { bubbles: true }));
+  count.push(document.getElementById("count").textContent);
+  const targets = [...document.querySelectorAll("nav a")].map((a) => document.querySelector(a.getAttribute("href")));
+  const said = { width: video.videoWidth, time: video.currentTime, count, outcomes, failures,
+    dead: targets.filter((t) => t === null).length, wide: document.documentElement.scrollWidth - innerWidth };
+  const pre = document.createElement("pre");
+  pre.id = "probe";
+  pre.textContent = JSON.stringify(said);
+  document.body.append(pre);
+})();
+</script></body>"""
+
+
+def in_browser(page: Path) -> dict[str, Any]:
+    """What a script at the end of the page finds out in a real browser, from the file system."""
+    assert BROWSER is not None
+    probed = page.with_name("probed.html")
+    probed.write_text(page.read_text().replace("</body>", PROBE))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=30000"]
+    flags += ["--autoplay-policy=no-user-gesture-required", f"--user-data-dir={page.parent / 'profile'}"]
+    done = subprocess.run([BROWSER, *flags, probed.as_uri()], capture_output=True, text=True, timeout=90, check=True)
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout)
+    assert found, done.stderr[-2000:]
+    return json.loads(found[1])
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("embed_bytes", [media.EMBED_BYTES, 0])
+def test_videos_play_and_filters_work_in_chromium(tmp_path: Path, embed_bytes: int) -> None:
+    runs = [write_run(tmp_path / "runs" / name, videos=4) for name in ("a", "b")]
+    write_report(runs, tmp_path / "report.html", embed_bytes=embed_bytes)
+    assert ("data:video/mp4" in (tmp_path / "report.html").read_text()) == bool(embed_bytes)
+    seen = in_browser(tmp_path / "report.html")
+    assert seen["failures"] == []
+    assert seen["width"] == 64
+    assert seen["time"] >= 0.2
+    assert seen["count"] == ["16 of 16", "4 of 16"]
+    assert seen["outcomes"] == ["success"] * 8
+    assert seen["dead"] == 0
+    assert seen["wide"] <= 0
