@@ -1,11 +1,13 @@
-"""Speed and peak memory of OpenVLA-OFT against a plain build from transformers' own modules, with random weights.
+"""Speed and peak memory of OpenVLA-OFT against a plain build from timm and transformers, with random weights.
 
-    python benchmarks/policy.py --json policy.json                       tiny and 100 M parameters, fp32
+    pip install timm transformers
+    python benchmarks/policy.py --json policy.json                           tiny and 100 M parameters, fp32
     python benchmarks/policy.py --json policy.json --sizes 7b --dtype bf16   where there is a GPU
 
-The peer is transformers' Dinov2WithRegisters, Siglip and LlamaForCausalLM (sdpa, no cache, full attention through a 4-D
-mask, logits of all rows and the whole vocabulary), put together as the public model. Each side runs in a process of its
-own, so that peak memory is its own. `act` is a forward pass without gradients, `score` one with backward.
+The peer is put together as the public model: timm's vision transformers (`get_intermediate_layers`) and transformers'
+LlamaForCausalLM (sdpa, no cache, full attention through a 4-D mask, logits of all rows and the whole vocabulary). The
+sides take turns in processes of their own, so that peak memory is their own and a busy machine hits both; medians
+count, of CPU seconds where one thread computes. `act` is a forward pass without gradients, `score` one with backward.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import ctypes
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,19 +89,17 @@ class Peer(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         import transformers as hf
+        from timm.models.vision_transformer import VisionTransformer
 
         dino, siglip, llama = size.dino, size.siglip, size.llama
-        self.dino = hf.Dinov2WithRegistersModel(
-            hf.Dinov2WithRegistersConfig(
-                image_size=size.image, patch_size=14, hidden_size=dino[0], num_hidden_layers=dino[1],
-                num_attention_heads=dino[2], num_register_tokens=4,
-            )
+        common = {"img_size": size.image, "patch_size": 14, "num_classes": 0}
+        self.dino = VisionTransformer(
+            **common, embed_dim=dino[0], depth=dino[1], num_heads=dino[2], reg_tokens=4, no_embed_class=True,
+            init_values=1e-5,
         )  # fmt: skip
-        self.siglip = hf.SiglipVisionModel(
-            hf.SiglipVisionConfig(
-                image_size=size.image, patch_size=14, hidden_size=siglip[0], num_hidden_layers=siglip[1],
-                num_attention_heads=siglip[2], intermediate_size=siglip[3],
-            )
+        self.siglip = VisionTransformer(
+            **common, embed_dim=siglip[0], depth=siglip[1], num_heads=siglip[2], mlp_ratio=siglip[3] / siglip[0],
+            class_token=False, global_pool="",
         )  # fmt: skip
         vision = dino[0] + siglip[0]
         self.projector = nn.Sequential(
@@ -114,8 +116,10 @@ class Peer(nn.Module):
 
     def forward(self, inputs: ModelInputs) -> tuple[Tensor, None]:
         pixels, ids, length = inputs.pixels, inputs.prompt_ids, CHUNK * ACTION_DIM
-        dino = self.dino(pixels[:, :3], output_hidden_states=True).hidden_states[-2][:, 5:]
-        siglip = self.siglip(pixels[:, 3:], output_hidden_states=True).hidden_states[-2]
+        dino, siglip = (
+            tower.get_intermediate_layers(part, n={len(tower.blocks) - 2})[0]
+            for tower, part in ((self.dino, pixels[:, :3]), (self.siglip, pixels[:, 3:]))
+        )
         patches = self.projector(torch.cat([dino, siglip], dim=-1))
         text = self.llama.model.embed_tokens(torch.cat([ids, torch.full_like(ids[:, :1], 2)], dim=1))
         zeros = text.new_zeros(len(ids), length, text.shape[-1])
@@ -165,8 +169,13 @@ def _status(field: str) -> int:
     raise AssertionError(field)
 
 
-def measure(module: nn.Module, inputs: ModelInputs, what: str, device: str, seconds: float) -> tuple[float, int]:
-    """Best seconds of one call, and the bytes that it needs beyond the weights."""
+def clock_of(device: str) -> Callable[[], float]:
+    """CPU time is blind to other processes, but counts every thread."""
+    return time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+
+
+def measure(module: nn.Module, inputs: ModelInputs, what: str, device: str, seconds: float) -> dict:
+    """Seconds of each call but the first, which warms up if there are more, and the bytes beyond the weights."""
 
     def call() -> None:
         if what == "act":
@@ -178,14 +187,14 @@ def measure(module: nn.Module, inputs: ModelInputs, what: str, device: str, seco
         if device == "cuda":
             torch.cuda.synchronize()
 
-    call()
     module.zero_grad(set_to_none=True)
-    before, best, started = reset_peak(device), float("inf"), time.perf_counter()
-    while time.perf_counter() - started < seconds:
-        begun = time.perf_counter()
+    clock = clock_of(device)
+    before, times, started = reset_peak(device), [], clock()
+    while not times or clock() - started < seconds:
+        begun = clock()
         call()
-        best = min(best, time.perf_counter() - begun)
-    return best, peak(device) - before
+        times.append(clock() - begun)
+    return {"times": times[1:] or times, "bytes": peak(device) - before}
 
 
 def run_side(side: str, size_name: str, args: argparse.Namespace) -> None:
@@ -195,13 +204,16 @@ def run_side(side: str, size_name: str, args: argparse.Namespace) -> None:
     size = SIZES[size_name]
     module = build(side, size, device, dtype)
     results = {"parameters": sum(p.numel() for p in module.parameters())}
-    for batch in args.batches:
+    # The first call also pays for libraries that load late.
+    for batch in (1, *args.batches):
         inputs = ModelInputs(
             pixels=torch.randn(batch, 6, size.image, size.image, device=device, dtype=dtype),
             prompt_ids=torch.randint(3, 500, (batch, PROMPT), device=device),
             prompt_lengths=torch.full((batch,), PROMPT, device=device),
         )
         for what in args.what:
+            if batch > args.largest_score and what == "score":
+                continue
             results[f"{what} {batch}"] = measure(module, inputs, what, device, args.seconds)
     print(json.dumps(results))
 
@@ -211,17 +223,19 @@ def rows_of(size_name: str, ours: dict, theirs: dict, args: argparse.Namespace) 
     rows = []
     for batch in args.batches:
         for what in args.what:
-            (our_s, our_bytes), (their_s, their_bytes) = ours[f"{what} {batch}"], theirs[f"{what} {batch}"]
+            if batch > args.largest_score and what == "score":
+                continue
+            mine, other = ours[f"{what} {batch}"], theirs[f"{what} {batch}"]
             label = f"{size_name} {args.dtype} {what} batch {batch}"
-            speed, their_speed = CHUNK * batch / our_s, CHUNK * batch / their_s
+            speed, their_speed = (CHUNK * batch / statistics.median(side["times"]) for side in (mine, other))
             rows.append(_row(label, "actions/s", speed, their_speed, speed / their_speed, 1.0))
-            ours_mb, theirs_mb = our_bytes / 2**20, their_bytes / 2**20
+            ours_mb, theirs_mb = mine["bytes"] / 2**20, other["bytes"] / 2**20
             rows.append(_row(label, "MiB beyond weights", ours_mb, theirs_mb, theirs_mb / max(ours_mb, 1e-3), 1.0))
     return rows
 
 
 def _row(what: str, unit: str, ours: float, theirs: float, ratio: float, goal: float) -> dict:
-    against = "transformers Dinov2WithRegisters + Siglip + LlamaForCausalLM"
+    against = "timm VisionTransformer x 2 + transformers LlamaForCausalLM"
     return {
         "what": what, "unit": unit, "ours": round(ours, 3), "against": against, "theirs": round(theirs, 3),
         "ratio": round(ratio, 3), "goal": goal,
@@ -234,11 +248,14 @@ def _in_own_process(side: str, size: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _best(turns: list[dict]) -> dict:
-    """Shortest time and smallest memory of several turns of one side."""
-    first = turns[0]
-    names = [name for name in first if name != "parameters"]
-    return first | {name: [min(turn[name][i] for turn in turns) for i in (0, 1)] for name in names}
+def _joined(turns: list[dict]) -> dict:
+    """All calls of several turns of one side."""
+    joined = turns[0]
+    for turn in turns[1:]:
+        for name in joined.keys() - {"parameters"}:
+            joined[name]["times"] += turn[name]["times"]
+            joined[name]["bytes"] = min(joined[name]["bytes"], turn[name]["bytes"])
+    return joined
 
 
 def main() -> None:
@@ -251,6 +268,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for each measurement, at least one call")
+    parser.add_argument("--turns", type=int, default=2, help="times that each side is started")
+    parser.add_argument("--largest-score", type=int, default=64, help="largest batch of score, where memory is short")
     parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
@@ -258,15 +277,20 @@ def main() -> None:
         return
     rows = []
     for size in args.sizes:
-        # The machine may be busy at times: the sides take turns, and the best of each counts.
-        turns = [_in_own_process(side, size) for side in ("ours", "theirs") * 2]
-        ours, theirs = _best(turns[0::2]), _best(turns[1::2])
+        turns = [_in_own_process(side, size) for side in ("ours", "theirs") * args.turns]
+        ours, theirs = _joined(turns[0::2]), _joined(turns[1::2])
         print(f"{size}: {ours['parameters']:,} / {theirs['parameters']:,} parameters")
         rows += rows_of(size, ours, theirs, args)
-        for row in rows[-2 * len(args.batches) * len(args.what) :]:
-            print(f"  {row['what']:<28}{row['unit']:<20}{row['ours']:>12}{row['theirs']:>12}{row['ratio']:>8}")
+    for row in rows:
+        print(f"{row['what']:<28}{row['unit']:<20}{row['ours']:>12}{row['theirs']:>12}{row['ratio']:>8}")
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
-    machine = {"device": name, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    machine = {
+        "clock": clock_of(args.device).__name__,
+        "device": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -111,7 +111,7 @@ class ModelConfig:
     rope_bf16_table: bool = False
     """Round the rotary frequencies to bfloat16, as RLinf does; only for checkpoints that were trained so."""
     action_head: str = "discrete"
-    """discrete tokens (RL, SFT, eval), or the continuous heads l1 and diffusion (eval)."""
+    """discrete tokens (RL, sft, eval), or the continuous heads l1 (sft, eval) and diffusion (eval)."""
     num_diffusion_steps_inference: int = 50
     """Denoising steps of the diffusion head, at most the 50 of its training."""
     use_film: bool = False

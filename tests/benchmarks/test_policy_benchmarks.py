@@ -1,0 +1,37 @@
+"""The benchmarks of the policy run, and write what `--json` promises."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KEYS = {"what", "unit", "ours", "against", "theirs", "ratio", "goal"}
+
+
+def run(tmp_path, script, *words):
+    out = tmp_path / "out.json"
+    subprocess.run([sys.executable, f"benchmarks/{script}", "--json", str(out), *words], check=True, cwd=ROOT)
+    content = json.loads(out.read_text())
+    assert all(row.keys() == KEYS and row["ratio"] > 0 for row in content["rows"])
+    assert content["machine"]["device"]
+    return [row["what"] for row in content["rows"]]
+
+
+@pytest.mark.integration
+def test_gpu_benchmark_on_a_cpu(tmp_path):
+    small = ("--batches", "1", "--micro-batch", "1", "--global-batch", "2", "--seconds", "0", "--dtype", "fp32")
+    names = run(tmp_path, "gpu.py", "--size", "tiny", "--device", "cpu", *small)
+    for mode in ("lora", "full"):
+        for what in ("act batch 1", "latency batch 1", "train micro-batch 1", "train peak memory"):
+            assert f"tiny fp32 {mode} {what}" in names
+
+
+@pytest.mark.integration
+def test_policy_benchmark_against_its_peer(tmp_path):
+    pytest.importorskip("timm", reason="the peer is built from timm", exc_type=Exception)
+    pytest.importorskip("transformers", reason="the peer is built from transformers")
+    names = run(tmp_path, "policy.py", "--sizes", "tiny", "--batches", "1", "--seconds", "0", "--turns", "1")
+    assert names == [f"tiny fp32 {what} batch 1" for what in ("act", "act", "score", "score")]
