@@ -187,25 +187,20 @@ def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) ->
     cfg = blueprint.cfg
     training = blueprint.algorithm is not None
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    init = PolicyHostInit(
-        model=cfg.model,
-        request=PolicyRequest(
-            env=blueprint.env,
-            value_dim=blueprint.policy.value_dim,
-            temperature=cfg.algorithm.sampling_params.temperature,
-            device="auto",
-            seed=cfg.seed,
-            trainable=training,
-            gradient_checkpointing=training and cfg.actor.gradient_checkpointing,
-        ),
-        arena=arena.handle,
-        gripper=blueprint.env.gripper,
-        algorithm=cfg.algorithm if training else None,
-        actor=cfg.actor,
-        total_steps=blueprint.total_steps * blueprint.optimizer_steps_per_step,
+    request = PolicyRequest(
+        env=blueprint.env,
+        value_dim=blueprint.policy.value_dim,
+        temperature=cfg.algorithm.sampling_params.temperature,
+        device="auto",
         seed=cfg.seed,
-        deterministic=cfg.runner.deterministic,
-        on_nonfinite=cfg.faults.on_nonfinite,
+        trainable=training,
+        gradient_checkpointing=training and cfg.actor.gradient_checkpointing,
+    )
+    init = PolicyHostInit(
+        cfg=cfg,
+        request=request,
+        arena=arena.handle,
+        total_steps=blueprint.total_steps * blueprint.optimizer_steps_per_step,
         threads=int(threads),
         start_from=str(start_from) if start_from else None,
         shared_arena=_shared(cfg, arena),
@@ -221,12 +216,10 @@ def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) ->
 def _env_spec(blueprint: Blueprint, arena: Arena, seat: EnvSeat) -> WorkerSpec:
     cfg = blueprint.cfg
     init = EnvWorkerInit(
-        env=cfg.env,
+        cfg=cfg,
         num_slots=len(seat.slots),
         arena=arena.handle,
-        video=cfg.video_cfg,
         scripted=blueprint.policy.scripted,
-        expert_noise=cfg.model.expert_noise,
         single_step=blueprint.single_step,
         shared_arena=_shared(cfg, arena),
     )

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl import __version__
 from embodyrl.channels.arena import Arena
 from embodyrl.config.schema import Config, EpisodeFilter, FrameFormat
 from embodyrl.datasets import Card, DatasetWriter, Demonstration, Source
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
-from embodyrl.monitor import Fanout, RunInfo, build_monitor
+from embodyrl.monitor import Fanout
 from embodyrl.runtime.build import Blueprint, Crew, count_env_workers, deal_slots, draw_blueprint, start_crew
 from embodyrl.runtime.episodes import demonstration_plan, selected_tasks
 from embodyrl.runtime.planning import facts
-from embodyrl.runtime.rundir import locked, open_run, resolve_weights
+from embodyrl.runtime.rundir import RunFolder, locked, open_run, resolve_weights
+from embodyrl.runtime.session import announce, screen_only
 from embodyrl.types import Episode
 
 _HOPELESS = 20
@@ -51,9 +51,9 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
     with locked(Path(cfg.collect.out)):
         folder = open_run(cfg, "collect", overrides, None)
-        monitor = build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
+        monitor = screen_only(cfg)
         try:
-            return _Collecting(blueprint, monitor, weights).run(folder.root, folder.logs)
+            return _Collecting(blueprint, monitor, weights).run(folder)
         finally:
             monitor.close()
             folder.unlock()
@@ -120,7 +120,7 @@ class _Collecting:
         self.tried = self.succeeded = self.dropped = 0
         self.wall_s = 0.0
 
-    def run(self, run: Path, logs: Path) -> CollectResult:
+    def run(self, folder: RunFolder) -> CollectResult:
         out = Path(str(self.cfg.collect.out))
         writer = DatasetWriter(out, card_of(self.blueprint))
         try:
@@ -128,9 +128,11 @@ class _Collecting:
                 task = row["embodyrl/task_id"]
                 self.kept[task] += 1
                 self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
-            self._open_monitor(run, out, len(writer.episodes))
+            continued = f", {len(writer.episodes)} are there" if writer.episodes else ""
+            demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
+            announce(self.monitor, self.cfg, folder, "collect", [*facts(self.blueprint), ("demos", demos)])
             if self._trials():
-                self._collect(writer, logs)
+                self._collect(writer, folder.logs)
         finally:
             writer.close()
         result = CollectResult(
@@ -211,16 +213,6 @@ class _Collecting:
         finally:
             write(all_that_came=True)
         writer.flush()
-
-    def _open_monitor(self, run: Path, out: Path, existing: int) -> None:
-        self.monitor.open(run, RunInfo(run_id=run.name, project=self.cfg.runner.logger.project_name))
-        continued = f", {existing} are there" if existing else ""
-        lines = [
-            *facts(self.blueprint),
-            ("demos", f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"),
-        ]
-        head = f"embodyrl {__version__} · collect · {run.name} · seed {self.cfg.seed}"
-        self.monitor.banner([head, *(f"  {name:<10} {text}" for name, text in lines)])
 
     def _report(self, result: CollectResult) -> None:
         if result.tried:

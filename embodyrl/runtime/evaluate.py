@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from embodyrl import __version__
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
-from embodyrl.monitor import Fanout, RunInfo, build_monitor
+from embodyrl.monitor import Fanout
 from embodyrl.runtime.build import draw_blueprint, start_crew
 from embodyrl.runtime.evaluation import EvalResult, TaskResult, run_evaluation
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import open_run, resolve_weights
+from embodyrl.runtime.session import LOOP_FILE, announce, screen_only
 
 
 def evaluate(cfg: Config, *, overrides: Sequence[str] = ()) -> EvalResult:
@@ -26,16 +26,10 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = ()) -> EvalResult:
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
     step = _step_of(weights)
     folder = open_run(cfg, "eval", overrides, None)
-    monitor = build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
+    monitor = screen_only(cfg)
     try:
-        lines = facts(blueprint)
-        monitor.open(folder.root, RunInfo(run_id=folder.run_id, project=cfg.runner.logger.project_name))
-        source = cfg.ckpt or cfg.model.path
-        monitor.banner(
-            [f"embodyrl {__version__} · eval · {folder.run_id} · weights {source}"]
-            + [f"  {name:<10} {text}" for name, text in lines]
-            + [f"  {'output':<10} {folder.root}"]
-        )
+        lines = [*facts(blueprint), ("weights", str(cfg.ckpt or cfg.model.path)), ("output", str(folder.root))]
+        announce(monitor, cfg, folder, "eval", lines)
         crew = start_crew(blueprint, folder.logs, monitor.text, start_from=weights)
         try:
             with crew.fleet.signals():
@@ -62,7 +56,7 @@ def _step_of(weights: Path | None) -> int:
     if weights is None or not (weights.parent / "manifest.json").is_file():
         return 0
     CheckpointStore(weights.parent.parent).verify(weights.parent)
-    return int(json.loads((weights.parent / "loop.json").read_text(encoding="utf-8"))["step"])
+    return int(json.loads((weights.parent / LOOP_FILE).read_text(encoding="utf-8"))["step"])
 
 
 def _print_table(result: EvalResult, monitor: Fanout) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from embodyrl.config.schema import FaultsConfig, OnEnvCrash
-from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError, WorkerError
+from embodyrl.errors import EmbodyError, NonFiniteError, WorkerError
 from embodyrl.launch.protocol import Launcher, WorkerDied
+from embodyrl.runtime.signals import StopRequest
 from embodyrl.workers.lifecycle import WorkerSpec
 from embodyrl.workers.messages import WorkerReady
 
@@ -31,7 +31,7 @@ class Fleet:
         self._starting: set[str] = set()
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
-        self._signum: int | None = None
+        self._stop = StopRequest()
         self._shielded = False
         self.info: dict[str, str] = {}
         """What each worker said about itself when it was ready."""
@@ -68,8 +68,7 @@ class Fleet:
             Interrupted: a signal asked the run to stop.
             WorkerError: a worker died that is not restarted, or its budget is used up.
         """
-        if self._signum is not None and not self._shielded:
-            raise Interrupted(self._signum)
+        self._check_stop()
         now = time.monotonic()
         for name in [n for n, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]
@@ -80,13 +79,16 @@ class Fleet:
         # the signal is the story, not the death.
         for event in sorted(self._launcher.wait(timeout_s), key=lambda e: isinstance(e.message, WorkerDied)):
             if isinstance(event.message, WorkerDied):
-                if self._signum is not None and not self._shielded:
-                    raise Interrupted(self._signum)
+                self._check_stop()
                 self._mourn(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
                 self._starting.discard(event.worker)
                 self.info[event.worker] = event.message.info
             self._callbacks[event.worker](event.message)
+
+    def _check_stop(self) -> None:
+        if not self._shielded:
+            self._stop.check()
 
     def _mourn(self, name: str, died: WorkerDied) -> None:
         """Plan a restart, or raise what ends the run."""
@@ -110,23 +112,9 @@ class Fleet:
             f"{self._faults.max_restarts_per_worker}), its running episodes are dropped.{where}"
         )
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Turn SIGINT, SIGTERM and SIGHUP into `Interrupted` at the next safe point; a second one acts at once."""
-
-        def note(signum: int, frame: object) -> None:
-            if self._signum is not None:
-                self._launcher.stop(grace_s=0.0)
-                raise KeyboardInterrupt
-            # A lost terminal means the same as a request to terminate.
-            self._signum = signal.SIGTERM if signum == signal.SIGHUP else signum
-
-        previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        try:
-            yield
-        finally:
-            for signum, handler in previous.items():
-                signal.signal(signum, handler)
+    def signals(self) -> AbstractContextManager[None]:
+        """Turn signals into `Interrupted` at the next safe point; a second one ends the workers at once."""
+        return self._stop.listening(on_second=lambda: self._launcher.stop(grace_s=0.0))
 
     @contextmanager
     def shield(self) -> Iterator[None]:

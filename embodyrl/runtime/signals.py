@@ -1,9 +1,9 @@
-"""A polite end for loops that have no workers to stop."""
+"""A polite end: signals become a request that the loop checks where it can stop."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from embodyrl.errors import Interrupted
@@ -24,21 +24,20 @@ class StopRequest:
         if self._signum is not None:
             raise Interrupted(self._signum)
 
-    def note(self, signum: int, frame: object) -> None:
-        """Signal handler; a second signal acts at once."""
-        if self._signum is not None:
-            raise KeyboardInterrupt
-        # A lost terminal means the same as a request to terminate.
-        self._signum = signal.SIGTERM if signum == signal.SIGHUP else signum
+    @contextmanager
+    def listening(self, on_second: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Take SIGINT, SIGTERM and SIGHUP as requests; a second one acts at once, after `on_second`."""
 
+        def note(signum: int, frame: object) -> None:
+            if self._signum is not None:
+                on_second()
+                raise KeyboardInterrupt
+            # A lost terminal means the same as a request to terminate.
+            self._signum = signal.SIGTERM if signum == signal.SIGHUP else signum
 
-@contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Turn SIGINT, SIGTERM and SIGHUP into a request that the loop checks."""
-    request = StopRequest()
-    previous = {s: signal.signal(s, request.note) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield request
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+        previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)

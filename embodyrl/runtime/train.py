@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl import __version__
-from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
-from embodyrl.errors import CheckpointError, Interrupted
-from embodyrl.files import write_atomically
-from embodyrl.monitor import Fanout, RunInfo, build_monitor
+from embodyrl.errors import Interrupted
 from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
 from embodyrl.runtime.episodes import train_plan
@@ -25,9 +19,9 @@ from embodyrl.runtime.metrics import rollout_metrics, settle
 from embodyrl.runtime.outcome import changes, compare_recordings
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import RunFolder, open_run, resolve_weights
+from embodyrl.runtime.session import Session
 from embodyrl.types import PreparedBatch
 
-LOOP_FILE = "loop.json"
 _NOTHING = PreparedBatch(
     records=np.zeros(0, np.int64),
     episode=np.zeros(0, np.int64),
@@ -68,24 +62,26 @@ class _Training:
     """One process's share of a run."""
 
     def __init__(self, blueprint: Blueprint, folder: RunFolder, weights: Path | None) -> None:
+        assert blueprint.algorithm is not None
         self.blueprint = blueprint
+        self.algorithm = blueprint.algorithm
         self.cfg = blueprint.cfg
-        self.folder = folder
         self.weights = weights
-        self.store = CheckpointStore(folder.checkpoints)
-        self.store.clean_stale()
-        self.step = 0
-        self.best = -1.0
-        self.best_step: int | None = None
+        self.session = Session(self.cfg, folder, "train")
+        self.monitor = self.session.monitor
         self.first: EvalResult | None = None
         self.last: EvalResult | None = None
-        self.monitor: Fanout = build_monitor(self.cfg.runner.logger.backends)
 
     def run(self) -> TrainResult:
-        start = self._find_start()
-        self._open_monitor(resumed=start is not None)
+        session, folder = self.session, self.session.folder
+        start = session.find_start()
+        validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
+        where = [("output", f"{folder.root}{validation}"), ("logs", f"tail -F {folder.logs}/*.log")]
+        session.announce([*facts(self.blueprint), *where], self.blueprint.total_steps)
         try:
-            crew = start_crew(self.blueprint, self.folder.logs, self.monitor.text, start_from=self.weights)
+            # The checkpoint's own weights win.
+            weights = self.weights if start is None else None
+            crew = start_crew(self.blueprint, folder.logs, self.monitor.text, start_from=weights)
             try:
                 with crew.fleet.signals():
                     return self._train(crew, start)
@@ -95,31 +91,30 @@ class _Training:
             self.monitor.close()
 
     def _train(self, crew: Crew, start: Path | None) -> TrainResult:
-        assert self.blueprint.algorithm is not None
-        actors = Actors(crew.policy, crew.arena, self.blueprint.algorithm)
+        actors = Actors(crew.policy, crew.arena, self.algorithm)
         try:
             if start is not None:
                 actors.load(start)
-            if self.step == 0 and self._validates:
+            if self.session.step == 0 and self._validates:
                 self.first = self._validate(crew)
                 self.monitor.log(0, self.first.metrics())
             self._loop(crew, actors)
-            with crew.fleet.shield():
-                checkpoint = self._save(actors)
+            checkpoint = self._save(crew, actors)
         except Interrupted as interruption:
-            with crew.fleet.shield():
-                saved = self._save(actors)
-            raise self._farewell(interruption, saved) from None
+            raise self.session.farewell(interruption, self._save(crew, actors)) from None
         self._report(checkpoint)
         return TrainResult(
-            run=self.folder.root, step=self.step, checkpoint=checkpoint, first=self.first, last=self.last
+            run=self.session.folder.root,
+            step=self.session.step,
+            checkpoint=checkpoint,
+            first=self.first,
+            last=self.last,
         )
 
     def _loop(self, crew: Crew, actors: Actors) -> None:
         """Rollout, score, advantages, update, log, save: the order in which data flows."""
-        algorithm = self.blueprint.algorithm
-        assert algorithm is not None
-        for step in range(self.step, self.blueprint.total_steps):
+        session, algorithm = self.session, self.algorithm
+        for step in range(session.step, session.total):
             started = time.perf_counter()
             plan = train_plan(self.cfg, self.blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
             total = plan.num_slots * len(plan.waves) if algorithm.counts_chunk_steps else plan.num_episodes
@@ -136,108 +131,48 @@ class _Training:
                 batch = algorithm.prepare(rollout.episodes) if rollout.episodes else _NOTHING
                 result = actors.update(step, rollout, batch)
                 crew.rollouts.release(rollout)
-                self.step = step + 1
+                session.step = step + 1
             metrics = rollout_metrics(rollout, num_workers=len(self.blueprint.seats), restarts=crew.fleet.restarts)
             metrics |= batch.metrics
             metrics["time/update"] = result.pop("seconds")
             metrics |= {f"actor/{name}": value for name, value in result.items()}
             metrics["time/step"] = time.perf_counter() - started
             try:
-                if self._validates and self._due(self.cfg.runner.val_check_interval):
+                if session.due(self.cfg.runner.val_check_interval):
                     self.last = self._validate(crew)
                     metrics |= self.last.metrics() | {"time/validate": self.last.wall_s}
             finally:
                 # The step is done and will not be repeated, even if its validation was interrupted.
-                self.monitor.log(self.step, settle(metrics, deterministic=self.cfg.runner.deterministic))
+                self.monitor.log(session.step, settle(metrics, deterministic=self.cfg.runner.deterministic))
             if not batch.has_signal:
-                self.monitor.text(f"step {self.step}: no group has a signal, the weights stay as they are")
-            if self._due(self.cfg.runner.save_interval) and self.step < self.blueprint.total_steps:
-                with crew.fleet.shield():
-                    self._save(actors)
+                self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
+            if session.due(self.cfg.runner.save_interval) and session.step < session.total:
+                self._save(crew, actors)
 
     @property
     def _validates(self) -> bool:
         return self.cfg.runner.val_check_interval != -1
 
-    def _due(self, interval: int) -> bool:
-        last = self.step == self.blueprint.total_steps
-        return last or (interval > 0 and self.step % interval == 0)
-
     def _validate(self, crew: Crew) -> EvalResult:
+        session = self.session
         result = run_evaluation(
             self.blueprint,
             crew,
-            folder=self.folder.eval_folder(self.step),
-            videos=self.folder.videos,
-            step=self.step,
+            folder=session.folder.eval_folder(session.step),
+            videos=session.folder.videos,
+            step=session.step,
             progress=self.monitor.progress,
             warn=self.monitor.text,
         )
         for path in result.videos:
-            self.monitor.video(self.step, Path(path))
-        if result.overall.success_once > self.best:
-            self.best, self.best_step = result.overall.success_once, self.step
+            self.monitor.video(session.step, Path(path))
+        session.judge(result.overall.success_once)
         return result
 
-    def _save(self, actors: Actors) -> Path:
-        """Write a checkpoint of the current step, once, and drop old ones."""
-        existing = self.folder.checkpoints / f"step_{self.step:06d}"
-        if existing.is_dir():
-            return existing
-        loop = {"step": self.step, "best": self.best, "best_step": self.best_step, "version": __version__}
-
-        def fill(folder: Path) -> None:
-            actors.save(folder)
-            write_atomically(folder / LOOP_FILE, json.dumps(loop, indent=2) + "\n")
-
-        path = self.store.write(self.step, fill, {"env": self.blueprint.env.name, "model": self.blueprint.policy.name})
-        protect = [self.best_step] if self.cfg.checkpoint.keep_best and self.best_step is not None else []
-        self.store.prune(self.cfg.checkpoint.keep, protect)
-        return path
-
-    def _find_start(self) -> Path | None:
-        """Find the newest complete checkpoint of a resumed run.
-
-        Raises:
-            CheckpointError: the newest checkpoint is damaged; older ones are never taken silently.
-        """
-        latest = self.store.latest()
-        if latest is None:
-            return None
-        self.store.verify(latest)
-        try:
-            loop = json.loads((latest / LOOP_FILE).read_text(encoding="utf-8"))
-            self.step, self.best, self.best_step = int(loop["step"]), float(loop["best"]), loop["best_step"]
-        except (OSError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{latest / LOOP_FILE} is not usable: {error}.") from error
-        self.weights = None  # the checkpoint's own weights win
-        return latest
-
-    def _open_monitor(self, *, resumed: bool) -> None:
-        lines = facts(self.blueprint)
-        resume_step = (self.step + 1 if self.step else 0) if resumed else None
-        info = RunInfo(
-            run_id=self.folder.run_id,
-            project=self.cfg.runner.logger.project_name,
-            total_steps=self.blueprint.total_steps,
-            resume_step=resume_step,
-            summary=dict(lines),
-        )
-        self.monitor.open(self.folder.root, info)
-        head = f"embodyrl {__version__} · train · {self.folder.run_id} · seed {self.cfg.seed}"
-        if resumed:
-            head += f" · resumed at step {self.step}"
-        validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
-        lines += [("output", f"{self.folder.root}{validation}"), ("logs", f"tail -F {self.folder.logs}/*.log")]
-        self.monitor.banner([head, *(f"  {name:<10} {text}" for name, text in lines)])
-
-    def _farewell(self, interruption: Interrupted, saved: Path) -> Interrupted:
-        name = signal.Signals(interruption.signum).name
-        interruption.args = (
-            f"stopped by {name} after step {self.step}; saved {saved}; "
-            f"go on with: embodyrl train --resume {self.folder.root}",
-        )
-        return interruption
+    def _save(self, crew: Crew, actors: Actors) -> Path:
+        with crew.fleet.shield():
+            meta = {"env": self.blueprint.env.name, "model": self.blueprint.policy.name}
+            return self.session.save(actors.save, meta)
 
     def _report(self, checkpoint: Path) -> None:
         videos: list[Path] = []
@@ -246,12 +181,12 @@ class _Training:
             videos = compare_recordings(
                 self.first,
                 self.last,
-                self.folder.videos,
-                steps=(0, self.step),
+                self.session.folder.videos,
+                steps=(0, self.session.step),
                 fps=self.cfg.video_cfg.fps,
                 warn=self.monitor.text,
             )
-        self.monitor.text(f"run        {self.folder.root}")
+        self.monitor.text(f"run        {self.session.folder.root}")
         self.monitor.text(f"checkpoint {checkpoint}")
         for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

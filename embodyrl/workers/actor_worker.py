@@ -11,14 +11,13 @@ import torch
 from embodyrl.algorithms.metrics import merge_metrics
 from embodyrl.algorithms.protocol import Algorithm, LossInputs
 from embodyrl.channels.arena import Arena
-from embodyrl.config.schema import ActorConfig, OnNonfinite
+from embodyrl.config.schema import Config, OnNonfinite
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import ScoreOrder, UpdateOrder
 from embodyrl.workers.rollout_worker import even_parts, read_observation
-
-VALUE_HEAD = "value_head"
+from embodyrl.workers.training import Optimization
 
 
 class ActorWorker:
@@ -29,24 +28,20 @@ class ActorWorker:
         policy: Policy,
         arena: Arena,
         algorithm: Algorithm,
-        cfg: ActorConfig,
+        cfg: Config,
         *,
-        update_epoch: int,
         total_steps: int,
-        seed: int,
-        on_nonfinite: OnNonfinite,
         reference: Policy | None,
     ) -> None:
         self._policy = policy
         self._arena = arena
         self._algorithm = algorithm
-        self._cfg = cfg
-        self._update_epoch = update_epoch
-        self._seed = seed
-        self._on_nonfinite = on_nonfinite
+        self._cfg = cfg.actor
+        self._update_epoch = cfg.algorithm.update_epoch
+        self._seed = cfg.seed
+        self._on_nonfinite = cfg.faults.on_nonfinite
         self._reference = reference
-        self.optimizer = build_optimizer(policy.module, cfg)
-        self.scheduler = build_schedule(self.optimizer, cfg, total_steps)
+        self.optimization = Optimization(policy.module, cfg.actor, total_steps)
 
     def score(self, order: ScoreOrder) -> None:
         """Write the reference policy's log-probabilities."""
@@ -74,7 +69,7 @@ class ActorWorker:
                 if metrics:
                     steps.append(metrics)
         result = _reduce(steps)
-        result["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        result["lr"] = self.optimization.lr
         result["optimizer_steps"] = float(len(steps))
         result["skipped_nonfinite"] = float(skipped)
         if steps and "logprob_gap" in steps[0]:
@@ -105,7 +100,7 @@ class ActorWorker:
             return {}
         weight, value_weight = weight[useful], value_weight[useful]
         samples = [samples[int(i)] for i in useful]
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimization.zero_grad()
         parts: list[dict[str, float]] = []
         size = self._cfg.micro_batch_size
         for start in range(0, len(samples), size):
@@ -118,17 +113,14 @@ class ActorWorker:
                 return self._refuse(f"loss {float(loss)}")
             loss.backward()
             parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())})
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        grad_norm = torch.nn.utils.clip_grad_norm_(params, self._cfg.optim.clip_grad)
-        if not torch.isfinite(grad_norm):
-            return self._refuse(f"gradient norm {float(grad_norm)}")
-        self.optimizer.step()
-        self.scheduler.step()
-        return merge_metrics(parts) | {"grad_norm": float(grad_norm)}
+        grad_norm = self.optimization.step()
+        if not math.isfinite(grad_norm):
+            return self._refuse(f"gradient norm {grad_norm}")
+        return merge_metrics(parts) | {"grad_norm": grad_norm}
 
     def _refuse(self, what: str) -> None:
         """Leave the weights as they are when something is not finite."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimization.zero_grad()
         if self._on_nonfinite == OnNonfinite.stop:
             raise NonFiniteError(
                 f"Non-finite {what} in the actor; the weights were not touched. Likely cause: learning rate too high "
@@ -154,41 +146,6 @@ class ActorWorker:
             weight=tensor(weight),
             value_weight=tensor(value_weight),
         )
-
-
-def build_optimizer(module: torch.nn.Module, cfg: ActorConfig) -> torch.optim.Optimizer:
-    """AdamW with its own learning rate for the value head."""
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    policy = [p for name, p in named if VALUE_HEAD not in name]
-    value = [p for name, p in named if VALUE_HEAD in name]
-    groups = [{"params": policy, "lr": cfg.optim.lr}]
-    if value:
-        groups.append({"params": value, "lr": cfg.optim.value_lr})
-    return torch.optim.AdamW(
-        groups,
-        betas=(cfg.optim.adam_beta1, cfg.optim.adam_beta2),
-        eps=cfg.optim.adam_eps,
-        weight_decay=cfg.optim.weight_decay,
-    )
-
-
-def build_schedule(
-    optimizer: torch.optim.Optimizer, cfg: ActorConfig, total_steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then constant, linear or cosine decay to zero over `total_steps` optimizer steps."""
-    warmup = cfg.optim.warmup_steps
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        if cfg.optim.schedule == "linear":
-            return 1.0 - progress
-        if cfg.optim.schedule == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        return 1.0
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:

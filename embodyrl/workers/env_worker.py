@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
-from embodyrl.config.schema import EnvConfig, VideoConfig
+from embodyrl.config.schema import Config
 from embodyrl.envs.protocol import ENVS, Env
 from embodyrl.envs.video import VideoRecorder
 from embodyrl.errors import EmbodyError
@@ -23,14 +23,11 @@ from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrde
 class EnvWorkerInit:
     """What an env worker needs to start."""
 
-    env: EnvConfig
+    cfg: Config
     num_slots: int
     arena: ArenaHandle
-    video: VideoConfig
     scripted: bool = False
     """The environment's demonstrator acts; the chunk in the record is ignored and overwritten."""
-    expert_noise: float = 0.0
-    """Standard deviation of the noise on the demonstrator's executed actions."""
     single_step: bool = False
     """Execute only the first action of each chunk, so that every env step has a record of its own."""
     shared_arena: Arena | None = None
@@ -50,10 +47,8 @@ class EnvWorker:
 
     def __init__(self, init: EnvWorkerInit) -> None:
         self._init = init
-        self._owns_arena = init.shared_arena is None
         self._arena = init.shared_arena or Arena.attach(init.arena)
-        factory = ENVS.get(init.env.env_type)
-        self._env: Env = factory.make(init.env, init.num_slots)
+        self._env: Env = ENVS.get(init.cfg.env.env_type).make(init.cfg.env, init.num_slots)
         self._tapes: dict[int, _Tape] = {}
         self._problems: list[Recording] = []
         self._render_s = 0.0
@@ -89,7 +84,9 @@ class EnvWorker:
         film = self._film if self._tapes else None
         length = 1 if self._init.single_step else arena["action"].shape[1]
         if self._init.scripted:
-            actions, result = self._env.expert_chunk(slots, length, noise=self._init.expert_noise, after_step=film)
+            actions, result = self._env.expert_chunk(
+                slots, length, noise=self._init.cfg.model.expert_noise, after_step=film
+            )
             arena["action"][records, :length] = actions
         else:
             result = self._env.step_chunk(slots, arena["action"][records, :length], after_step=film)
@@ -126,7 +123,7 @@ class EnvWorker:
 
     def _start_tape(self, order: ResetOrder) -> None:
         assert order.video_stem is not None
-        video = self._init.video
+        video = self._init.cfg.video_cfg
         try:
             recorder = VideoRecorder(
                 Path(order.video_stem),
@@ -176,5 +173,5 @@ class EnvWorker:
             tape.recorder.discard()
         self._tapes.clear()
         self._env.close()
-        if self._owns_arena:
+        if self._init.shared_arena is None:
             self._arena.close()

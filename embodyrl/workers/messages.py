@@ -138,11 +138,10 @@ class UpdateOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrder:
-    """Write policy (and, with `training_state`, optimizer and RNG state) below `folder`."""
+    """Write policy, optimizer and RNG state below `folder`."""
 
     sequence: int
     folder: str
-    training_state: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +150,6 @@ class LoadOrder:
 
     sequence: int
     folder: str
-    training_state: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from embodyrl.algorithms.protocol import build_algorithm
 from embodyrl.channels.arena import Arena, ArenaHandle
-from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
-from embodyrl.config.schema import ActorConfig, AlgorithmConfig, ModelConfig, OnNonfinite
-from embodyrl.policies.protocol import POLICIES, PolicyRequest
-from embodyrl.types import GripperConvention
+from embodyrl.config.schema import Config
+from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
 from embodyrl.workers.actor_worker import ActorWorker
 from embodyrl.workers.messages import (
-    POLICY_FOLDER,
     Done,
     InferOrder,
     LoadOrder,
@@ -32,26 +27,19 @@ from embodyrl.workers.messages import (
     WorkerReady,
 )
 from embodyrl.workers.rollout_worker import RolloutWorker
-
-TRAINING_STATE = "training_state"
+from embodyrl.workers.training import best_device, seed_everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHostInit:
     """What the process that holds the policy needs to start."""
 
-    model: ModelConfig
+    cfg: Config
     request: PolicyRequest
+    """Its device is chosen where the policy is built."""
     arena: ArenaHandle
-    gripper: GripperConvention | None
-    """The environment's gripper convention."""
-    algorithm: AlgorithmConfig | None
-    """None: evaluation only, no optimizer."""
-    actor: ActorConfig
     total_steps: int
-    seed: int
-    deterministic: bool
-    on_nonfinite: OnNonfinite
+    """Optimizer steps of the whole run."""
     threads: int
     start_from: str | None = None
     """Folder of weights in the policy's own layout that replace those of `model.path`."""
@@ -62,41 +50,30 @@ class PolicyHost:
     """Collocated rollout and actor worker."""
 
     def __init__(self, init: PolicyHostInit) -> None:
+        cfg = init.cfg
         torch.set_num_threads(init.threads)
-        if init.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        random.seed(init.seed)
-        np.random.seed(init.seed % 2**32)
-        torch.manual_seed(init.seed)
-        self._owns_arena = init.shared_arena is None
+        seed_everything(cfg.seed, deterministic=cfg.runner.deterministic)
+        self._init = init
         self._arena = init.shared_arena or Arena.attach(init.arena)
-        factory = POLICIES.get(init.model.model_type)
-        request = replace(init.request, device="cuda" if torch.cuda.is_available() else "cpu")
-        self._policy = factory.build(init.model, request)
-        if init.start_from is not None:
-            self._policy.load_weights(Path(init.start_from))
-        self._rollout = RolloutWorker(self._policy, self._arena, init.gripper)
+        self._policy = self._build()
+        self._rollout = RolloutWorker(self._policy, self._arena, init.request.env.gripper)
         self._actor: ActorWorker | None = None
-        if init.algorithm is not None:
-            algorithm = build_algorithm(init.algorithm)
+        if init.request.trainable:
+            algorithm = build_algorithm(cfg.algorithm)
             reference = None
             if algorithm.needs_reference:
-                reference = factory.build(init.model, request)
-                if init.start_from is not None:
-                    reference.load_weights(Path(init.start_from))
+                reference = self._build()
                 reference.module.requires_grad_(False)
             self._actor = ActorWorker(
-                self._policy,
-                self._arena,
-                algorithm,
-                init.actor,
-                update_epoch=init.algorithm.update_epoch,
-                total_steps=init.total_steps,
-                seed=init.seed,
-                on_nonfinite=init.on_nonfinite,
-                reference=reference,
+                self._policy, self._arena, algorithm, cfg, total_steps=init.total_steps, reference=reference
             )
+
+    def _build(self) -> Policy:
+        model = self._init.cfg.model
+        policy = POLICIES.get(model.model_type).build(model, replace(self._init.request, device=best_device()))
+        if self._init.start_from is not None:
+            policy.load_weights(Path(self._init.start_from))
+        return policy
 
     def ready(self) -> WorkerReady:
         """Introduce the worker."""
@@ -120,9 +97,9 @@ class PolicyHost:
             case UpdateOrder():
                 return self._trainer.update(order)
             case SaveOrder():
-                self._save(order)
+                self._trainer.optimization.save(Path(order.folder), self._policy)
             case LoadOrder():
-                self._load(order)
+                self._trainer.optimization.load(Path(order.folder), self._policy)
             case _:
                 raise AssertionError(f"unknown order {order!r}")
         return {}
@@ -132,30 +109,6 @@ class PolicyHost:
         assert self._actor is not None, "this run has no actor"
         return self._actor
 
-    def _save(self, order: SaveOrder) -> None:
-        folder = Path(order.folder)
-        policy = folder / POLICY_FOLDER
-        policy.mkdir(parents=True)
-        self._policy.save(policy)
-        if order.training_state:
-            trainer = self._trainer
-            state = {
-                "optimizer": trainer.optimizer.state_dict(),
-                "schedule": {"last_epoch": trainer.scheduler.last_epoch},
-                "rng": rng_state(),
-            }
-            save_state(folder, TRAINING_STATE, state)
-
-    def _load(self, order: LoadOrder) -> None:
-        folder = Path(order.folder)
-        self._policy.load_weights(folder / POLICY_FOLDER)
-        if order.training_state:
-            state = load_state(folder, TRAINING_STATE)
-            trainer = self._trainer
-            trainer.optimizer.load_state_dict(state["optimizer"])
-            trainer.scheduler.last_epoch = int(state["schedule"]["last_epoch"])
-            set_rng_state(state["rng"])
-
     def close(self) -> None:
-        if self._owns_arena:
+        if self._init.shared_arena is None:
             self._arena.close()

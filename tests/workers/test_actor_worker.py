@@ -6,8 +6,8 @@ import pytest
 from toy_runs import rows, train_toy
 
 from embodyrl.config.schema import ActorConfig
-from embodyrl.workers.actor_worker import build_schedule
 from embodyrl.workers.rollout_worker import even_parts
+from embodyrl.workers.training import build_schedule
 
 WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
 COMPARED = ("actor/loss", "actor/policy_loss", "actor/entropy", "actor/kl", "actor/ratio", "actor/grad_norm")

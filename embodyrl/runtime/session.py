@@ -1,0 +1,114 @@
+"""What every command that makes a run shares: its banner, its checkpoints, and where its loop stands."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from embodyrl import __version__
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.config.schema import Config
+from embodyrl.errors import CheckpointError, Interrupted
+from embodyrl.files import write_atomically
+from embodyrl.monitor import Fanout, RunInfo, build_monitor
+from embodyrl.runtime.rundir import RunFolder
+
+LOOP_FILE = "loop.json"
+Facts = Sequence[tuple[str, str]]
+"""Name and text of the banner's lines."""
+
+
+def screen_only(cfg: Config) -> Fanout:
+    """Monitor of a command that trains nothing: there are no steps to write down."""
+    return build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
+
+
+def announce(
+    monitor: Fanout, cfg: Config, folder: RunFolder, command: str, facts: Facts, *, total: int = 0, resumed: int = 0
+) -> None:
+    """Open the monitor and show what is about to run; `resumed` is the step that a continued run goes on from."""
+    info = RunInfo(
+        run_id=folder.run_id,
+        project=cfg.runner.logger.project_name,
+        total_steps=total,
+        resume_step=resumed + 1 if resumed else (0 if total else None),
+        summary=dict(facts),
+    )
+    monitor.open(folder.root, info)
+    head = f"embodyrl {__version__} · {command} · {folder.run_id} · seed {cfg.seed}"
+    head += f" · resumed at step {resumed}" if resumed else ""
+    monitor.banner([head, *(f"  {name:<10} {text}" for name, text in facts)])
+
+
+class Session:
+    """A training run: step counter, best score, monitor, checkpoints."""
+
+    def __init__(self, cfg: Config, folder: RunFolder, command: str) -> None:
+        self.cfg = cfg
+        self.folder = folder
+        self.monitor = build_monitor(cfg.runner.logger.backends)
+        self.step = 0
+        self.total = 0
+        self._command = command
+        self._best: float | None = None
+        self._best_step: int | None = None
+        self._store = CheckpointStore(folder.checkpoints)
+        self._store.clean_stale()
+
+    def find_start(self) -> Path | None:
+        """Find the newest complete checkpoint of a resumed run and take over its counters.
+
+        Raises:
+            CheckpointError: the newest checkpoint is damaged; older ones are never taken silently.
+        """
+        latest = self._store.latest()
+        if latest is None:
+            return None
+        self._store.verify(latest)
+        try:
+            loop = json.loads((latest / LOOP_FILE).read_text(encoding="utf-8"))
+            self.step, self._best, self._best_step = int(loop["step"]), loop["best"], loop["best_step"]
+        except (OSError, KeyError, ValueError) as error:
+            raise CheckpointError(f"{latest / LOOP_FILE} is not usable: {error}.") from error
+        return latest
+
+    def announce(self, facts: Facts, total: int) -> None:
+        """Open the monitor for `total` steps."""
+        self.total = total
+        announce(self.monitor, self.cfg, self.folder, self._command, facts, total=total, resumed=self.step)
+
+    def due(self, interval: int) -> bool:
+        """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""
+        return interval != -1 and (self.step % interval == 0 or self.step == self.total)
+
+    def judge(self, score: float) -> None:
+        """Remember the step with the best validation score; more is better."""
+        if self._best is None or score > self._best:
+            self._best, self._best_step = score, self.step
+
+    def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
+        """Write a checkpoint of the current step, once, and drop old ones."""
+        path = self._store.path(self.step)
+        if path.is_dir():
+            return path
+        loop = {"step": self.step, "best": self._best, "best_step": self._best_step, "version": __version__}
+
+        def write(folder: Path) -> None:
+            fill(folder)
+            write_atomically(folder / LOOP_FILE, json.dumps(loop, indent=2) + "\n")
+
+        self._store.write(self.step, write, meta)
+        keeps = self.cfg.checkpoint.keep_best and self._best_step is not None
+        self._store.prune(self.cfg.checkpoint.keep, [self._best_step] if keeps and self._best_step is not None else [])
+        return path
+
+    def farewell(self, interruption: Interrupted, saved: Path) -> Interrupted:
+        """Say where the run stopped and how to go on."""
+        interruption.args = (
+            f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; saved {saved}; "
+            f"go on with: embodyrl {self._command} --resume {self.folder.root}",
+        )
+        return interruption

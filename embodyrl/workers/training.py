@@ -1,0 +1,108 @@
+"""What every trainer of a policy shares: seeds, optimizer, schedule, and the state that a checkpoint keeps."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
+from embodyrl.config.schema import ActorConfig
+from embodyrl.policies.protocol import Policy
+from embodyrl.workers.messages import POLICY_FOLDER
+
+TRAINING_STATE = "training_state"
+VALUE_HEAD = "value_head"
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seed the global generators and, where asked, refuse operations whose result may vary."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def best_device() -> str:
+    """Name of the device that policies run on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Optimization:
+    """AdamW with its own learning rate for the value head, and a schedule over `total_steps` optimizer steps."""
+
+    def __init__(self, module: torch.nn.Module, cfg: ActorConfig, total_steps: int) -> None:
+        optim = cfg.optim
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        value = [p for name, p in named if VALUE_HEAD in name]
+        groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
+        if value:
+            groups.append({"params": value, "lr": optim.value_lr})
+        self.optimizer = torch.optim.AdamW(
+            groups,
+            betas=(optim.adam_beta1, optim.adam_beta2),
+            eps=optim.adam_eps,
+            weight_decay=optim.weight_decay,
+        )
+        self.scheduler = build_schedule(self.optimizer, cfg, total_steps)
+        self._clip = optim.clip_grad
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> float:
+        """Clip and step; returns the gradient norm. Where it is not finite, the weights stay as they are."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = float(torch.nn.utils.clip_grad_norm_(params, self._clip))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.scheduler.step()
+        return norm
+
+    def save(self, folder: Path, policy: Policy) -> None:
+        """Write the policy, and all that training needs to go on, below `folder`."""
+        (folder / POLICY_FOLDER).mkdir(parents=True)
+        policy.save(folder / POLICY_FOLDER)
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": {"last_epoch": self.scheduler.last_epoch},
+            "rng": rng_state(),
+        }
+        save_state(folder, TRAINING_STATE, state)
+
+    def load(self, folder: Path, policy: Policy) -> None:
+        """Load what `save` wrote."""
+        policy.load_weights(folder / POLICY_FOLDER)
+        state = load_state(folder, TRAINING_STATE)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.last_epoch = int(state["schedule"]["last_epoch"])
+        set_rng_state(state["rng"])
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, cfg: ActorConfig, total_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up, then constant, linear or cosine decay to zero over `total_steps` optimizer steps."""
+    warmup = cfg.optim.warmup_steps
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        if cfg.optim.schedule == "linear":
+            return 1.0 - progress
+        if cfg.optim.schedule == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return 1.0
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
