@@ -72,8 +72,8 @@ def config_of(size: Size) -> OftConfig:
         ),
         pixel_norms=(norm, norm),
         llama=LlamaSpec(
-            vocab_size=llama[4], hidden_size=llama[0], intermediate_size=llama[1], num_layers=llama[2],
-            num_heads=llama[3], rms_norm_eps=1e-6, rope_theta=10000.0, bos_token_id=1, eos_token_id=2,
+            vocab_size=llama[4], hidden_size=llama[0], intermediate_size=llama[1], num_hidden_layers=llama[2],
+            num_attention_heads=llama[3], rms_norm_eps=1e-6, rope_theta=10000.0, bos_token_id=1, eos_token_id=2,
         ),
         pad_token_id=0,
         action_vocab_end=llama[4] - 64,

@@ -1,6 +1,6 @@
 """Policies. Each lives in its own folder and is found through the registry."""
 
-from embodyrl.policies.protocol import POLICIES
+from embodyrl.policies.protocol import POLICIES, export_policy
 
 POLICIES.add("cnn", "embodyrl.policies.actor_critic:CNN")
 POLICIES.add("mlp", "embodyrl.policies.actor_critic:MLP")
@@ -9,4 +9,4 @@ POLICIES.add("openvla", "embodyrl.policies.openvla_oft:OPENVLA")
 POLICIES.add("random", "embodyrl.policies.untrained:RANDOM")
 POLICIES.add("scripted", "embodyrl.policies.untrained:SCRIPTED")
 
-__all__ = ["POLICIES"]
+__all__ = ["POLICIES", "export_policy"]

@@ -102,3 +102,22 @@ class PolicyFactory(Protocol):
 
 
 POLICIES: Registry[PolicyFactory] = Registry("model", group="embodyrl.policies")
+
+
+def export_policy(cfg: ModelConfig, env: EnvSpec, folder: Path, out: Path) -> None:
+    """Write a folder of `Policy.save` as a checkpoint that needs no other: adapters merged, in the compute precision.
+
+    Args:
+        cfg: the model of the run.
+        env: its environment.
+        folder: what was saved; its value head is left out.
+        out: new folder.
+
+    Raises:
+        CheckpointError: the folder, or the base weights that its adapters need, do not fit.
+    """
+    request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device="cpu", seed=0, trainable=False)
+    policy = POLICIES.get(cfg.model_type).build(cfg, request)
+    policy.load_weights(folder)
+    out.mkdir(parents=True)
+    policy.save(out)

@@ -170,6 +170,6 @@ def test_statistics_file_replaces_those_of_the_config(checkpoint):
     statistics = checkpoint / "dataset_statistics.json"
     raw = json.loads(statistics.read_text())
     statistics.write_text(json.dumps({"mine": raw["libero_10_no_noops"]}))
-    assert list(read_config(checkpoint).statistics) == ["mine"]
+    assert list(read_config(checkpoint).statistics.sets) == ["mine"]
     statistics.unlink()
-    assert list(read_config(checkpoint).statistics) == ["libero_10_no_noops"]
+    assert list(read_config(checkpoint).statistics.sets) == ["libero_10_no_noops"]

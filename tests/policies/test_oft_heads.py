@@ -71,11 +71,18 @@ def test_two_images_and_proprio_embeddings(full, make_policy, two_images, golden
 
 def test_rlinf_official_variant_reads_proprio(full, make_policy, env_spec, golden):
     env = dataclasses.replace(env_spec, state_dim=8)
-    module = make_policy(full, env=env, use_proprio=True).module
+    module = make_policy(full, env=env, use_proprio=True, value_dim=8).module
+    heads_of = golden("rlinf_variant_batch2")
+    module.load_state_dict({k: v for k, v in heads_of.items() if k.startswith("value_head.")}, strict=False)
     want = golden("rlinf_official_variant_batch2")
     batch = dataclasses.replace(inputs_of(golden), state=want["proprio"])
     with torch.no_grad():
         logits, value = module(batch)
+        embeddings, mask, last_prompt = module.embed(module.prefix(batch), batch)
+        hidden = module.language_model.model(embeddings, module.attention_mask(mask))
+        # That code counts 57 rows back from the end of 1 + 17 + 31 + 56 + 1, which is no prompt token.
+        close(module.value_head(hidden[:, 1 + 17 + 31 + 56 + 1 - 57]), want["values"], 1e-4)
+        close(value, module.value_head(hidden[torch.arange(2), last_prompt]), 1e-5)
     scores = score_tokens(logits / 1.6, want["action_tokens_relative"], value)
     close(scores.logprob, want["logprobs"], 5e-4)
     close(scores.entropy, want["entropy"], 5e-4)

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 from test_oft_model import close, inputs_of
 from test_oft_policy import observe, uniforms
 
-from embodyrl.config.schema import LoraConfig, Precision
+from embodyrl.config.schema import LoraConfig, ModelConfig, Precision
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.openvla_oft.lora import merge_folder, read_adapter
+from embodyrl.policies import export_policy
+from embodyrl.policies.openvla_oft.lora import read_adapter
 
 FIRST_ACTION_ID = 31744
 
@@ -42,10 +43,16 @@ def test_public_adapter_injected_or_merged(checkpoint, make_policy, golden, adap
     assert torch.equal(logits.argmax(-1) + FIRST_ACTION_ID, want["last256_argmax_ids"])
 
 
-def test_merged_folder_is_a_public_checkpoint(checkpoint, make_policy, golden, adapter, tmp_path):
-    merge_folder(checkpoint, adapter, tmp_path / "merged")
+def test_an_exported_adapter_run_is_a_public_checkpoint(checkpoint, make_policy, env_spec, golden, adapter, tmp_path):
+    config = {"is_lora": True, "lora": LoraConfig(path=str(adapter)), "precision": Precision.bf16}
+    make_policy(checkpoint, value_dim=1, **config).save(tmp_path / "saved")
+    export_policy(ModelConfig(path=str(checkpoint), **config), env_spec, tmp_path / "saved", tmp_path / "public")
+    names = {path.name for path in (tmp_path / "public").iterdir()}
+    assert "model.safetensors" in names
+    assert not names & {"lora_adapter", "value_head.safetensors"}
+    assert {t.dtype for t in load_file(tmp_path / "public" / "model.safetensors").values()} == {torch.bfloat16}
     with torch.no_grad():
-        logits, _ = make_policy(tmp_path / "merged").module(inputs_of(golden, rows=1))
+        logits, _ = make_policy(tmp_path / "public").module(inputs_of(golden, rows=1))
     want = golden("official_lora_discrete_1img")["action_logits_31744_32064"][..., :256]
     # The merged weights are rounded to the bfloat16 of the base: far closer to the adapted than to the base model.
     base = golden("official_discrete_1img")["action_logits_31744_32064"][..., :256]
@@ -134,6 +141,10 @@ def test_adapters_that_do_not_fit_are_named(checkpoint, make_policy, adapter, tm
     write({k: v for k, v in tensors.items() if "projector.fc1." not in k})
     with pytest.raises(CheckpointError, match=r"differ in module 'projector\.fc1'"):
         make_policy(checkpoint, is_lora=True, lora=LoraConfig(path=str(damaged)))
+    foreign = {k.replace("projector.fc1", "projector.fc9"): v for k, v in tensors.items()}
+    write(foreign)
+    with pytest.raises(CheckpointError, match=r"adapts 'projector\.fc9', which .* another model"):
+        make_policy(checkpoint, lora=LoraConfig(path=str(damaged)))
     write(tensors, r=8)
     with pytest.raises(CheckpointError, match="has shape"):
         make_policy(checkpoint, is_lora=True, lora=LoraConfig(path=str(damaged)))

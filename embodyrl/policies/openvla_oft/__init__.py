@@ -24,23 +24,10 @@ from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
 
 ACTION_HEADS = ("discrete", "l1", "diffusion")
-_COMMON = frozenset(
-    {
-        "path",
-        "action_dim",
-        "num_action_chunks",
-        "unnorm_key",
-        "num_images_in_input",
-        "precision",
-        "image_pipeline",
-        "action_normalization",
-        "rope_bf16_table",
-        "is_lora",
-        "lora",
-        "freeze",
-        "compile",
-    }
-)
+_COMMON = frozenset({
+    "path", "action_dim", "num_action_chunks", "unnorm_key", "num_images_in_input", "precision", "image_pipeline",
+    "action_normalization", "rope_bf16_table", "is_lora", "lora", "freeze", "compile",
+})  # fmt: skip
 _PARALLEL = frozenset({"use_proprio", "append_stop", "action_head", "num_diffusion_steps_inference", "use_film"})
 PIPELINES = ("rlinf", "official")
 TRY_NOW = "To try things without a download, use model=openvla_oft_tiny."

@@ -69,12 +69,3 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
     if strange:
         raise CheckpointError(f"{where}: {strange} is not supported; only plain LoRA adapters of one rank are.")
     return spec
-
-
-def write_adapter_spec(spec: AdapterSpec, folder: Path) -> None:
-    """Write `adapter_config.json`, readable by peft."""
-    targets: str | list[str] = list(spec.target_modules)
-    if spec.target_modules == (ALL_LINEAR,):
-        targets = ALL_LINEAR
-    config = {**_ONLY, "r": spec.r, "lora_alpha": spec.lora_alpha, "lora_dropout": 0.0, "target_modules": targets}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

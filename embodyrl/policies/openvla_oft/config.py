@@ -22,28 +22,14 @@ VALUE_HIDDEN = (512, 128)
 
 _KNOWN_VITS: dict[str, dict[str, Any]] = {
     "vit_large_patch14_reg4_dinov2.lvd142m": {
-        "patch_size": 14,
-        "embed_dim": 1024,
-        "depth": 24,
-        "num_heads": 16,
-        "mlp_ratio": 4.0,
-        "class_token": True,
-        "reg_tokens": 4,
-        "init_values": 1e-5,
-        "global_pool": "token",
+        "patch_size": 14, "embed_dim": 1024, "depth": 24, "num_heads": 16, "mlp_ratio": 4.0,
+        "class_token": True, "reg_tokens": 4, "init_values": 1e-5, "global_pool": "token",
     },
     "vit_so400m_patch14_siglip_224": {
-        "patch_size": 14,
-        "embed_dim": 1152,
-        "depth": 27,
-        "num_heads": 16,
-        "mlp_ratio": 3.7362,
-        "class_token": False,
-        "reg_tokens": 0,
-        "init_values": None,
-        "global_pool": "map",
+        "patch_size": 14, "embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362,
+        "class_token": False, "reg_tokens": 0, "init_values": None, "global_pool": "map",
     },
-}
+}  # fmt: skip
 
 # transformers' LlamaConfig stores only what differs from these.
 _LLAMA_DEFAULTS: dict[str, Any] = {
@@ -94,13 +80,13 @@ class VitSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSpec:
-    """The language model."""
+    """The language model, under the names of its config."""
 
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
+    num_hidden_layers: int
+    num_attention_heads: int
     rms_norm_eps: float
     rope_theta: float
     bos_token_id: int
@@ -245,17 +231,7 @@ def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
                 f"{where}: text_config.{name} is {text[name]!r}; OpenVLA-OFT's Llama-2 has {only!r}. "
                 f"This language model is not supported; pick a checkpoint with a Llama-2 backbone."
             )
-    return LlamaSpec(
-        vocab_size=int(full["vocab_size"]),
-        hidden_size=int(full["hidden_size"]),
-        intermediate_size=int(full["intermediate_size"]),
-        num_layers=int(full["num_hidden_layers"]),
-        num_heads=int(full["num_attention_heads"]),
-        rms_norm_eps=float(full["rms_norm_eps"]),
-        rope_theta=float(full["rope_theta"]),
-        bos_token_id=int(full["bos_token_id"]),
-        eos_token_id=int(full["eos_token_id"]),
-    )
+    return LlamaSpec(**{name: type(default)(full[name]) for name, default in _LLAMA_DEFAULTS.items()})
 
 
 def _read_vit(name: str, image_size: int, folder: Path) -> VitSpec:
@@ -312,7 +288,7 @@ def _projector_parameters(config: OftConfig) -> int:
 def _llama_parameters(llama: LlamaSpec) -> int:
     w = llama.hidden_size
     layer = 4 * w * w + 3 * w * llama.intermediate_size + 2 * w
-    return 2 * llama.vocab_size * w + llama.num_layers * layer + w
+    return 2 * llama.vocab_size * w + llama.num_hidden_layers * layer + w
 
 
 def count_parameters(config: OftConfig, options: OftOptions) -> int:

@@ -29,14 +29,16 @@ class ResidualMlp(nn.Module):
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
+        self.action_dim = action_dim
         self.layer_norm1 = nn.LayerNorm(action_dim * width)
         self.fc1 = nn.Linear(action_dim * width, width)
         self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(RESIDUAL_BLOCKS))
         self.layer_norm2 = nn.LayerNorm(width)
         self.fc2 = nn.Linear(width, action_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [B, K, A*D] to [B, K, A]."""
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map action rows [B, L, D] to [B, K, A]."""
+        x = hidden.unflatten(1, (-1, self.action_dim)).flatten(2)
         x = F.relu(self.fc1(self.layer_norm1(x)))
         for block in self.mlp_resnet_blocks:
             x = block(x)
@@ -48,20 +50,10 @@ class L1Head(nn.Module):
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
-        self.action_dim = action_dim
         self.model = ResidualMlp(action_dim, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map action rows [B, L, D] to normalised actions [B, K, A]."""
-        return self.model(hidden.unflatten(1, (-1, self.action_dim)).flatten(2))
-
-
-class NoisePredictor(nn.Module):
-    """Holds the MLP under the name that public files use."""
-
-    def __init__(self, action_dim: int, width: int) -> None:
-        super().__init__()
-        self.mlp_resnet = ResidualMlp(action_dim, width)
+        return self.model(hidden)
 
 
 class DiffusionHead(nn.Module):
@@ -69,12 +61,10 @@ class DiffusionHead(nn.Module):
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
-        self.action_dim = action_dim
-        self.noise_predictor = NoisePredictor(action_dim, width)
+        self.noise_predictor = nn.ModuleDict({"mlp_resnet": ResidualMlp(action_dim, width)})
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map action rows [B, L, D] to the predicted noise [B, K, A]."""
-        return self.noise_predictor.mlp_resnet(hidden.unflatten(1, (-1, self.action_dim)).flatten(2))
+        return self.noise_predictor["mlp_resnet"](hidden)
 
 
 class NoisyActionProjector(nn.Module):

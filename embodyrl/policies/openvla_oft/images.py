@@ -60,17 +60,10 @@ def preprocess(
 
 
 def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
-    """Resize as RLinf's processor does: bicubic with antialias in float32, then clamp and round half to even.
+    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (whole numbers 0..255) as RLinf's processor does.
 
-    The same call on uint8 runs a fixed-point kernel that is up to 9 levels away.
-
-    Args:
-        frames: [N, H, W, 3] uint8.
-        size: S.
-        device: where to compute.
-
-    Returns:
-        [N, 3, S, S] float32 with whole numbers 0..255.
+    That is bicubic with antialias in float32, then clamp and round half to even. The same call on uint8 runs a
+    fixed-point kernel that is up to 9 levels away.
     """
     pixels = torch.from_numpy(frames).to(device).permute(0, 3, 1, 2).float()
     if pixels.shape[-2:] == (size, size):
@@ -80,15 +73,9 @@ def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
 
 
 def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
-    """Resize as the official evaluation does: JPEG round trip, lanczos3, then a centre crop of 0.9 of the area.
+    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (whole numbers 0..255) as the official evaluation does.
 
-    Args:
-        frames: [N, H, W, 3] uint8.
-        size: S.
-        device: where to compute all but the JPEG round trip.
-
-    Returns:
-        [N, 3, S, S] float32 with whole numbers 0..255.
+    That is a JPEG round trip (on the CPU), lanczos3, then a centre crop of 0.9 of the area.
     """
     decoded = np.stack([jpeg_round_trip(frame) for frame in frames])
     pixels = torch.from_numpy(decoded).to(device).permute(0, 3, 1, 2).float()

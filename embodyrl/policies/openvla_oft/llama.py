@@ -94,7 +94,7 @@ class LlamaAttention(nn.Module):
     def __init__(self, spec: LlamaSpec, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.head_dim = spec.hidden_size // spec.num_heads
+        self.head_dim = spec.hidden_size // spec.num_attention_heads
         width = spec.hidden_size
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, width, bias=False)
@@ -154,12 +154,12 @@ class LlamaModel(nn.Module):
 
     def __init__(self, spec: LlamaSpec, *, rope_bf16_table: bool = False) -> None:
         super().__init__()
-        self.head_dim = spec.hidden_size // spec.num_heads
+        self.head_dim = spec.hidden_size // spec.num_attention_heads
         self.rope_theta = spec.rope_theta
         self.rope_bf16_table = rope_bf16_table
         self.gradient_checkpointing = False
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(spec, i) for i in range(spec.num_layers))
+        self.layers = nn.ModuleList(LlamaLayer(spec, i) for i in range(spec.num_hidden_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(

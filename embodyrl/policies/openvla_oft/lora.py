@@ -18,15 +18,8 @@ from embodyrl.policies.openvla_oft.adapter import (
     ALL_LINEAR,
     AdapterSpec,
     read_adapter_spec,
-    write_adapter_spec,
 )
-from embodyrl.policies.openvla_oft.checkpoint import (
-    map_weights,
-    read_side_files,
-    save_side_files,
-    weight_files,
-)
-from embodyrl.policies.openvla_oft.config import INDEX_FILE
+from embodyrl.policies.openvla_oft.checkpoint import base_state, load_into, map_weights
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
 """Parts that may carry adapters; value head and proprioception projector are trained in full beside them."""
@@ -80,6 +73,22 @@ def read_adapter(folder: Path) -> Adapter:
     return Adapter(spec, {name: (low[name], high[name]) for name in low}, replaced)
 
 
+def load_merged(
+    module: nn.Module, folder: Path, adapter: Path, *, beside: Path | None = None, fresh_heads: bool = False
+) -> None:
+    """Fill a module from a folder (see `load_into`) with an adapter merged into its weights.
+
+    Raises:
+        CheckpointError: a file does not fit, or the adapter is of another model.
+    """
+    loaded, known = read_adapter(adapter), base_state(module)
+    if strangers := sorted(name for name in loaded.factors if f"{name}.weight" not in known):
+        raise CheckpointError(
+            f"{adapter} adapts '{strangers[0]}', which {folder} does not have; it is of another model."
+        )
+    load_into(module, folder, change=loaded.merged, beside=beside, fresh_heads=fresh_heads)
+
+
 def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> None:
     """Put adapters on the chosen linear layers (and patch embeddings) and freeze everything they adapt.
 
@@ -94,7 +103,8 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> Non
         for name, layer in module.named_modules()
         if isinstance(layer, nn.Linear | nn.Conv2d) and name.startswith(ADAPTED)
     ]
-    names = [n for n in layers if spec.target_modules == (ALL_LINEAR,) or n.endswith(_suffixes(spec))]
+    suffixes = tuple(f".{name}" for name in spec.target_modules)
+    names = [n for n in layers if spec.target_modules == (ALL_LINEAR,) or n.endswith(suffixes)]
     if not names:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         raise ConfigError(f"model.lora.target_modules={','.join(spec.target_modules)} fits no layer. Known: {known}.")
@@ -118,13 +128,13 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> Non
             parameter.requires_grad_(not name.startswith(ADAPTED) and trained[name])
 
 
-def load_adapter(module: nn.Module, adapter: Adapter, where: Path) -> None:
-    """Copy an adapter's factors into the injected ones.
+def load_adapter(module: nn.Module, where: Path) -> None:
+    """Copy the factors of an adapter folder into the injected ones.
 
     Raises:
         CheckpointError: it adapts other layers, or has another rank.
     """
-    state = module.state_dict()
+    adapter, state = read_adapter(where), module.state_dict()
     ours = {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}
     if ours != adapter.factors.keys():
         odd = sorted(ours ^ adapter.factors.keys())[0]
@@ -156,40 +166,5 @@ def save_adapter(module: nn.Module, spec: AdapterSpec, folder: Path) -> None:
         if ".lora_" in key
     }
     save_file(state, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    write_adapter_spec(spec, target)
-
-
-def merge_folder(base: Path, adapter: Path, out: Path) -> None:
-    """Write a checkpoint folder whose weights are those of `base` with an adapter merged, in the dtypes of `base`.
-
-    One shard of `base` is held in memory at a time, beside the adapter; no model is built.
-
-    Args:
-        base: checkpoint folder.
-        adapter: adapter folder.
-        out: new folder.
-
-    Raises:
-        CheckpointError: a file is unreadable, or the adapter has a module that `base` lacks.
-    """
-    loaded = read_adapter(adapter)
-    used: set[str] = set()
-
-    def change(key: str, tensor: Tensor) -> Tensor:
-        used.add(key.removesuffix(".weight"))
-        return loaded.merged(key, tensor).to(tensor.dtype)
-
-    out.mkdir(parents=True)
-    for path in weight_files(base):
-        shard = {key: change(key, tensor) for key, tensor in map_weights(path).items()}
-        save_file(shard, out / path.name, metadata={"format": "pt"})
-    strangers = sorted(loaded.factors.keys() - used)
-    if strangers:
-        raise CheckpointError(f"{adapter} adapts '{strangers[0]}', which {base} does not have; it is of another model.")
-    save_side_files(out, read_side_files(base))
-    if (base / INDEX_FILE).exists():
-        (out / INDEX_FILE).write_bytes((base / INDEX_FILE).read_bytes())
-
-
-def _suffixes(spec: AdapterSpec) -> tuple[str, ...]:
-    return tuple(f".{name}" for name in spec.target_modules)
+    targets = ALL_LINEAR if spec.target_modules == (ALL_LINEAR,) else list(spec.target_modules)
+    LoraConfig(r=spec.r, lora_alpha=spec.lora_alpha, target_modules=targets).save_pretrained(str(target))

@@ -161,13 +161,12 @@ class OpenVlaOftPolicy:
         self._adopt(read_config(folder))
 
     def _load_adapted(self, folder: Path, adapter: Path) -> None:
-        from embodyrl.policies.openvla_oft.lora import load_adapter, read_adapter
+        from embodyrl.policies.openvla_oft.lora import load_adapter, load_merged
 
-        loaded = read_adapter(adapter)
         if self._adapter is None:
-            load_into(self._model, self._config.folder, change=loaded.merged, beside=folder)
+            load_merged(self._model, self._config.folder, adapter, beside=folder)
         else:
-            load_adapter(self._model, loaded, adapter)
+            load_adapter(self._model, adapter)
             load_components(self._model, folder)
 
     def _adopt(self, config: OftConfig) -> None:
@@ -251,28 +250,31 @@ def build_module(cfg: ModelConfig, config: OftConfig, options: OftOptions, reque
         _halve(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
     module.init_value_head(request.seed)
-    adapter_folder = None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
     if config.random_init:
         module.init_weights(request.seed)
-    else:
-        if request.fresh_heads:
-            module.init_weights(request.seed, parts=FRESH)
-        change = None
-        if adapter_folder is not None and not trains_adapter:
-            from embodyrl.policies.openvla_oft.lora import read_adapter
-
-            change = read_adapter(adapter_folder).merged
-        load_into(module, config.folder, change=change, fresh_heads=request.fresh_heads)
-    if trains_adapter:
-        from embodyrl.policies.openvla_oft.lora import inject, load_adapter, read_adapter
-
-        inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
-        if adapter_folder is not None:
-            load_adapter(module, read_adapter(adapter_folder), adapter_folder)
+    elif request.fresh_heads:
+        module.init_weights(request.seed, parts=FRESH)
+    _load(module, cfg, config, request)
     freeze(module, cfg.freeze)
     if request.gradient_checkpointing:
         module.recompute_activations()
     return module
+
+
+def _load(module: OpenVlaOft, cfg: ModelConfig, config: OftConfig, request: PolicyRequest) -> None:
+    """Read the weights of `model.path`; put adapters on them, or merge the one of `model.lora.path`."""
+    trains_adapter = cfg.is_lora and request.trainable
+    adapter = None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
+    if adapter is not None or trains_adapter:
+        from embodyrl.policies.openvla_oft.lora import inject, load_adapter, load_merged
+    if adapter is not None and not trains_adapter:
+        load_merged(module, config.folder, adapter, fresh_heads=request.fresh_heads)
+    elif not config.random_init:
+        load_into(module, config.folder, fresh_heads=request.fresh_heads)
+    if trains_adapter:
+        inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
+        if adapter is not None:
+            load_adapter(module, adapter)
 
 
 def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:

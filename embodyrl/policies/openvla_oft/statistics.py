@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,21 +28,12 @@ class Bounds:
     mask: tuple[bool, ...]
 
 
-class Statistics(Mapping[str, Mapping[str, Any]]):
+@dataclass(frozen=True, slots=True)
+class Statistics:
     """The data sets of `dataset_statistics.json` (or of config.json's `norm_stats`) by name."""
 
-    def __init__(self, raw: Mapping[str, Any], folder: Path) -> None:
-        self._raw = dict(raw)
-        self._folder = folder
-
-    def __getitem__(self, key: str) -> Mapping[str, Any]:
-        return self._raw[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._raw)
-
-    def __len__(self) -> int:
-        return len(self._raw)
+    sets: Mapping[str, Any]
+    folder: Path
 
     def find(self, *keys: str | None) -> str:
         """Return the data set that the first given key names (`<key>_no_noops` also counts), or else the only one.
@@ -51,20 +42,20 @@ class Statistics(Mapping[str, Mapping[str, Any]]):
             CheckpointError: neither the key nor `<key>_no_noops` exists.
         """
         wanted = next((key for key in keys if key), None)
-        if wanted is None and len(self) == 1:
-            return next(iter(self))
-        known = ", ".join(sorted(self))
+        if wanted is None and len(self.sets) == 1:
+            return next(iter(self.sets))
+        known = ", ".join(sorted(self.sets))
         if wanted is None:
             raise CheckpointError(
                 f"model.unnorm_key is not set and the environment names no data set. Statistics in "
-                f"{self._folder}: {known}. Set model.unnorm_key to the one the checkpoint was trained with."
+                f"{self.folder}: {known}. Set model.unnorm_key to the one the checkpoint was trained with."
             )
         for key in (wanted, f"{wanted}_no_noops"):
-            if key in self:
+            if key in self.sets:
                 return key
         raise CheckpointError(
-            f"No action statistics '{wanted}' (nor '{wanted}_no_noops') in {self._folder}."
-            f"{closest(wanted, self)} Known: {known}. The checkpoint was probably trained on another "
+            f"No action statistics '{wanted}' (nor '{wanted}_no_noops') in {self.folder}."
+            f"{closest(wanted, self.sets)} Known: {known}. The checkpoint was probably trained on another "
             f"benchmark; set model.unnorm_key or model.path."
         )
 
@@ -75,9 +66,9 @@ class Statistics(Mapping[str, Mapping[str, Any]]):
             CheckpointError: the data set lacks the part or its fields, or they are malformed.
         """
         low_name, high_name = NORMALISATIONS[normalisation]
-        where = f"{self._folder / STATISTICS_FILE}: data set '{data_set}'"
+        where = f"{self.folder / STATISTICS_FILE}: data set '{data_set}'"
         try:
-            entry = self._raw[data_set][part]
+            entry = self.sets[data_set][part]
             low, high = (tuple(map(float, entry[name])) for name in (low_name, high_name))
             mask = tuple(map(bool, entry.get("mask", [True] * len(low)))) if part == "action" else (True,) * len(low)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
