@@ -1,4 +1,4 @@
-"""The terminal: a progress bar and one line per step on a TTY, plain lines elsewhere."""
+"""The terminal: a live dashboard on a TTY, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from embodyrl.monitor.dashboard import Dashboard
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.protocol import RunInfo, TaskResult
 
@@ -80,54 +81,49 @@ class ConsoleMonitor:
         self._clock = clock
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._total = 0
-        self._bar: Progress | None = None
-        self._steps: TaskID | None = None
-        self._phase: TaskID | None = None
+        self._board: Dashboard | None = None
+        self._picture: Live | None = None
         self._quiet_since = clock()
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         self._total = info.total_steps
         self._quiet_since = self._clock()
-        if not self._live:
-            return
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=self._console,
-            transient=True,
-        )
-        self._steps = self._bar.add_task(
-            "training", total=info.total_steps or None, completed=info.resume_step or 0, visible=info.total_steps > 0
-        )
-        self._phase = self._bar.add_task("", total=None, visible=False)
-        self._bar.start()
+        if self._live:
+            self._board = Dashboard(info)
+            # Without training steps there is only a progress bar, and nothing of it is worth keeping.
+            self._picture = Live(
+                self._board, console=self._console, refresh_per_second=4, transient=not info.total_steps
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._write(step_line(step, self._total, metrics))
-        if self._bar is not None and self._steps is not None and self._phase is not None:
-            self._bar.update(self._steps, completed=step)
-            self._bar.update(self._phase, visible=False)
+        if self._board is not None and self._total:
+            self._board.log(step, metrics)
+        else:
+            self._write(step_line(step, self._total, metrics))
 
     def video(self, step: int, path: Path) -> None:
-        self._write(f"video of step {step}: {path}")
+        self.text(f"video of step {step}: {path}")
 
     def text(self, line: str) -> None:
-        self._write(line)
+        if self._board is not None and self._total:
+            self._board.event(f"{time.strftime('%H:%M:%S')} {line}")
+        else:
+            self._write(line)
 
     def banner(self, lines: Sequence[str]) -> None:
         for line in lines:
             self._write(line)
+        if self._picture is not None:
+            self._picture.start()
 
     def progress(self, done: int, total: int, what: str) -> None:
-        if self._bar is not None and self._phase is not None:
-            running = done < total
-            self._bar.update(self._phase, description=escape(what), completed=done, total=total, visible=running)
+        if self._board is not None:
+            self._board.progress(done, total, what)
         elif self._clock() - self._quiet_since >= PROGRESS_PERIOD_S:
             self._write(f"{what}: {done}/{total}")
 
     def results(self, rows: Sequence[TaskResult]) -> None:
+        self._freeze()
         cells = [(row.task, rate(*row.first), rate(*row.last), _change(row)) for row in rows]
         if len(rows) > 1:
             whole = TaskResult(
@@ -146,9 +142,13 @@ class ConsoleMonitor:
         self._console.print(table)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Leave the last picture where it is; what follows are lines below it."""
+        if self._picture is not None:
+            self._picture.stop()
+        self._picture = self._board = None
 
     def _write(self, line: str) -> None:
         self._quiet_since = self._clock()

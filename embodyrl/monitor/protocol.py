@@ -20,6 +20,8 @@ class RunInfo:
     """Training steps of the whole run; 0 if there is no training."""
     resume_step: int | None = None
     """First step that this process will log; rows of this and later steps of an earlier process are void."""
+    tasks: Sequence[str] = ()
+    """Instruction of each task id of the environment."""
     summary: Mapping[str, str] = field(default_factory=dict)
     """A few lines about the configuration, name to value."""
 

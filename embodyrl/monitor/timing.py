@@ -46,3 +46,10 @@ def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
                 found.append(Phase(phase, depth, seconds, seconds / whole))
     rest = max(0.0, whole - sum(phase.seconds for phase in found if phase.depth == 0))
     return [*found, Phase("other", 0, rest, rest / whole)]
+
+
+def duration(seconds: float) -> str:
+    """Spell a time: 8 s, 3 min 20 s, 5 h 12 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -27,7 +27,15 @@ def screen_only(cfg: Config) -> Fanout:
 
 
 def announce(
-    monitor: Fanout, cfg: Config, folder: RunFolder, command: str, facts: Facts, *, total: int = 0, resumed: int = 0
+    monitor: Fanout,
+    cfg: Config,
+    folder: RunFolder,
+    command: str,
+    facts: Facts,
+    *,
+    tasks: Sequence[str] = (),
+    total: int = 0,
+    resumed: int = 0,
 ) -> None:
     """Open the monitor and show what is about to run; `resumed` is the step that a continued run goes on from."""
     info = RunInfo(
@@ -35,6 +43,7 @@ def announce(
         project=cfg.runner.logger.project_name,
         total_steps=total,
         resume_step=resumed + 1 if resumed else (0 if total else None),
+        tasks=tasks,
         summary=dict(facts),
     )
     monitor.open(folder.root, info)
@@ -75,10 +84,10 @@ class Session:
             raise CheckpointError(f"{latest / LOOP_FILE} is not usable: {error}.") from error
         return latest
 
-    def announce(self, facts: Facts, total: int) -> None:
+    def announce(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
         """Open the monitor for `total` steps."""
         self.total = total
-        announce(self.monitor, self.cfg, self.folder, self._command, facts, total=total, resumed=self.step)
+        announce(self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step)
 
     def due(self, interval: int) -> bool:
         """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""

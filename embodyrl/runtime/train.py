@@ -77,7 +77,7 @@ class _Training:
         start = session.find_start()
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
         where = [("output", f"{folder.root}{validation}"), ("logs", f"tail -F {folder.logs}/*.log")]
-        session.announce([*facts(self.blueprint), *where], self.blueprint.total_steps)
+        session.announce([*facts(self.blueprint), *where], self.blueprint.total_steps, self.blueprint.env.tasks)
         try:
             # The checkpoint's own weights win.
             weights = self.weights if start is None else None

@@ -65,17 +65,20 @@ def test_off_tty_progress_is_quiet_for_the_first_period_and_after_each_line(tmp_
     assert out.getvalue().endswith("step 1/100\n")
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **environ: str) -> str:
+def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo = INFO, **environ: str) -> str:
     """What a real pseudo terminal receives during a short run."""
     monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in ({"TERM": "xterm-256color", "COLUMNS": "300"} | environ).items():
+    for name, value in ({"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"} | environ).items():
         monkeypatch.setenv(name, value)
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as stream:
         monitor = ConsoleMonitor(stream)
-        monitor.open(tmp_path, INFO)
+        monitor.open(tmp_path, info)
+        monitor.banner(["embodyrl train"])
         monitor.progress(1, 8, "rollout")
         monitor.log(3, METRICS)
+        monitor.text("env worker 1 [died]")
+        monitor.progress(2, 8, "rollout")
         monitor.results([TaskResult(task="stack", first=(1, 10), last=(8, 10))])
         monitor.close()
         os.set_blocking(reader, False)
@@ -89,19 +92,27 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **environ: str)
     return received.decode()
 
 
-def test_terminal_shows_line_bar_and_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_terminal_shows_a_dashboard_that_stays_and_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path)
-    assert LINE in text
-    assert "training" in text
-    assert "3/100" in text
-    assert "0.80 [0.49, 0.94] (8/10)" in text
+    for part in ("Where the time goes", "step 3/100", "rollout 2/8", "env worker 1 [died]", "0.0123", "simulate"):
+        assert part in text, part
+    assert text.index("embodyrl train") < text.index("Progress")
+    assert text.rindex("0.80 [0.49, 0.94] (8/10)") > text.rindex("gradient norm")
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert "\x1b[3" in text
 
 
+def test_an_evaluation_on_a_terminal_has_a_bar_and_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    text = on_terminal(monkeypatch, tmp_path, RunInfo(run_id="r"))
+    assert "rollout 2/8" in text
+    assert "step 3 | 12.4 s" in text
+    assert "env worker 1 [died]" in text
+    assert "Where the time goes" not in text
+
+
 def test_no_color_is_honoured_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, NO_COLOR="1")
-    assert LINE in text
+    assert "Where the time goes" in text
     assert "\x1b[3" not in text
 
 

@@ -18,7 +18,7 @@ from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_hist
 from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.monitor.report.tables import Rate, curve, differing, flat, pair, rate_of
-from embodyrl.monitor.timing import PHASES, Phase, step_seconds, time_tree
+from embodyrl.monitor.timing import PHASES, Phase, duration, step_seconds, time_tree
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("success", ("eval/success_once", "train/success_once")),
@@ -154,7 +154,7 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
         planned = history.config.get("runner", {}).get("max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
         seconds = sum(step_seconds(row) for row in steps)
-        tiles.append(("time", _duration(seconds), f"{seconds / len(steps):.1f} s per step"))
+        tiles.append(("time", duration(seconds), f"{seconds / len(steps):.1f} s per step"))
         env_steps = sum(row.get("env/steps") or 0 for row in steps)
         if env_steps:
             episodes = sum(row.get("train/episodes") or 0 for row in steps)
@@ -168,12 +168,6 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
 def _spell(rate: Rate) -> str:
     low, high = rate.interval
     return f"{rate.successes}/{rate.episodes} [{low:.0%}, {high:.0%}]"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
 def _timeline(steps: Sequence[dict[str, float | None]]) -> str:

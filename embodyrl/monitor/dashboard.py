@@ -1,0 +1,197 @@
+"""The live picture of a run in a terminal: progress, where the time goes, learning, tasks, events."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.protocol import RunInfo
+from embodyrl.monitor.timing import duration, step_seconds, time_tree
+
+_KEPT, _RECENT, _EVENTS, _TASKS = 240, 20, 5, 10
+_SPARK = "▁▂▃▄▅▆▇█"
+_LEARNING: tuple[tuple[str, str, str], ...] = (
+    ("success (eval)", "eval/success_once", "{:.3f}"),
+    ("success", "train/success_once", "{:.3f}"),
+    ("return", "train/return", "{:.3g}"),
+    ("token accuracy", "eval/token_accuracy", "{:.3f}"),
+    ("loss", "actor/loss", "{:.4f}"),
+    ("value loss", "actor/value_loss", "{:.4f}"),
+    ("KL", "actor/kl", "{:.4f}"),
+    ("clip fraction", "actor/clip_fraction", "{:.3f}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("gradient norm", "actor/grad_norm", "{:.3f}"),
+)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw the newest values as blocks between their smallest and largest.
+
+    >>> sparkline([0, 1, 2, 3], 4)
+    '▁▃▆█'
+    """
+    shown = list(values)[-width:]
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    top = len(_SPARK) - 1
+    return "".join(_SPARK[round((v - low) / (high - low) * top) if high > low else top // 2] for v in shown)
+
+
+class Dashboard:
+    """What is known so far; rich draws it again whenever it likes."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self.info = info
+        self._values: dict[str, deque[float]] = {}
+        self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_RECENT)
+        self._last: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
+        self._events: deque[str] = deque(maxlen=_EVENTS)
+        self._phase, self._share = "", 0.0
+        self._since: float | None = time.monotonic()
+
+    def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Take in a row of metrics."""
+        self._last["step"] = step
+        for name, value in metrics.items():
+            if value is not None:
+                self._last[name] = value
+                self._values.setdefault(name, deque(maxlen=_KEPT)).append(value)
+        if seconds := step_seconds(metrics):
+            self._rows.append(metrics)
+            self._sums["seconds"] = self._sums.get("seconds", 0.0) + seconds
+            for name in ("env/steps", "train/episodes", "env/dropped_episodes"):
+                self._sums[name] = self._sums.get(name, 0.0) + (metrics.get(name) or 0.0)
+        self._phase = ""
+        self._since = self._since and time.monotonic()
+
+    def event(self, line: str) -> None:
+        """Take in a line for people."""
+        self._events.append(line)
+
+    def progress(self, done: int, total: int, what: str) -> None:
+        """Show how far the running phase is."""
+        self._phase = f"{what} {done}/{total}"
+        self._share = done / total if total else 0.0
+
+    def __rich__(self) -> RenderableType:
+        if not self.info.total_steps:
+            return Text.assemble((_bar(self._share, 30), "green"), " ", self._phase)
+        grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        grid.add_row(_titled("Progress", self._progress()), _titled("Where the time goes", self._time()), self._right())
+        parts: list[RenderableType] = [grid]
+        if tasks := self._tasks():
+            parts += [Rule(style="dim"), tasks]
+        if self._events:
+            parts += [Rule(style="dim"), *(Text(e, no_wrap=True, overflow="ellipsis") for e in self._events)]
+        return Panel(
+            Group(*parts), title=f"[bold]embodyrl[/] {self.info.run_id}", subtitle=self._status(), title_align="left"
+        )
+
+    def _status(self) -> str:
+        step, total = int(self._last.get("step", self.info.resume_step or 0)), self.info.total_steps
+        parts = [f"step {step}/{total}" if total else f"step {step}"]
+        if self._rows and total > step:
+            mean = sum(map(step_seconds, self._rows)) / len(self._rows)
+            parts.append(f"ETA {duration(mean * (total - step))}")
+        elapsed = self._sums.get("seconds", 0.0) + (time.monotonic() - self._since if self._since else 0.0)
+        parts += [f"{duration(elapsed)} so far", *([self._phase] if self._phase else [])]
+        return " · ".join(parts)
+
+    def _progress(self) -> Table:
+        table = _pairs()
+        rows = [
+            ("env steps", f"{self._sums.get('env/steps', 0):,.0f}"),
+            ("env steps/s", f"{self._last.get('env/steps_per_s', 0):,.0f}"),
+            ("episodes", f"{self._sums.get('train/episodes', 0):,.0f}"),
+            ("restarts", f"{self._last.get('env/restarts', 0):.0f}"),
+            ("dropped", f"{self._sums.get('env/dropped_episodes', 0):.0f}"),
+        ]
+        for name, metric in (("slots busy", "rollout/slot_occupancy"), ("staleness", "rollout/staleness_mean")):
+            if metric in self._last:
+                rows.append((name, f"{self._last[metric]:.2g}"))
+        for name, value in rows:
+            table.add_row(name, value)
+        return table
+
+    def _time(self) -> Table:
+        table = _pairs()
+        whole: dict[str, float] = {}
+        for row in self._rows:
+            for name, value in row.items():
+                whole[name] = whole.get(name, 0.0) + (value or 0.0) / len(self._rows)
+        for phase in time_tree(whole):
+            bar = "█" * max(1, round(8 * min(1.0, phase.share))) if phase.share >= 0.005 else ""
+            name = Text(("  " if phase.depth else "") + phase.name, style="dim" if phase.depth else "")
+            table.add_row(name, f"{phase.seconds:.1f} s", f"{100 * phase.share:3.0f} %", Text(bar, style="blue"))
+        return table
+
+    def _right(self) -> RenderableType:
+        table = _pairs()
+        for name, metric, form in _LEARNING:
+            if metric in self._values:
+                text = form.format(self._last[metric])
+                episodes = self._last.get(f"{metric.split('/')[0]}/episodes")
+                if metric.endswith("/success_once") and episodes:
+                    low, high = wilson(round(self._last[metric] * episodes), round(episodes))
+                    text += f" [dim]±{(high - low) / 2:.2f}[/]"
+                table.add_row(name, text, Text(sparkline(self._values[metric], 10), style="green"))
+        return _titled("Learning", table)
+
+    def _tasks(self) -> Table | None:
+        """Success per task, newest validation first choice; the weakest where not all fit."""
+        found = []
+        for number, task in enumerate(self.info.tasks):
+            metric = next(
+                (m for k in ("eval", "train") if (m := f"{k}/task_{number}/success_once") in self._last), None
+            )
+            if metric is not None:
+                found.append((self._last[metric], task, metric))
+        if len(found) < 2:
+            return None
+        table = _pairs()
+        for value, task, metric in sorted(found)[:_TASKS]:
+            table.add_row(
+                task[:48],
+                f"{value:.2f}",
+                Text(_bar(value, 10), style="green"),
+                Text(sparkline(self._values[metric], 16), style="dim"),
+            )
+        if len(found) > _TASKS:
+            table.add_row(f"[dim]{len(found) - _TASKS} better ones[/]")
+        return table
+
+
+def _bar(share: float, width: int) -> str:
+    return "█" * round(width * share) + "░" * (width - round(width * share))
+
+
+def _pairs() -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    return table
+
+
+def _titled(title: str, table: Table) -> Group:
+    return Group(Text(title, style="bold cyan"), table)
+
+
+def replay(info: RunInfo, rows: Iterable[Mapping[str, float | None]], events: Iterable[str]) -> Dashboard:
+    """The picture of a run from its files."""
+    board = Dashboard(info)
+    board._since = None
+    for row in rows:
+        board.log(int(row["step"] or 0), row)
+    for line in events:
+        board.event(line)
+    return board
