@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from embodyrl.algorithms.grpo import GRPO, grpo_credits
 from toy_env import wait_at_gate
 
-from embodyrl.algorithms.grpo import GRPO, grpo_credits
 from embodyrl.algorithms.protocol import Credit
 from embodyrl.config.schema import AlgorithmConfig
 from embodyrl.types import Episode

@@ -4,8 +4,21 @@ from embodyrl.algorithms.checks import consumed_keys, problems, value_dim
 from embodyrl.algorithms.metrics import merge_metrics
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, build_algorithm
 
-ADVANTAGES.add("grpo", "embodyrl.algorithms.grpo:GRPO")
-ADVANTAGES.add("gae", "embodyrl.algorithms.gae:GAE")
-LOSSES.add("ppo_clip", "embodyrl.algorithms.ppo_clip:PPO_CLIP")
+for _name, _attr in {
+    "grpo": "outcome:GRPO",
+    "rloo": "outcome:RLOO",
+    "opo": "outcome:OPO",
+    "gpg": "outcome:GPG",
+    "pass_at_k": "outcome:PASS_AT_K",
+    "gigpo": "outcome:GIGPO",
+    "gae": "stepwise:GAE",
+    "reinforce_pp": "stepwise:REINFORCE_PP",
+    "reinforce_pp_baseline": "stepwise:REINFORCE_PP_BASELINE",
+}.items():
+    ADVANTAGES.add(_name, f"embodyrl.algorithms.{_attr}")
+for _name in (
+    *("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "pg", "aipo", "aipo_ratio", "topr", "dro", "clip_cov", "kl_cov"),
+):
+    LOSSES.add(_name, f"embodyrl.algorithms.policy_losses:{_name.upper()}")
 
 __all__ = ["ADVANTAGES", "LOSSES", "build_algorithm", "consumed_keys", "merge_metrics", "problems", "value_dim"]

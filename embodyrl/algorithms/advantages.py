@@ -1,6 +1,11 @@
-"""Advantages as pure numpy functions, computed in float64."""
+"""Advantages as pure numpy functions, computed in float64.
+
+R [E] outcome reward of each episode, g [E] its group, mean_g and std_g over the group.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -8,33 +13,100 @@ import numpy.typing as npt
 Float64 = npt.NDArray[np.float64]
 
 
-def grpo(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> Float64:
-    """Group-relative advantage (R - mean_g) / (std_g + eps), std with ddof 1 (arXiv 2402.03300).
+def _by_group(
+    reward: npt.ArrayLike, group: npt.ArrayLike, compute: Callable[[Float64, npt.NDArray[np.bool_]], npt.ArrayLike]
+) -> Float64:
+    """Apply `compute(values, member)` to the rewards of each group of at least two; a group of equal rewards gets 0.
 
-    A group whose rewards are all equal gets exactly 0; a group of one has no baseline: mean 0, std 1.
-
-    Args:
-        reward: [E] outcome reward of each episode.
-        group: [E] group id of each episode.
-        normalize: divide by the group's standard deviation; False is Dr.GRPO (arXiv 2503.20783).
-        eps: added to the standard deviation.
-
-    Returns:
-        [E] advantages.
+    A group of one has no baseline: its advantage is its reward.
     """
-    reward = np.asarray(reward, dtype=np.float64)
-    group = np.asarray(group)
+    reward, group = np.asarray(reward, dtype=np.float64), np.asarray(group)
     assert reward.shape == group.shape
     out = np.zeros_like(reward)
     for name in np.unique(group):
         member = group == name
         values = reward[member]
         if len(values) == 1:
-            out[member] = values / (1.0 + eps) if normalize else values
+            out[member] = values
         elif np.ptp(values) > 0:  # rounding of the mean must not turn equal rewards into a tiny signal
-            scale = values.std(ddof=1) + eps if normalize else 1.0
-            out[member] = (values - values.mean()) / scale
+            out[member] = compute(values, member)
     return out
+
+
+def grpo(
+    reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, unbiased: bool = True, eps: float = 1e-6
+) -> Float64:
+    """(R - mean_g) / (std_g + eps), arXiv 2402.03300; a group of one has mean 0 and standard deviation 1.
+
+    Args:
+        reward: [E] outcome rewards.
+        group: [E] group ids.
+        normalize: divide by the group's standard deviation; False is Dr.GRPO (arXiv 2503.20783).
+        unbiased: standard deviation with ddof 1, else 0.
+        eps: added to the standard deviation.
+
+    Returns:
+        [E] advantages.
+    """
+
+    def compute(values: Float64, _: npt.NDArray[np.bool_]) -> Float64:
+        scale = values.std(ddof=int(unbiased)) + eps if normalize else 1.0
+        return (values - values.mean()) / scale
+
+    return _by_group(reward, group, compute)
+
+
+def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> Float64:
+    """R minus the mean of the group's other members: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
+    return _by_group(reward, group, lambda r, _: (r - r.mean()) * len(r) / (len(r) - 1))
+
+
+def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> Float64:
+    """R - sum(len R) / sum(len) over the group: the baseline of least variance, arXiv 2505.23585."""
+    lengths = np.asarray(length, dtype=np.float64)
+    return _by_group(reward, group, lambda r, member: r - np.average(r, weights=lengths[member]))
+
+
+def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> Float64:
+    """Alpha (R - mean_g), alpha = episodes / episodes with a reward other than 0, arXiv 2504.02546."""
+    rewarded = max(1, int(np.count_nonzero(reward)))
+    return np.size(reward) / rewarded * grpo(reward, group, normalize=False)
+
+
+def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> Float64:
+    """Only the best of a group is credited, with its lead over the second: R1 - R2, arXiv 2503.19595.
+
+    `normalize` divides by the group's standard deviation (ddof 1) + eps.
+    """
+
+    def compute(values: Float64, _: npt.NDArray[np.bool_]) -> Float64:
+        second, best = np.sort(values)[-2:]
+        out = np.zeros_like(values)
+        out[values.argmax()] = (best - second) / (values.std(ddof=1) + eps if normalize else 1.0)
+        return out
+
+    return _by_group(reward, group, compute)
+
+
+def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Number the chunk steps of all episodes so that equal states within one group share a number (GiGPO).
+
+    Args:
+        states: [T_i] state hash of each chunk step of each episode.
+        groups: group id of each episode.
+
+    Returns:
+        [sum T_i] ids, episode by episode.
+    """
+    numbers: dict[tuple[Hashable, int], int] = {}
+    keys = [(group, int(state)) for group, own in zip(groups, states, strict=True) for state in own]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
+
+
+def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> Float64:
+    """Return-to-go sum over s >= t of gamma^(s-t) r_s of one episode [T]; steps that are not valid are skipped."""
+    reward = np.asarray(reward, dtype=np.float64)
+    return gae(reward, np.zeros_like(reward), 0.0, valid, gamma=gamma, lam=1.0)[0]
 
 
 def gae(

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from embodyrl.algorithms.aggregation import MODES
 from embodyrl.algorithms.losses import KL_ESTIMATORS
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
-from embodyrl.config.schema import AlgorithmConfig, RewardLevel, TokenLevel
+from embodyrl.algorithms.shaping import REWARD_KL
+from embodyrl.config.keys import plain, spell
+from embodyrl.config.schema import AlgorithmConfig, OldLogprob, RewardLevel, TokenLevel
 from embodyrl.errors import UnknownNameError
 from embodyrl.registry import closest
 
 COMMON_KEYS = frozenset(
     {
         *("adv_type", "loss_type", "group_size", "rollout_epoch", "update_epoch", "loss_agg_func", "sampling_params"),
-        *("kl_beta", "kl_penalty_type", "entropy_bonus", "logprob_type", "entropy_type"),
+        *("kl_beta", "kl_penalty_type", "kl_in_reward", "kl_target", "kl_horizon", "logprob_type"),
+        *("entropy_bonus", "entropy_type", "positive_nll_coef", "advantage_clip", "truncated_episodes"),
+        *("reward_scale", "reward_bias", "reward_clip", "reward_norm", "overlong_buffer", "overlong_penalty_factor"),
+        *("old_logprob", "behave_weight_threshold", "behave_weight_mode", "behave_weight_level", "m2_threshold"),
+        *("off_policy_masking_delta", "early_stop_imp_ratio"),
     }
 )
-VALUE_KEYS = frozenset({"value_clip", "huber_delta", "value_coef"})
+VALUE_KEYS = frozenset({"value_clip", "huber_delta", "value_coef", "critic_warmup"})
 GROUP_KEYS = frozenset({"filter_rewards"})
+
+_WITHOUT: tuple[tuple[str, str, Callable[[AlgorithmConfig], bool]], ...] = (
+    ("kl_penalty_type", "kl_beta is 0; set kl_beta above 0", lambda c: c.kl_beta == 0),
+    ("kl_in_reward", "kl_beta is 0; set kl_beta above 0", lambda c: c.kl_beta == 0),
+    ("kl_target", "kl_in_reward is false; set it to true", lambda c: not c.kl_in_reward),
+    ("kl_horizon", "kl_target is null; set it", lambda c: c.kl_target is None),
+    ("overlong_penalty_factor", "overlong_buffer is null; set it", lambda c: c.overlong_buffer is None),
+    (
+        "overlong_buffer",
+        "sampling_params.max_new_tokens is null; set it",
+        lambda c: c.sampling_params.max_new_tokens is None,
+    ),
+    *(
+        (
+            key,
+            "old_logprob is rollout, so pi_old / pi_rollout is 1; set old_logprob=recompute",
+            lambda c: c.old_logprob == OldLogprob.rollout,
+        )
+        for key in ("behave_weight_threshold", "m2_threshold")
+    ),
+    *(
+        (key, "behave_weight_threshold is null; set it", lambda c: c.behave_weight_threshold is None)
+        for key in ("behave_weight_mode", "behave_weight_level")
+    ),
+)
+"""Keys that do nothing while another one has its default: key, what is missing, when."""
 
 
 def consumed_keys(adv_type: str, loss_type: str) -> frozenset[str]:
@@ -65,13 +99,17 @@ def problems(cfg: AlgorithmConfig) -> list[str]:
             "algorithm.logprob_type=chunk_level has one ratio per chunk, but reward_type=action_level one advantage "
             "per action; use logprob_type=action_level or token_level, or reward_type=chunk_level."
         )
-    if cfg.kl_beta == 0 and cfg.kl_penalty_type != AlgorithmConfig.kl_penalty_type:
+    if cfg.kl_in_reward and cfg.kl_penalty_type not in REWARD_KL:
         found.append(
-            f"algorithm.kl_penalty_type={cfg.kl_penalty_type} has no effect while kl_beta is 0; "
-            "set kl_beta above 0 or leave kl_penalty_type out."
+            f"algorithm.kl_penalty_type={cfg.kl_penalty_type} is a form for the loss; with kl_in_reward=true use one "
+            f"of {', '.join(REWARD_KL)}."
         )
-    found += _filter_problems(cfg.filter_rewards)
-    found += _range_problems(cfg)
+    defaults = AlgorithmConfig()
+    found += [
+        f"algorithm.{key}={spell(plain(getattr(cfg, key)))} has no effect while {missing}, or leave {key} out."
+        for key, missing, idle in _WITHOUT
+        if idle(cfg) and getattr(cfg, key) != getattr(defaults, key)
+    ]
     return found
 
 
@@ -79,24 +117,3 @@ def _name_problem(key: str, value: str, options: tuple[str, ...]) -> list[str]:
     if value in options:
         return []
     return [f"algorithm.{key}: unknown '{value}'.{closest(value, options)} One of: {', '.join(options)}."]
-
-
-def _filter_problems(bounds: list[float] | None) -> list[str]:
-    if bounds is None or (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] <= 1):
-        return []
-    return [f"algorithm.filter_rewards={bounds}: give [low, high] with 0 <= low <= high <= 1, for example [0.1, 0.9]."]
-
-
-def _range_problems(cfg: AlgorithmConfig) -> list[str]:
-    rules = [
-        ("clip_ratio_low", 0 < cfg.clip_ratio_low < 1, "between 0 and 1 (common: 0.2)"),
-        ("clip_ratio_high", cfg.clip_ratio_high > 0, "above 0 (common: 0.2 to 0.28)"),
-        ("clip_ratio_c", cfg.clip_ratio_c is None or cfg.clip_ratio_c > 1, "above 1 (common: 3.0), or null"),
-        ("gamma", 0 <= cfg.gamma <= 1, "between 0 and 1"),
-        ("gae_lambda", 0 <= cfg.gae_lambda <= 1, "between 0 and 1"),
-        ("value_clip", cfg.value_clip is None or cfg.value_clip > 0, "above 0, or null"),
-        ("huber_delta", cfg.huber_delta is None or cfg.huber_delta > 0, "above 0, or null"),
-        ("value_coef", cfg.value_coef >= 0, "0 or more"),
-        ("kl_beta", cfg.kl_beta >= 0, "0 or more"),
-    ]
-    return [f"algorithm.{key}={getattr(cfg, key)}: must be {rule}." for key, good, rule in rules if not good]

@@ -9,36 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_LOG_RATIO = 20.0
-"""exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
 MAX_KL = 10.0
-
-
-def ppo_clip(
-    logprob: torch.Tensor,
-    old_logprob: torch.Tensor,
-    advantage: torch.Tensor,
-    *,
-    low: float,
-    high: float,
-    dual: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Clipped surrogate max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logprob - old) (arXiv 1707.06347).
-
-    `high` > `low` is clip-higher (arXiv 2503.14476). `dual` > 1 bounds the loss of negative advantages by -A dual
-    (arXiv 1912.09729).
-
-    Returns:
-        (loss, ratio, clipped), all of the broadcast shape; `clipped` marks entries without a gradient.
-    """
-    ratio = (logprob - old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    plain, bounded = -advantage * ratio, -advantage * ratio.clamp(1.0 - low, 1.0 + high)
-    loss = plain.maximum(bounded)
-    clipped = bounded > plain
-    if dual is not None:
-        ceiling = (-advantage * dual).expand_as(loss)
-        capped = (advantage < 0) & (ceiling < loss)
-        loss, clipped = ceiling.where(capped, loss), clipped | capped
-    return loss, ratio, clipped
 
 
 def value_loss(
@@ -72,21 +43,30 @@ def _low_var_kl(gap: torch.Tensor) -> torch.Tensor:
     return ((-gap).exp() + gap - 1.0).clamp(-MAX_KL, MAX_KL)
 
 
+def _straight_through(gap: torch.Tensor) -> torch.Tensor:
+    square = 0.5 * gap.square()
+    return square + (_low_var_kl(gap) - square).detach()
+
+
 KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda gap: gap,
     "abs": lambda gap: gap.abs(),
     "k2": lambda gap: 0.5 * gap.square(),
     "low_var_kl": _low_var_kl,
     "k3": _low_var_kl,
+    "k3+": _straight_through,
+    "k3_unbiased": _low_var_kl,
 }
 """Estimators of KL(p || q) from gap = log p - log q at samples of p (joschu.net/blog/kl-approx.html)."""
+IMPORTANCE_WEIGHTED = frozenset({"k3_unbiased"})
+"""Estimators that are multiplied by the probability ratio new / old, gradient included (arXiv 2512.02556)."""
 
 
 def kl(logprob: torch.Tensor, other_logprob: torch.Tensor, kind: str) -> torch.Tensor:
     """Estimate KL(policy || other) per entry.
 
     k1 = d, abs = |d|, k2 = d^2 / 2, low_var_kl = k3 = exp(-d) + d - 1, with d = logprob - other; k3 clamps d to +-20
-    and its value to +-10.
+    and its value to +-10. k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
     """
     return KL_ESTIMATORS[kind](logprob - other_logprob)
 

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from embodyrl.algorithms.aggregation import SUM_MODES, action_weights
 from embodyrl.algorithms.checks import problems
-from embodyrl.algorithms.losses import kl, value_loss
+from embodyrl.algorithms.correction import importance_weights, off_policy_mask, second_moment_mask
+from embodyrl.algorithms.losses import IMPORTANCE_WEIGHTED, MAX_KL, MAX_LOG_RATIO, kl, value_loss
 from embodyrl.algorithms.metrics import WEIGHT_SUM
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs
-from embodyrl.config.schema import AlgorithmConfig, TokenLevel
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Scores, Units
+from embodyrl.algorithms.shaping import adapted_beta, shape_rewards, subtract_kl
+from embodyrl.config.schema import AlgorithmConfig, OldLogprob, TokenLevel, TruncatedEpisodes
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
 
 if TYPE_CHECKING:
     import torch
 
+_NO_SCORES = Scores()
+
 
 class PolicyGradient:
     """Loss = policy loss + value_coef * value loss + kl_beta * KL(policy || reference) - entropy_bonus * entropy.
 
     Policy loss, KL and entropy share the weights of `loss_agg_func`; the value loss is a mean over value targets.
+    `positive_nll_coef` adds the mean of -log pi over actions with a positive advantage (arXiv 2504.05118).
     """
 
     def __init__(self, cfg: AlgorithmConfig) -> None:
@@ -41,12 +47,25 @@ class PolicyGradient:
         self.needs_groups = self._estimator.needs_groups
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
+        self.needs_states = self._estimator.needs_states
         self.needs_reference = cfg.kl_beta > 0
+        self.needs_reference_in_prepare = cfg.kl_in_reward
+        self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
+        self._reward_kl_beta = cfg.kl_beta
 
-    def prepare(self, episodes: Sequence[Episode]) -> PreparedBatch:
+    def state(self) -> dict[str, float]:
+        """Return the KL coefficient of the adaptive controller."""
+        return {"reward_kl_beta": self._reward_kl_beta}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` returned."""
+        self._reward_kl_beta = state["reward_kl_beta"]
+
+    def prepare(self, episodes: Sequence[Episode], scores: Scores = _NO_SCORES) -> PreparedBatch:
         """Turn episodes into a flat batch of chunk samples, episode by episode, chunk by chunk.
 
-        Groups outside `filter_rewards` are left out. Chunks without an executed action are left out.
+        Left out: groups outside `filter_rewards`, truncated episodes where `truncated_episodes` says mask, chunks
+        without an executed action.
 
         Raises:
             NonFiniteError: a reward, value or advantage is NaN or infinite; names the episode.
@@ -56,11 +75,16 @@ class PolicyGradient:
             _require_finite(episode, "reward", episode.reward[episode.valid])
             _require_finite(episode, "value", episode.value)
             _require_finite(episode, "bootstrap value", episode.bootstrap_value)
-        kept = self._filter(episodes)
-        credits = self._estimator.compute(kept, self._cfg) if kept else []
+        shaped, metrics = self._shape(episodes, scores)
+        keep = self._filter(shaped)
+        kept = [shaped[i] for i in keep]
+        scores = Scores(states=tuple(scores.states[i] for i in keep) if self.needs_states else ())
+        credits = self._estimator.compute(kept, scores, self._cfg) if kept else []
         for episode, credit in zip(kept, credits, strict=True):
             _require_finite(episode, "advantage", credit.advantage[episode.valid])
             _require_finite(episode, "value target", credit.returns)
+        if bounds := self._cfg.advantage_clip:
+            credits = [replace(c, advantage=c.advantage.clip(*bounds)) for c in credits]
         pairs = list(zip(kept, credits, strict=True))
         actions = episodes[0].valid.shape[1]
         targets = episodes[0].value.shape[1] if self.needs_values else 0
@@ -77,11 +101,26 @@ class PolicyGradient:
             returns=stack([c.returns for c in credits], (targets,), np.float32),
             valid=stack([e.valid for e in kept], (actions,), np.bool_),
             has_signal=self._has_signal(kept, credits),
-            metrics=_metrics(episodes, pairs) | (_value_metrics(pairs) if pairs and self.needs_values else {}),
+            metrics=metrics
+            | _metrics(episodes, pairs)
+            | (_value_metrics(pairs) if pairs and self.needs_values else {}),
         )
 
-    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """Return (weight [n, K], value_weight [n, V]) of the n samples of one whole optimizer step.
+    def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
+        """Return the episodes with the rewards to credit, and metrics of the KL that was taken from them."""
+        cfg, shaped = self._cfg, shape_rewards(episodes, self._cfg)
+        if not cfg.kl_in_reward:
+            return shaped, {}
+        beta = self._reward_kl_beta
+        shaped, found = subtract_kl(shaped, scores, beta=beta, kind=cfg.kl_penalty_type)
+        if cfg.kl_target is not None:
+            self._reward_kl_beta = adapted_beta(
+                beta, found, target=cfg.kl_target, samples=len(episodes), horizon=cfg.kl_horizon
+            )
+        return shaped, {"train/reward_kl": found, "train/kl_beta": beta}
+
+    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> LossWeights:
+        """Return the weights of the n samples of one whole optimizer step.
 
         `samples` are indices into the batch and must cover all ranks: where gradients are averaged over R ranks,
         multiply the loss by R.
@@ -98,7 +137,32 @@ class PolicyGradient:
         )
         targets = batch.returns.shape[1]
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
-        return weight, (counted / max(int(counted.sum()), 1)).astype(np.float32)
+        return LossWeights(policy=weight, value=_share(counted), positive=_share(valid & (batch.advantage[rows] > 0)))
+
+    def correct(
+        self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """Weigh and filter units by the ratio of recomputed to rollout probabilities; see `correction`."""
+        cfg = self._cfg
+        log_weight = _units(proximal - behaviour, valid, cfg.logprob_type)
+        mask = _unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
+        gap = log_weight[mask]
+        metrics = {"behaviour_gap": float(gap.abs().mean()), "behaviour_ratio_max": float(gap.exp().max())}
+        factors = None
+        if cfg.behave_weight_threshold is not None:
+            factors = importance_weights(
+                log_weight,
+                mask,
+                cap=cfg.behave_weight_threshold,
+                mode=cfg.behave_weight_mode,
+                level=cfg.behave_weight_level,
+            )
+        if cfg.m2_threshold is not None:
+            kept = second_moment_mask(log_weight, mask, threshold=cfg.m2_threshold).to(log_weight.dtype)
+            factors = kept if factors is None else factors * kept
+        if factors is not None:
+            metrics["behaviour_removed"] = float((factors[mask] == 0).float().mean())
+        return factors, metrics
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a micro-batch's share of the loss and of the metrics; `metrics.merge_metrics` joins the shares.
@@ -112,10 +176,18 @@ class PolicyGradient:
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
         new = _units(scores.logprob, valid, cfg.logprob_type)
         old = _units(inputs.old_logprob, valid, cfg.logprob_type)
-        terms = self._loss.compute(new, old, _unit_advantage(inputs.advantage, valid, cfg.logprob_type), cfg)
+        units = Units(
+            logprob=new,
+            old_logprob=old,
+            advantage=_unit_advantage(inputs.advantage, valid, cfg.logprob_type),
+            valid=_unit_mask(valid, cfg.logprob_type),
+        )
+        terms = self._loss.compute(units, cfg)
         entropy = _units(scores.entropy, valid, cfg.entropy_type)
-        policy_loss = self._aggregate(terms.loss, inputs.weight)
+        policy_loss = self._aggregate(terms.loss * self._factors(units, inputs), inputs.weight)
         loss = policy_loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
+        if cfg.positive_nll_coef:
+            loss = loss - cfg.positive_nll_coef * _mean_share(new, inputs.positive_weight)
         gap = _units((scores.logprob - inputs.old_logprob).abs(), valid, TokenLevel.token_level)
         metrics = {
             "policy_loss": policy_loss,
@@ -130,13 +202,24 @@ class PolicyGradient:
         if self.needs_reference:
             assert inputs.ref_logprob is not None, "kl_beta > 0 without reference log-probabilities"
             ref_kl = kl(new, _units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
-            loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
+            if cfg.kl_penalty_type in IMPORTANCE_WEIGHTED:
+                ref_kl = ((new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * ref_kl).clamp(-MAX_KL, MAX_KL)
+            if not cfg.kl_in_reward:
+                loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
             metrics["ref_kl"] = _mean_share(ref_kl, inputs.weight)
         if self.needs_values:
             value = self._value_loss(scores, inputs)
             loss = loss + cfg.value_coef * value
             metrics["value_loss"] = value
         return loss, {name: share.detach() for name, share in {"loss": loss, **metrics}.items()}
+
+    def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | float:
+        """Return what multiplies the policy loss of each unit, without gradient."""
+        factors = 1.0 if inputs.correction is None else inputs.correction
+        if self._cfg.off_policy_masking_delta is None:
+            return factors
+        drift = units.mean(units.old_logprob - units.logprob.detach())
+        return factors * off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
 
     def _value_loss(self, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:
         assert scores.value.shape == inputs.returns.shape == inputs.old_value.shape == inputs.value_weight.shape
@@ -154,15 +237,18 @@ class PolicyGradient:
         share = _mean_share(units, weight)
         return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share
 
-    def _filter(self, episodes: Sequence[Episode]) -> list[Episode]:
+    def _filter(self, episodes: Sequence[Episode]) -> list[int]:
+        """Return the indices of the episodes that enter the update."""
+        mask = self._cfg.truncated_episodes == TruncatedEpisodes.mask
+        able = [i for i, episode in enumerate(episodes) if not (mask and episode.truncated and not episode.cut)]
         if self._cfg.filter_rewards is None:
-            return list(episodes)
+            return able
         low, high = self._cfg.filter_rewards
         success: dict[int, list[bool]] = defaultdict(list)
         for episode in episodes:
             success[episode.spec.group_id].append(episode.success_once)
         kept = {group for group, members in success.items() if low <= np.mean(members) <= high}
-        return [episode for episode in episodes if episode.spec.group_id in kept]
+        return [i for i in able if episodes[i].spec.group_id in kept]
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
         """Return [B] samples whose gradient is exactly zero: no advantage, and no other term in the loss."""
@@ -174,7 +260,8 @@ class PolicyGradient:
     def _has_other_terms(self) -> bool:
         """Whether a sample without advantage still has a gradient."""
         cfg = self._cfg
-        return (self.needs_values and cfg.value_coef > 0) or cfg.kl_beta > 0 or cfg.entropy_bonus != 0
+        values = self.needs_values and cfg.value_coef > 0
+        return values or (cfg.kl_beta > 0 and not cfg.kl_in_reward) or cfg.entropy_bonus != 0
 
     def _has_signal(self, episodes: Sequence[Episode], credits: Sequence[Credit]) -> bool:
         if not episodes:
@@ -192,6 +279,16 @@ def _units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -
     if level == TokenLevel.token_level:
         return grid
     return grid.sum(2, keepdim=True) if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
+
+
+def _unit_mask(valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Valid units [B, K, 1] or [B, 1, 1]."""
+    return valid.any(1)[:, None, None] if level == TokenLevel.chunk_level else valid[:, :, None]
+
+
+def _share(mask: BoolArray) -> FloatArray:
+    """Equal weights that sum to 1 where the mask holds, 0 elsewhere."""
+    return (mask / max(int(mask.sum()), 1)).astype(np.float32)
 
 
 def _unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:

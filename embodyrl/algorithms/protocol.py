@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from embodyrl.config.schema import AlgorithmConfig
 from embodyrl.registry import Registry
-from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
+from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScores, PreparedBatch
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What the actors and the arena add to finished episodes, aligned with them; only what the algorithm asks for."""
+
+    logprob: tuple[FloatArray, ...] = ()
+    """[T, L] of the policy that acted."""
+    ref_logprob: tuple[FloatArray, ...] = ()
+    """[T, L] of the reference policy."""
+    states: tuple[IntArray, ...] = ()
+    """[T] hash of the observation before each chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossWeights:
+    """Weights of n samples over one whole optimizer step, all ranks, so that micro-batch losses add up to the global
+    aggregate whatever the split.
+    """
+
+    policy: FloatArray
+    """[n, K] weight of each action in the policy loss; sums to 1 for the mean modes of `loss_agg_func`."""
+    value: FloatArray
+    """[n, V] weight of each value target; sums to 1."""
+    positive: FloatArray
+    """[n, K] weight of each action with a positive advantage; sums to 1, or all 0."""
+
+    def rows(self, index: IntArray | slice) -> LossWeights:
+        """Return the weights of some of the samples."""
+        return LossWeights(policy=self.policy[index], value=self.value[index], positive=self.positive[index])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +49,7 @@ class LossInputs:
     """One micro-batch of chunk samples (torch, fp32, on the actor's device)."""
 
     old_logprob: torch.Tensor
-    """[B, L]"""
+    """[B, L] of the policy in the ratio's denominator."""
     ref_logprob: torch.Tensor | None
     """[B, L]; None where no KL is asked for."""
     advantage: torch.Tensor
@@ -31,10 +61,13 @@ class LossInputs:
     valid: torch.Tensor
     """[B, K] bool"""
     weight: torch.Tensor
-    """[B, K] weight of each action in the policy loss, taken over the whole optimizer step, so that micro-batch losses
-    add up to the global aggregate whatever the split; sums to 1 for the mean modes of `loss_agg_func`."""
+    """[B, K] `LossWeights.policy`."""
     value_weight: torch.Tensor
-    """[B, V] weight of each value target; sums to 1 over the optimizer step."""
+    """[B, V] `LossWeights.value`."""
+    positive_weight: torch.Tensor
+    """[B, K] `LossWeights.positive`."""
+    correction: torch.Tensor | None = None
+    """Factors of `Algorithm.correct`; None: no correction."""
 
 
 class Algorithm(Protocol):
@@ -46,8 +79,22 @@ class Algorithm(Protocol):
     counts_chunk_steps: bool
     """The quota of a step is chunk steps per slot (episodes are cut and bootstrapped), not a list of episodes."""
     needs_reference: bool
+    needs_states: bool
+    """`Scores.states`."""
+    needs_reference_in_prepare: bool
+    """`Scores.logprob` and `Scores.ref_logprob`."""
+    recomputes_logprob: bool
+    """The actor scores the batch with its own weights before it trains; those are the ratio's denominator."""
 
-    def prepare(self, episodes: Sequence[Episode]) -> PreparedBatch:
+    def state(self) -> dict[str, float]:
+        """Return what changes from step to step, for a checkpoint of the loop."""
+        ...
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` returned."""
+        ...
+
+    def prepare(self, episodes: Sequence[Episode], scores: Scores) -> PreparedBatch:
         """Turn finished episodes into advantages and value targets.
 
         Raises:
@@ -55,8 +102,24 @@ class Algorithm(Protocol):
         """
         ...
 
-    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """Return (weight [n, K], value_weight [n, V]) float32 of one optimizer step, all ranks."""
+    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> LossWeights:
+        """Return the weights of the samples of one optimizer step, all ranks."""
+        ...
+
+    def correct(
+        self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """Compare the recomputed log-probabilities with those of the policies that acted, over the whole batch.
+
+        Args:
+            proximal: [B, L]
+            behaviour: [B, L]
+            valid: [B, K] bool.
+
+        Returns:
+            Factors without gradient on the policy loss of each unit, [B, K, D], [B, K, 1] or [B, 1, 1] by
+            `logprob_type`, or None; and metrics.
+        """
         ...
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
@@ -85,13 +148,33 @@ class Credit:
 class AdvantageEstimator:
     """What `adv_type` names."""
 
-    compute: Callable[[Sequence[Episode], AlgorithmConfig], list[Credit]]
+    compute: Callable[[Sequence[Episode], Scores, AlgorithmConfig], list[Credit]]
     """Credits aligned with the episodes of one training step."""
     consumes: frozenset[str]
     """Keys below `algorithm` that this estimator reads besides the common ones."""
     needs_groups: bool
     needs_values: bool
     counts_chunk_steps: bool
+    needs_states: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """What carries one probability ratio (`logprob_type`): tokens [B, K, D], actions [B, K, 1] or chunks [B, 1, 1]."""
+
+    logprob: torch.Tensor
+    """0 where not valid, as `old_logprob`."""
+    old_logprob: torch.Tensor
+    advantage: torch.Tensor
+    """[B, K, 1] or [B, 1, 1]; broadcasts over the last axis."""
+    valid: torch.Tensor
+    """bool, shape of `advantage`."""
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the mean [B, 1, 1] of `values` over the valid units of each sample."""
+        mask = self.valid.expand_as(self.logprob)
+        total = values.expand_as(mask).where(mask, values.new_zeros(())).sum((1, 2), keepdim=True)
+        return total / mask.sum((1, 2), keepdim=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,21 +188,12 @@ class LossTerms:
     """bool, the clip removed the gradient of this entry."""
 
 
-class PolicyLossFn(Protocol):
-    """Unit-wise policy loss; a unit is a token, an action or a chunk (`logprob_type`)."""
-
-    def __call__(
-        self, logprob: torch.Tensor, old_logprob: torch.Tensor, advantage: torch.Tensor, cfg: AlgorithmConfig
-    ) -> LossTerms:
-        """`advantage` has the rank of `logprob` and broadcasts over its last axis."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     """What `loss_type` names."""
 
-    compute: PolicyLossFn
+    compute: Callable[[Units, AlgorithmConfig], LossTerms]
+    """Loss of each unit; sequence-level methods take a sample's units for the sequence."""
     consumes: frozenset[str]
     """Keys below `algorithm` that this loss reads besides the common ones."""
 

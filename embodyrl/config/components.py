@@ -6,10 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodyrl.config.choices import (
+    OldLogprob,
     Precision,
     RenderProfile,
     RewardLevel,
+    RewardNorm,
     TokenLevel,
+    TruncatedEpisodes,
+    WeightLevel,
+    WeightMode,
 )
 
 
@@ -175,22 +180,64 @@ class AlgorithmConfig:
     """PPO clip above 1."""
     clip_ratio_c: float | None = None
     """Dual clip bound for negative advantages (> 1); null: off."""
+    ratio_max: float = 2.0
+    """aipo: upper bound of the importance weight."""
+    sapo_tau_pos: float = 1.0
+    """sapo: steepness of the gate for positive advantages."""
+    sapo_tau_neg: float = 1.05
+    """sapo: steepness of the gate for the others."""
+    log_ratio_coef: float = 1.0
+    """dro: weight of half the squared log-ratio; kl_cov: of its absolute value."""
+    cov_share: float = 2.0e-4
+    """clip_cov, kl_cov: share of the tokens that is held back."""
+    cov_bounds: list[float] = field(default_factory=lambda: [1.0, 5.0])
+    """clip_cov: [low, high] covariance of advantage and log-probability of the tokens to choose from."""
+    positive_nll_coef: float = 0.0
+    """Weight of the mean of -log pi over actions with a positive advantage."""
     value_clip: float | None = 0.2
     """Clip of the value change; null: off."""
     huber_delta: float | None = None
     """Huber loss for the value instead of a square; null: off."""
     value_coef: float = 0.5
     """Weight of the value loss."""
+    critic_warmup: int = 0
+    """Training steps at the start that train nothing but the value head."""
     loss_agg_func: str = "token-mean"
     """How token losses become one number."""
     kl_beta: float = 0.0
     """Weight of the KL to the reference (the initial weights)."""
     kl_penalty_type: str = "low_var_kl"
-    """KL estimator: k1, abs, k2, low_var_kl."""
+    """KL estimator: k1, abs, k2, low_var_kl (= k3), k3+ (value of k3, gradient of k2), k3_unbiased."""
+    kl_in_reward: bool = False
+    """Take the KL from the rewards, action by action, instead of adding it to the loss."""
+    kl_target: float | None = None
+    """KL per token that an adaptive kl_beta aims at (with kl_in_reward); null: kl_beta stays."""
+    kl_horizon: int = 10000
+    """Episodes over which the adaptive kl_beta moves."""
     entropy_bonus: float = 0.0
     """Weight of the entropy."""
     normalize_advantages: bool = True
-    """grpo: divide by the group's standard deviation; gae: whiten over the batch."""
+    """grpo, pass_at_k, gigpo: divide by the group's standard deviation; gae: whiten over the batch."""
+    std_unbiased: bool = True
+    """Standard deviation of a group with n - 1 instead of n in the denominator."""
+    step_advantage_weight: float = 1.0
+    """gigpo: weight of a step's advantage among visits of the same state."""
+    advantage_clip: list[float] | None = None
+    """[low, high] bounds of advantages."""
+    reward_scale: float = 1.0
+    """Factor on rewards, after reward_bias."""
+    reward_bias: float = 0.0
+    """Added to the outcome of an episode."""
+    reward_clip: float | None = None
+    """Outcomes are clipped to +- this."""
+    reward_norm: RewardNorm = RewardNorm.none
+    """Shift and scale outcomes to mean 0 and standard deviation 1 over the group or the batch."""
+    truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
+    """Episodes that hit a limit: train on them, mask (leave out of the update), or zero_reward."""
+    overlong_buffer: int | None = None
+    """Actions (tokens) before max_new_tokens over which a length penalty grows; null: no penalty."""
+    overlong_penalty_factor: float = 1.0
+    """Length penalty at max_new_tokens."""
     reward_type: RewardLevel = RewardLevel.chunk_level
     """Credit per chunk or per action."""
     logprob_type: TokenLevel = TokenLevel.token_level
@@ -201,4 +248,18 @@ class AlgorithmConfig:
     """[low, high]: groups whose mean success lies outside do not enter the update."""
     max_staleness: int = 0
     """0: synchronous."""
+    old_logprob: OldLogprob = OldLogprob.rollout
+    """Denominator of the ratio: log-probabilities of the rollout, or recomputed by the actor before it trains."""
+    behave_weight_threshold: float | None = None
+    """Weigh the loss by pi_old / pi_rollout up to this cap (decoupled PPO; with old_logprob=recompute); null: off."""
+    behave_weight_mode: WeightMode = WeightMode.mask
+    """Above the cap: mask (weight 0) or truncate (weight = cap)."""
+    behave_weight_level: WeightLevel = WeightLevel.token
+    """One weight per token, or per sample: product (sequence) or geometric mean of its tokens."""
+    m2_threshold: float | None = None
+    """M2PO: drop the most off-policy tokens until their mean squared log-ratio is below this; null: off."""
+    off_policy_masking_delta: float | None = None
+    """Drop samples of negative advantage whose mean log pi_old - log pi exceeds this; null: off."""
+    early_stop_imp_ratio: float | None = None
+    """Leave out the rest of an update once the mean ratio of an optimizer step exceeds this; null: never."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)

@@ -11,6 +11,7 @@ from typing import Any
 from embodyrl.config.choices import (  # re-exported: the schema is one import for its readers
     EpisodeFilter,
     FrameFormat,
+    OldLogprob,
     OnEnvCrash,
     OnExisting,
     OnNonfinite,
@@ -18,8 +19,12 @@ from embodyrl.config.choices import (  # re-exported: the schema is one import f
     Precision,
     RenderProfile,
     RewardLevel,
+    RewardNorm,
     RolloutMode,
     TokenLevel,
+    TruncatedEpisodes,
+    WeightLevel,
+    WeightMode,
 )
 from embodyrl.config.components import (
     AlgorithmConfig,

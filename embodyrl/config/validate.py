@@ -98,8 +98,22 @@ RULES: dict[str, Rule] = {
     "algorithm.clip_ratio_c": _number(lambda v: v > 1, "greater than 1, or null"),
     "algorithm.value_clip": _number(lambda v: v > 0, "greater than 0, or null"),
     "algorithm.huber_delta": _number(lambda v: v > 0, "greater than 0, or null"),
-    "algorithm.value_coef": _NOT_NEGATIVE,
-    "algorithm.kl_beta": _NOT_NEGATIVE,
+    **{
+        f"algorithm.{key}": _NOT_NEGATIVE
+        for key in ("value_coef", "critic_warmup", "kl_beta", "positive_nll_coef", "log_ratio_coef")
+    },
+    **{
+        f"algorithm.{key}": _number(lambda v: v > 0, "greater than 0")
+        for key in (
+            *("kl_target", "kl_horizon", "reward_scale", "reward_clip", "overlong_buffer", "overlong_penalty_factor"),
+            *("ratio_max", "sapo_tau_pos", "sapo_tau_neg", "step_advantage_weight", "m2_threshold"),
+            *("off_policy_masking_delta", "behave_weight_threshold"),
+        )
+    },
+    "algorithm.cov_share": _number(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
+    "algorithm.cov_bounds": _list(lambda v: len(v) == 2 and v[0] < v[1], "[low,high] with low < high"),
+    "algorithm.advantage_clip": _list(lambda v: len(v) == 2 and v[0] < 0 < v[1], "[low,high] with low < 0 < high"),
+    "algorithm.early_stop_imp_ratio": _number(lambda v: v > 1, "greater than 1, or null"),
     "algorithm.filter_rewards": _list(
         lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1, "two numbers [low,high] with 0 <= low < high <= 1, or null"
     ),

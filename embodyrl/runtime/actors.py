@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
-from embodyrl.algorithms.protocol import Algorithm
+import numpy as np
+
+from embodyrl.algorithms.protocol import Algorithm, Scores
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.rollouts import Collection
-from embodyrl.types import PreparedBatch
+from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import LoadOrder, SaveOrder, ScoreOrder, UpdateOrder
 
 
@@ -20,12 +23,27 @@ class Actors:
         self._arena = arena
         self._algorithm = algorithm
 
-    def score(self, collection: Collection) -> None:
-        """Let the reference policy score the collected chunks, if the algorithm asks for it."""
-        if not self._algorithm.needs_reference:
-            return
-        tickets = tuple(t for e in collection.episodes for t in collection.tickets[e.spec.episode_id][: len(e.records)])
-        self._policy.call(ScoreOrder(sequence=0, tickets=tickets))
+    def score(self, collection: Collection) -> Scores:
+        """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""
+        algorithm, arena = self._algorithm, self._arena
+        rows = [episode.records for episode in collection.episodes]
+        if algorithm.needs_reference and rows:
+            tickets = tuple(
+                t for e in collection.episodes for t in collection.tickets[e.spec.episode_id][: len(e.records)]
+            )
+            self._policy.call(ScoreOrder(sequence=0, tickets=tickets))
+        wants = rows if algorithm.needs_reference_in_prepare else []
+        return Scores(
+            logprob=tuple(arena["logprob"][records] for records in wants),
+            ref_logprob=tuple(arena["ref_logprob"][records] for records in wants),
+            states=tuple(self._hashes(records) for records in rows) if algorithm.needs_states else (),
+        )
+
+    def _hashes(self, records: IntArray) -> IntArray:
+        """Hash the observation of each record."""
+        fields = [self._arena[name] for name in ("images", "observed_state", "instruction")]
+        digests = [hashlib.blake2b(b"".join(f[r].tobytes() for f in fields), digest_size=8).digest() for r in records]
+        return np.frombuffer(b"".join(digests), dtype=np.int64)
 
     def update(self, step: int, collection: Collection, batch: PreparedBatch) -> dict[str, float]:
         """Write advantages into the records and train on them; no update where the gradient is exactly zero."""

@@ -126,9 +126,9 @@ class _Training:
 
             rollout = crew.rollouts.collect(plan, version=step, on_episode=note)
             with crew.fleet.shield():
-                actors.score(rollout)
+                scores = actors.score(rollout)
                 # All episodes may have been lost to crashed env workers.
-                batch = algorithm.prepare(rollout.episodes) if rollout.episodes else _NOTHING
+                batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _NOTHING
                 result = actors.update(step, rollout, batch)
                 crew.rollouts.release(rollout)
                 session.step = step + 1

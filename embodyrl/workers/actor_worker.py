@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from embodyrl.algorithms.metrics import merge_metrics
-from embodyrl.algorithms.protocol import Algorithm, LossInputs
+from embodyrl.algorithms.protocol import Algorithm, LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
 from embodyrl.config.schema import Config, OnNonfinite
 from embodyrl.errors import NonFiniteError
@@ -18,6 +19,16 @@ from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import ScoreOrder, UpdateOrder
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.training import Optimization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proximal:
+    """The ratio's denominator and factors on the loss, aligned with a batch."""
+
+    logprob: torch.Tensor
+    """[B, L]"""
+    correction: torch.Tensor | None
+    metrics: dict[str, float]
 
 
 class ActorWorker:
@@ -37,7 +48,7 @@ class ActorWorker:
         self._arena = arena
         self._algorithm = algorithm
         self._cfg = cfg.actor
-        self._update_epoch = cfg.algorithm.update_epoch
+        self._rules = cfg.algorithm
         self._seed = cfg.seed
         self._on_nonfinite = cfg.faults.on_nonfinite
         self._reference = reference
@@ -57,18 +68,21 @@ class ActorWorker:
         """Train on the batch; returns metrics averaged over optimizer steps (maxima for names ending in _max)."""
         records = self._arena.read(order.tickets)
         batch = self._batch(records, np.asarray(order.episode, dtype=np.int64))
+        proximal = self._proximal(batch)
+        warming_up = order.step < self._rules.critic_warmup
+        limit = self._rules.early_stop_imp_ratio or math.inf
         steps: list[dict[str, float]] = []
         skipped = 0
-        for epoch in range(self._update_epoch):
-            order_of_samples = _shuffle(len(records), self._seed, order.step, epoch)
-            start = 0
-            for size in even_parts(len(records), self._cfg.global_batch_size):
-                metrics = self._optimizer_step(batch, order_of_samples[start : start + size].tolist())
-                start += size
-                skipped += metrics is None
-                if metrics:
-                    steps.append(metrics)
-        result = _reduce(steps)
+        for samples in self._samples(len(records), order.step):
+            metrics = self._optimizer_step(batch, samples, proximal, values_only=warming_up)
+            skipped += metrics is None
+            if metrics:
+                steps.append(metrics)
+                if metrics.get("ratio", 0.0) > limit:
+                    break
+        result = _reduce(steps) | proximal.metrics
+        if math.isfinite(limit):
+            result["early_stopped"] = float(bool(steps) and steps[-1].get("ratio", 0.0) > limit)
         result["lr"] = self.optimization.lr
         result["optimizer_steps"] = float(len(steps))
         result["skipped_nonfinite"] = float(skipped)
@@ -76,6 +90,30 @@ class ActorWorker:
             # Before the first step of an update the weights are those that acted: any gap is numerical.
             result["logprob_gap"] = steps[0]["logprob_gap"]
         return result
+
+    def _samples(self, count: int, step: int) -> Iterator[list[int]]:
+        """Yield the samples of each optimizer step of an update."""
+        for epoch in range(self._rules.update_epoch):
+            order = _shuffle(count, self._seed, step, epoch)
+            start = 0
+            for size in even_parts(count, self._cfg.global_batch_size):
+                yield order[start : start + size].tolist()
+                start += size
+
+    def _proximal(self, batch: PreparedBatch) -> _Proximal:
+        """Score the batch with the present weights if the algorithm asks for it; else take the rollout's numbers."""
+        behaviour = torch.from_numpy(self._arena["logprob"][batch.records])
+        if not self._algorithm.recomputes_logprob:
+            return _Proximal(logprob=behaviour, correction=None, metrics={})
+        parts = []
+        for start in range(0, len(batch.records), self._cfg.micro_batch_size):
+            records = batch.records[start : start + self._cfg.micro_batch_size]
+            with torch.no_grad():
+                scores = self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
+            parts.append(scores.logprob.float().cpu())
+        logprob = torch.cat(parts)
+        correction, metrics = self._algorithm.correct(logprob, behaviour, torch.from_numpy(batch.valid))
+        return _Proximal(logprob=logprob, correction=correction, metrics=metrics)
 
     def _batch(self, records: IntArray, episode: IntArray) -> PreparedBatch:
         arena = self._arena
@@ -88,24 +126,26 @@ class ActorWorker:
             has_signal=True,
         )
 
-    def _optimizer_step(self, batch: PreparedBatch, samples: Sequence[int]) -> dict[str, float] | None:
+    def _optimizer_step(
+        self, batch: PreparedBatch, samples: Sequence[int], proximal: _Proximal, *, values_only: bool
+    ) -> dict[str, float] | None:
         """Accumulate gradients over micro-batches and step.
 
         Returns None if a non-finite gradient was skipped, and nothing at all if no sample can contribute a gradient.
         Samples that cannot are left out of the forward pass, but not out of the weights of the others.
         """
-        weight, value_weight = self._algorithm.weights(batch, samples)
+        weights = self._algorithm.weights(batch, samples)
         useful = np.flatnonzero(~self._algorithm.inert(batch)[np.asarray(samples)])
         if not useful.size:
             return {}
-        weight, value_weight = weight[useful], value_weight[useful]
+        weights = weights.rows(useful)
         samples = [samples[int(i)] for i in useful]
         self.optimization.zero_grad()
         parts: list[dict[str, float]] = []
         size = self._cfg.micro_batch_size
         for start in range(0, len(samples), size):
             part = np.asarray(samples[start : start + size])
-            inputs = self._inputs(batch, part, weight[start : start + size], value_weight[start : start + size])
+            inputs = self._inputs(batch, part, weights.rows(slice(start, start + size)), proximal)
             records = batch.records[part]
             scores = self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
             loss, metrics = self._algorithm.loss(scores, inputs)
@@ -113,7 +153,7 @@ class ActorWorker:
                 return self._refuse(f"loss {float(loss)}")
             loss.backward()
             parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())})
-        grad_norm = self.optimization.step()
+        grad_norm = self.optimization.step(values_only=values_only)
         if not math.isfinite(grad_norm):
             return self._refuse(f"gradient norm {grad_norm}")
         return merge_metrics(parts) | {"grad_norm": grad_norm}
@@ -127,9 +167,7 @@ class ActorWorker:
                 "or a broken reward. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
             )
 
-    def _inputs(
-        self, batch: PreparedBatch, samples: IntArray, weight: np.ndarray, value_weight: np.ndarray
-    ) -> LossInputs:
+    def _inputs(self, batch: PreparedBatch, samples: IntArray, weights: LossWeights, proximal: _Proximal) -> LossInputs:
         arena, records = self._arena, batch.records[samples]
         device = next(self._policy.module.parameters()).device
 
@@ -137,14 +175,16 @@ class ActorWorker:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
         return LossInputs(
-            old_logprob=tensor(arena["logprob"][records]),
+            old_logprob=proximal.logprob[samples].to(device),
             ref_logprob=tensor(arena["ref_logprob"][records]) if self._reference is not None else None,
             advantage=tensor(batch.advantage[samples]),
             returns=tensor(batch.returns[samples]),
             old_value=tensor(arena["value"][records]),
             valid=tensor(batch.valid[samples]),
-            weight=tensor(weight),
-            value_weight=tensor(value_weight),
+            weight=tensor(weights.policy),
+            value_weight=tensor(weights.value),
+            positive_weight=tensor(weights.positive),
+            correction=None if proximal.correction is None else proximal.correction[samples].to(device),
         )
 
 

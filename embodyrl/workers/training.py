@@ -60,8 +60,14 @@ class Optimization:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self) -> float:
-        """Clip and step; returns the gradient norm. Where it is not finite, the weights stay as they are."""
+    def step(self, *, values_only: bool = False) -> float:
+        """Clip and step; returns the gradient norm. Where it is not finite, the weights stay as they are.
+
+        `values_only` changes nothing but the value head.
+        """
+        if values_only:
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                parameter.grad = None
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = float(torch.nn.utils.clip_grad_norm_(params, self._clip))
         if math.isfinite(norm):

@@ -1,0 +1,70 @@
+"""Corrections for data of older policies: pure functions without gradient on units [B, ...] (tokens, actions, chunks).
+
+log w = log pi_proximal - log pi_behaviour: the policy at the start of the update against the one that acted. What is
+removed stays in the denominator of the loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from embodyrl.config.schema import WeightLevel, WeightMode
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_LOG_WEIGHT = 20.0
+
+
+def importance_weights(
+    log_weight: torch.Tensor, valid: torch.Tensor, *, cap: float, mode: WeightMode, level: WeightLevel
+) -> torch.Tensor:
+    """Return w where w <= cap; above it 0 (mask; decoupled PPO, arXiv 2505.24298) or the cap (truncate; TIS).
+
+    Args:
+        log_weight: [B, ...] log w of each unit.
+        valid: bool, same shape.
+        cap: upper bound of w.
+        mode: what happens above it.
+        level: one w per unit, or one per sample: the product over its units (sequence) or their geometric mean.
+    """
+    kept = log_weight.where(valid, log_weight.new_zeros(()))
+    if level != WeightLevel.token:
+        total = kept.flatten(1).sum(1)
+        count = valid.flatten(1).sum(1) if level == WeightLevel.geometric else 1
+        kept = (total / count).reshape(-1, *[1] * (kept.dim() - 1)).expand_as(kept)
+    weight = kept.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    if mode == WeightMode.truncate:
+        return weight.clamp(max=cap)
+    return weight.where(weight <= cap, weight.new_zeros(()))
+
+
+def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, threshold: float) -> torch.Tensor:
+    """Drop the units with the largest (log w)^2 until the mean of the rest is below the threshold (arXiv 2510.01161).
+
+    At least one unit stays.
+
+    Returns:
+        bool, same shape.
+    """
+    moment = log_weight.square()[valid].sort(descending=True).values
+    count = len(moment)
+    ahead = moment.cumsum(0) - moment  # sum of the larger ones
+    rest = (moment.sum() - ahead) / (count - moment.new_ones(count).cumsum(0) + 1)
+    dropped = int((rest >= threshold).sum().clamp(max=count - 1))
+    ceiling = moment[dropped]
+    return valid & (log_weight.square() <= ceiling)
+
+
+def off_policy_mask(log_ratio_mean: torch.Tensor, advantage: torch.Tensor, *, delta: float) -> torch.Tensor:
+    """Keep a unit unless A < 0 and its sequence's mean of log pi_old - log pi exceeds delta (arXiv 2512.02556).
+
+    Args:
+        log_ratio_mean: [B, 1, 1] mean of log pi_old - log pi over the sequence.
+        advantage: [B, K, 1] or [B, 1, 1].
+        delta: bound of the mean.
+
+    Returns:
+        bool, shape of `advantage`.
+    """
+    return ~((advantage < 0) & (log_ratio_mean > delta))

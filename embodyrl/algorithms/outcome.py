@@ -1,0 +1,104 @@
+"""Estimators with one credit per episode, from its undiscounted return and those of its group (one reset id)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from embodyrl.algorithms import advantages
+from embodyrl.algorithms.advantages import Float64
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.config.schema import AlgorithmConfig
+from embodyrl.types import Episode, FloatArray
+
+Compute = Callable[[Sequence[Episode], list[float], list[int], AlgorithmConfig], Float64]
+"""(episodes, returns, groups, config) -> [E] advantages."""
+
+
+def spread(episode: Episode, advantage: float | Float64) -> Credit:
+    """Give an advantage, one number or [T, 1], to all executed actions of an episode."""
+    return Credit(
+        advantage=np.where(episode.valid, advantage, 0.0).astype(np.float32), returns=no_values(len(episode.valid))
+    )
+
+
+def no_values(steps: int) -> FloatArray:
+    """Return [T, 0] value targets."""
+    return np.zeros((steps, 0), dtype=np.float32)
+
+
+def outcome_estimator(compute: Compute, *consumes: str) -> AdvantageEstimator:
+    """Spread the advantage of each episode over all its actions.
+
+    An episode whose group was lost to crashed env workers has nobody to be compared with: its advantage is 0.
+    """
+
+    def credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+        groups = [episode.spec.group_id for episode in episodes]
+        sizes = Counter(groups)
+        advantage = compute(episodes, [episode.episode_return for episode in episodes], groups, cfg)
+        return [
+            spread(episode, one if sizes[group] > 1 else 0.0)
+            for episode, one, group in zip(episodes, advantage, groups, strict=True)
+        ]
+
+    return AdvantageEstimator(
+        compute=credits,
+        consumes=frozenset(consumes),
+        needs_groups=True,
+        needs_values=False,
+        counts_chunk_steps=False,
+    )
+
+
+GRPO = outcome_estimator(
+    lambda _, reward, group, cfg: advantages.grpo(
+        reward, group, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased
+    ),
+    "normalize_advantages",
+    "std_unbiased",
+)
+RLOO = outcome_estimator(lambda _, reward, group, __: advantages.rloo(reward, group))
+OPO = outcome_estimator(
+    lambda episodes, reward, group, _: advantages.opo(reward, group, [episode.length for episode in episodes])
+)
+GPG = outcome_estimator(lambda _, reward, group, __: advantages.gpg(reward, group))
+PASS_AT_K = outcome_estimator(
+    lambda _, reward, group, cfg: advantages.pass_at_k(reward, group, normalize=cfg.normalize_advantages),
+    "normalize_advantages",
+)
+
+
+def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+    """Credit of the episode among its group plus credit of each chunk step among the group's visits of its state."""
+    groups = [episode.spec.group_id for episode in episodes]
+    normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
+    episode_level = advantages.grpo(
+        [episode.episode_return for episode in episodes], groups, normalize=normalize, unbiased=unbiased
+    )
+    to_go = [
+        advantages.discounted(np.where(e.valid, e.reward, 0.0).sum(axis=1), e.valid.any(axis=1), gamma=cfg.gamma)
+        for e in episodes
+    ]
+    anchors = advantages.step_groups(scores.states, groups)
+    visits = np.bincount(anchors)[anchors]
+    steps = advantages.grpo(np.concatenate(to_go), anchors, normalize=normalize, unbiased=unbiased)
+    steps[visits == 1] = 0.0  # nobody else was there: no comparison
+    sizes = Counter(groups)
+    parts = np.split(steps, np.cumsum([len(e.valid) for e in episodes])[:-1])
+    return [
+        spread(e, (one if sizes[group] > 1 else 0.0) + cfg.step_advantage_weight * part[:, None])
+        for e, one, group, part in zip(episodes, episode_level, groups, parts, strict=True)
+    ]
+
+
+GIGPO = AdvantageEstimator(
+    compute=_gigpo,
+    consumes=frozenset({"normalize_advantages", "std_unbiased", "gamma", "step_advantage_weight"}),
+    needs_groups=True,
+    needs_values=False,
+    counts_chunk_steps=False,
+    needs_states=True,
+)

@@ -1,0 +1,171 @@
+"""Policy losses: what `loss_type` names. Tensor methods only, so that declaring one needs no torch import.
+
+A advantage, r = pi / pi_old, d = log r; all losses are minimised. Sequence-level methods (gspo, gmpo) take one sample,
+a chunk of actions or a text response, for the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
+from embodyrl.config.schema import AlgorithmConfig
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_LOG_RATIO = 20.0
+"""exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
+MAX_SEQUENCE_LOG_RATIO = 10.0
+
+CLIP_KEYS = ("clip_ratio_low", "clip_ratio_high")
+
+
+def _log_ratio(u: Units) -> torch.Tensor:
+    return (u.logprob - u.old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: AlgorithmConfig) -> LossTerms:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)); `clipped` marks entries without a gradient."""
+    plain = -advantage * ratio
+    bounded = -advantage * ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
+    return LossTerms(loss=plain.maximum(bounded), ratio=ratio, clipped=bounded > plain)
+
+
+def _unclipped(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
+    return LossTerms(loss=loss, ratio=ratio, clipped=ratio != ratio)
+
+
+def ppo_clip(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """PPO (arXiv 1707.06347); high > low is clip-higher (2503.14476).
+
+    `clip_ratio_c` bounds the loss of negative advantages by -A c (dual clip, 1912.09729).
+    """
+    terms = _surrogate(u.advantage, _log_ratio(u).exp(), cfg)
+    if cfg.clip_ratio_c is None:
+        return terms
+    ceiling = (-u.advantage * cfg.clip_ratio_c).expand_as(terms.loss)
+    capped = (u.advantage < 0) & (ceiling < terms.loss)
+    return LossTerms(loss=ceiling.where(capped, terms.loss), ratio=terms.ratio, clipped=terms.clipped | capped)
+
+
+def gspo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """PPO clip on the sequence ratio exp(mean d), shared by all units of the sequence (arXiv 2507.18071)."""
+    ratio = u.mean(_log_ratio(u)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
+    return _surrogate(u.advantage, ratio.expand_as(u.logprob), cfg)
+
+
+def gmpo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """-A exp(mean k), k = s min(s d, s clip(d, -low, high)), s = sign A: geometric mean (arXiv 2507.20673)."""
+    log_ratio, sign = _log_ratio(u), u.advantage.sign()
+    inside = log_ratio.clamp(-cfg.clip_ratio_low, cfg.clip_ratio_high)
+    kept = sign * (sign * log_ratio).minimum(sign * inside)
+    ratio = u.mean(kept).exp().expand_as(log_ratio)
+    return LossTerms(loss=-u.mean(u.advantage) * ratio, ratio=ratio, clipped=kept != log_ratio)
+
+
+def sapo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a soft gate instead of a clip (arXiv 2511.20347)."""
+    ratio = _log_ratio(u).exp()
+    tau = ratio.new_tensor(cfg.sapo_tau_pos).where(u.advantage > 0, ratio.new_tensor(cfg.sapo_tau_neg))
+    return _unclipped(-u.advantage * 4.0 / tau * (tau * (ratio - 1.0)).sigmoid(), ratio)
+
+
+def _weighted_likelihood(u: Units, weight: torch.Tensor) -> torch.Tensor:
+    """-sg(weight) A log pi: every unit keeps a gradient."""
+    return -weight.detach() * u.advantage * u.logprob
+
+
+def cispo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi (arXiv 2506.13585)."""
+    ratio = _log_ratio(u).exp()
+    weight = ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
+    return _unclipped(_weighted_likelihood(u, weight), ratio)
+
+
+def pg(u: Units, _: AlgorithmConfig) -> LossTerms:
+    """-A log pi: the plain policy gradient, for on-policy data."""
+    ratio = _log_ratio(u).exp()
+    return _unclipped(_weighted_likelihood(u, ratio.new_ones(())), ratio)
+
+
+def aipo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """-sg(min(r, ratio_max)) A log pi (arXiv 2505.24034); against rollout log-probabilities this is TIS-REINFORCE."""
+    ratio = _log_ratio(u).exp()
+    return _unclipped(_weighted_likelihood(u, ratio.clamp(max=cfg.ratio_max)), ratio)
+
+
+def aipo_ratio(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """-min(r, ratio_max) A: the form with a gradient through the ratio, none above the bound."""
+    ratio = _log_ratio(u).exp()
+    return LossTerms(loss=-ratio.clamp(max=cfg.ratio_max) * u.advantage, ratio=ratio, clipped=ratio > cfg.ratio_max)
+
+
+def topr(u: Units, _: AlgorithmConfig) -> LossTerms:
+    """A > 0: -A log pi; A <= 0: -sg(clip(r, 0, 1)) A log pi (arXiv 2503.14286)."""
+    ratio = _log_ratio(u).exp()
+    return _unclipped(_weighted_likelihood(u, ratio.new_ones(()).where(u.advantage > 0, ratio.clamp(max=1.0))), ratio)
+
+
+def dro(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """-A log pi + log_ratio_coef / 2 d^2: DRO (arXiv 2405.19107) and Kimi k1.5 (2501.12599)."""
+    log_ratio = _log_ratio(u)
+    likelihood = _weighted_likelihood(u, log_ratio.new_ones(()))
+    return _unclipped(likelihood + 0.5 * cfg.log_ratio_coef * log_ratio.square(), log_ratio.exp())
+
+
+def _covariance(u: Units) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (A - mean A)(log pi - mean log pi) of each unit without gradient, and the mask of valid units."""
+    mask = u.valid.expand_as(u.logprob)
+    logprob, advantage = u.logprob.detach(), u.advantage.expand_as(u.logprob)
+    return (advantage - advantage[mask].mean()) * (logprob - logprob[mask].mean()), mask
+
+
+def clip_cov(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """PPO clip; a random `cov_share` of the units with a covariance in `cov_bounds` loses its gradient (2505.22617).
+
+    The choice follows torch's generator, which the run seeds and checkpoints; the statistics are the micro-batch's.
+    """
+    import torch
+
+    terms = ppo_clip(u, cfg)
+    covariance, mask = _covariance(u)
+    low, high = cfg.cov_bounds
+    able = torch.nonzero(((covariance > low) & (covariance < high) & mask & ~terms.clipped).flatten()).flatten()
+    drop = torch.zeros_like(mask).flatten()
+    drop[able[torch.randperm(len(able))[: max(1, int(cfg.cov_share * int(mask.sum())))]]] = True
+    drop = drop.reshape(mask.shape)
+    return LossTerms(loss=terms.loss.where(~drop, 0.0), ratio=terms.ratio, clipped=terms.clipped | drop)
+
+
+def kl_cov(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+    """-A r, plus log_ratio_coef |d| on the `cov_share` of units with the largest covariance (arXiv 2505.22617).
+
+    The statistics are the micro-batch's.
+    """
+    log_ratio = _log_ratio(u)
+    covariance, mask = _covariance(u)
+    count = max(1, int(cfg.cov_share * int(mask.sum())))
+    smallest = covariance.masked_fill(~mask, -float("inf")).flatten().topk(count).values[-1]
+    chosen = mask & (covariance >= smallest)
+    penalty = (cfg.log_ratio_coef * log_ratio.abs()).where(chosen, 0.0)
+    return _unclipped(-u.advantage * log_ratio.exp() + penalty, log_ratio.exp())
+
+
+def _declare(compute: Callable[[Units, AlgorithmConfig], LossTerms], *consumes: str) -> PolicyLoss:
+    return PolicyLoss(compute=compute, consumes=frozenset(consumes))
+
+
+PPO_CLIP = _declare(ppo_clip, *CLIP_KEYS, "clip_ratio_c")
+GSPO = _declare(gspo, *CLIP_KEYS)
+GMPO = _declare(gmpo, *CLIP_KEYS)
+SAPO = _declare(sapo, "sapo_tau_pos", "sapo_tau_neg")
+CISPO = _declare(cispo, *CLIP_KEYS)
+PG = _declare(pg)
+AIPO = _declare(aipo, "ratio_max")
+AIPO_RATIO = _declare(aipo_ratio, "ratio_max")
+TOPR = _declare(topr)
+DRO = _declare(dro, "log_ratio_coef")
+CLIP_COV = _declare(clip_cov, *CLIP_KEYS, "clip_ratio_c", "cov_share", "cov_bounds")
+KL_COV = _declare(kl_cov, "log_ratio_coef", "cov_share")

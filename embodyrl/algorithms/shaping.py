@@ -1,0 +1,89 @@
+"""From an environment's rewards to those that are credited: scale, clip, length penalty, KL to the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from embodyrl.algorithms.advantages import grpo
+from embodyrl.algorithms.protocol import Scores
+from embodyrl.config.schema import AlgorithmConfig, RewardNorm, TruncatedEpisodes
+from embodyrl.types import Episode, FloatArray
+
+REWARD_KL: dict[str, Callable[[FloatArray], FloatArray]] = {
+    "k1": lambda gap: gap,
+    "abs": np.abs,
+    "k2": lambda gap: 0.5 * np.square(gap),
+    "low_var_kl": lambda gap: np.clip(np.exp(-gap) + gap - 1.0, -10.0, 10.0),
+    "k3": lambda gap: np.clip(np.exp(-gap) + gap - 1.0, -10.0, 10.0),
+}
+"""Estimators that can be taken from rewards, of gap = log pi - log pi_ref within +-20; see `losses.kl`."""
+
+
+def overlong_penalty(length: float, *, longest: int, buffer: int, factor: float) -> float:
+    """min(-(e / buffer) factor, 0), e = length - (longest - buffer): DAPO's soft length limit (arXiv 2503.14476)."""
+    return min(-(length - (longest - buffer)) / buffer * factor, 0.0)
+
+
+def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Episode]:
+    """Return the episodes with the rewards that estimators see.
+
+    Per action r = reward_scale r; then, on the last executed action, what changes the outcome R = sum r: the bias
+    and the overlong penalty, 0 for truncated episodes where asked for, the clip, and the normalisation over the batch
+    or group.
+    """
+    outcome = np.array([_outcome(episode, cfg) for episode in episodes])
+    if cfg.reward_norm != RewardNorm.none and episodes:
+        groups = [e.spec.group_id if cfg.reward_norm == RewardNorm.group else 0 for e in episodes]
+        outcome = grpo(outcome, groups)
+    if cfg.reward_scale == 1.0 and outcome.tolist() == [episode.episode_return for episode in episodes]:
+        return list(episodes)
+    return [_with_outcome(episode, float(r), cfg) for episode, r in zip(episodes, outcome, strict=True)]
+
+
+def _outcome(episode: Episode, cfg: AlgorithmConfig) -> float:
+    if episode.truncated and not episode.cut and cfg.truncated_episodes == TruncatedEpisodes.zero_reward:
+        return 0.0
+    total = (episode.episode_return + cfg.reward_bias) * cfg.reward_scale
+    if cfg.reward_clip is not None:
+        total = float(np.clip(total, -cfg.reward_clip, cfg.reward_clip))
+    longest = cfg.sampling_params.max_new_tokens
+    if cfg.overlong_buffer is not None and longest is not None:
+        total += overlong_penalty(
+            episode.length, longest=longest, buffer=cfg.overlong_buffer, factor=cfg.overlong_penalty_factor
+        )
+    return total
+
+
+def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmConfig) -> Episode:
+    reward = np.where(episode.valid, episode.reward * cfg.reward_scale, 0.0).astype(np.float32)
+    last = np.flatnonzero(episode.valid)[-1:]
+    reward.flat[last] += outcome - reward.sum()
+    return replace(episode, reward=reward)
+
+
+def reference_gaps(episodes: Sequence[Episode], scores: Scores) -> list[FloatArray]:
+    """Return log pi_old - log pi_ref within +-20 of every token, [T, K, D]; 0 where not valid."""
+    gaps = []
+    for episode, own, other in zip(episodes, scores.logprob, scores.ref_logprob, strict=True):
+        gap = np.clip(own - other, -20.0, 20.0).reshape(*episode.valid.shape, -1)
+        gaps.append(np.where(episode.valid[:, :, None], gap, 0.0).astype(np.float32))
+    return gaps
+
+
+def subtract_kl(episodes: Sequence[Episode], scores: Scores, *, beta: float, kind: str) -> tuple[list[Episode], float]:
+    """Return the episodes with r - beta KL(old || ref) per action, and the mean KL of a token."""
+    kls = [REWARD_KL[kind](gap) for gap in reference_gaps(episodes, scores)]
+    shaped = [
+        replace(e, reward=(e.reward - beta * one.sum(2)).astype(np.float32))
+        for e, one in zip(episodes, kls, strict=True)
+    ]
+    tokens = sum(int(e.valid.sum()) * one.shape[2] for e, one in zip(episodes, kls, strict=True))
+    return shaped, float(sum(one.sum(dtype=np.float64) for one in kls) / max(tokens, 1))
+
+
+def adapted_beta(beta: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
+    """Beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon), the adaptive controller of arXiv 1909.08593."""
+    return beta * (1.0 + float(np.clip(kl / target - 1.0, -0.2, 0.2)) * samples / horizon)

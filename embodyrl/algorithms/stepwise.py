@@ -1,0 +1,119 @@
+"""Estimators with one credit per chunk or per action (`reward_type`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from embodyrl.algorithms.advantages import Float64, discounted, gae, grpo, whiten
+from embodyrl.algorithms.outcome import no_values
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.config.schema import AlgorithmConfig, RewardLevel
+from embodyrl.types import BoolArray, Episode
+
+
+def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+    """Estimate advantages from a value head that predicts the return of each chunk (V = 1) or action (V = K)."""
+    pairs = [_one_episode(episode, cfg) for episode in episodes]
+    advantages = [advantage for advantage, _ in pairs]
+    if cfg.normalize_advantages:
+        _whiten(advantages, [_credited(episode, cfg) for episode in episodes])
+    return [
+        Credit(
+            advantage=np.where(episode.valid, advantage, 0.0).astype(np.float32),
+            returns=returns.astype(np.float32),
+        )
+        for episode, (advantage, returns) in zip(episodes, pairs, strict=True)
+    ]
+
+
+def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+    """Whiten discounted returns-to-go over the batch (REINFORCE++, arXiv 2501.03262)."""
+    parts = []
+    for episode in episodes:
+        reward = _rewards(episode, cfg)
+        to_go = discounted(reward.ravel(), _credited(episode, cfg).ravel(), gamma=cfg.gamma)
+        parts.append(to_go.reshape(reward.shape))
+    return _whitened_credits(episodes, parts, [_credited(episode, cfg) for episode in episodes])
+
+
+def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+    """Whiten R - mean_g over all executed actions of the batch: longer episodes weigh more (arXiv 2501.03262)."""
+    del cfg
+    groups = [episode.spec.group_id for episode in episodes]
+    sizes = Counter(groups)
+    centred = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
+    centred[[sizes[group] == 1 for group in groups]] = 0.0
+    masks = [episode.valid for episode in episodes]
+    return _whitened_credits(episodes, [np.where(m, one, 0.0) for m, one in zip(masks, centred, strict=True)], masks)
+
+
+def _whitened_credits(episodes: Sequence[Episode], parts: list[Float64], masks: Sequence[BoolArray]) -> list[Credit]:
+    _whiten(parts, masks)
+    return [
+        Credit(advantage=np.where(e.valid, part, 0.0).astype(np.float32), returns=no_values(len(e.valid)))
+        for e, part in zip(episodes, parts, strict=True)
+    ]
+
+
+def _whiten(parts: Sequence[Float64], masks: Sequence[BoolArray]) -> None:
+    """Whiten the entries under the masks over the whole batch, in place."""
+    if not parts:
+        return
+    flat = whiten(np.concatenate([part[m] for part, m in zip(parts, masks, strict=True)]))
+    ends = np.cumsum([int(m.sum()) for m in masks])
+    for part, mask, own in zip(parts, masks, np.split(flat, ends[:-1]), strict=True):
+        part[mask] = own
+
+
+def _rewards(episode: Episode, cfg: AlgorithmConfig) -> Float64:
+    """Return the reward of each credited step, [T, 1] or [T, K]."""
+    reward = np.where(episode.valid, episode.reward, 0.0).astype(np.float64)
+    return reward.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else reward
+
+
+def _credited(episode: Episode, cfg: AlgorithmConfig) -> BoolArray:
+    """Return the mask of credited steps: chunks that ran at all [T, 1], or executed actions [T, K]."""
+    if cfg.reward_type == RewardLevel.chunk_level:
+        return np.asarray(episode.valid.any(axis=1, keepdims=True))
+    return episode.valid
+
+
+def _one_episode(episode: Episode, cfg: AlgorithmConfig) -> tuple[Float64, Float64]:
+    """Advantages and returns [T, V]."""
+    reward = _rewards(episode, cfg)
+    assert episode.value.shape == reward.shape, f"value {episode.value.shape} against rewards {reward.shape}"
+    advantage, returns = gae(
+        reward.ravel(),
+        episode.value.ravel(),
+        0.0 if episode.terminated else float(episode.bootstrap_value[0]),
+        _credited(episode, cfg).ravel(),
+        gamma=cfg.gamma,
+        lam=cfg.gae_lambda,
+    )
+    return advantage.reshape(reward.shape), returns.reshape(reward.shape)
+
+
+GAE = AdvantageEstimator(
+    compute=gae_credits,
+    consumes=frozenset({"gamma", "gae_lambda", "reward_type", "normalize_advantages"}),
+    needs_groups=False,
+    needs_values=True,
+    counts_chunk_steps=True,
+)
+REINFORCE_PP = AdvantageEstimator(
+    compute=reinforce_pp_credits,
+    consumes=frozenset({"gamma", "reward_type"}),
+    needs_groups=False,
+    needs_values=False,
+    counts_chunk_steps=False,
+)
+REINFORCE_PP_BASELINE = AdvantageEstimator(
+    compute=reinforce_pp_baseline_credits,
+    consumes=frozenset(),
+    needs_groups=True,
+    needs_values=False,
+    counts_chunk_steps=False,
+)
