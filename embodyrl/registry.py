@@ -19,8 +19,12 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
     >>> closest("libero_11", ["libero_10", "tabletop"])
     " Did you mean 'libero_10'?"
     """
-    match = difflib.get_close_matches(name, list(options), n=1, cutoff=cutoff)
-    return f" Did you mean '{match[0]}'?" if match else ""
+    matches = difflib.get_close_matches(name, list(options), n=3, cutoff=cutoff)
+    if not matches:
+        return ""
+    # Among names that look equally close, swapped letters are the likeliest slip.
+    best = next((match for match in matches if sorted(match) == sorted(name)), matches[0])
+    return f" Did you mean '{best}'?"
 
 
 class Registry(Generic[T]):

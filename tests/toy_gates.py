@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from embodyrl.algorithms.grpo import GRPO, grpo_credits
 from toy_env import wait_at_gate
 
-from embodyrl.algorithms.protocol import Credit
+from embodyrl.algorithms.outcome import GRPO
+from embodyrl.algorithms.protocol import Credit, Scores
 from embodyrl.config.schema import AlgorithmConfig
 from embodyrl.types import Episode
 
@@ -18,13 +18,13 @@ GATE = "TOY_GATE"
 """Environment variable: where `GATED_GRPO` shows that an update has begun."""
 
 
-def _gated(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Credit]:
+def _gated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
     wait_at_gate(Path(os.environ[GATE]))
-    return grpo_credits(episodes, cfg)
+    return GRPO.compute(episodes, scores, cfg)
 
 
-def _negated(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Credit]:
-    return [Credit(advantage=-c.advantage, returns=c.returns) for c in grpo_credits(episodes, cfg)]
+def _negated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+    return [Credit(advantage=-c.advantage, returns=c.returns) for c in GRPO.compute(episodes, scores, cfg)]
 
 
 GATED_GRPO = replace(GRPO, compute=_gated)

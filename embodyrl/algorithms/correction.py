@@ -47,13 +47,15 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
     Returns:
         bool, same shape.
     """
-    moment = log_weight.square()[valid].sort(descending=True).values
+    moment, order = log_weight.square()[valid].sort(descending=True, stable=True)
     count = len(moment)
-    ahead = moment.cumsum(0) - moment  # sum of the larger ones
-    rest = (moment.sum() - ahead) / (count - moment.new_ones(count).cumsum(0) + 1)
+    rest = moment.flip(0).cumsum(0).flip(0) / moment.new_ones(count).cumsum(0).flip(0)  # mean of this one and smaller
     dropped = int((rest >= threshold).sum().clamp(max=count - 1))
-    ceiling = moment[dropped]
-    return valid & (log_weight.square() <= ceiling)
+    kept = valid.new_ones(count)
+    kept[order[:dropped]] = False
+    mask = valid.clone()
+    mask[valid] = kept
+    return mask
 
 
 def off_policy_mask(log_ratio_mean: torch.Tensor, advantage: torch.Tensor, *, delta: float) -> torch.Tensor:

@@ -84,7 +84,7 @@ class PolicyGradient:
             _require_finite(episode, "advantage", credit.advantage[episode.valid])
             _require_finite(episode, "value target", credit.returns)
         if bounds := self._cfg.advantage_clip:
-            credits = [replace(c, advantage=c.advantage.clip(*bounds)) for c in credits]
+            credits = [replace(c, advantage=c.advantage.clip(min=bounds[0], max=bounds[1])) for c in credits]
         pairs = list(zip(kept, credits, strict=True))
         actions = episodes[0].valid.shape[1]
         targets = episodes[0].value.shape[1] if self.needs_values else 0

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from embodyrl.algorithms.advantages import grpo
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.config.schema import AlgorithmConfig, RewardNorm, TruncatedEpisodes
 from embodyrl.types import Episode, FloatArray
 
-REWARD_KL: dict[str, Callable[[FloatArray], FloatArray]] = {
+REWARD_KL: dict[str, Callable[[FloatArray], npt.NDArray[np.floating]]] = {
     "k1": lambda gap: gap,
     "abs": np.abs,
     "k2": lambda gap: 0.5 * np.square(gap),
@@ -76,11 +77,9 @@ def reference_gaps(episodes: Sequence[Episode], scores: Scores) -> list[FloatArr
 def subtract_kl(episodes: Sequence[Episode], scores: Scores, *, beta: float, kind: str) -> tuple[list[Episode], float]:
     """Return the episodes with r - beta KL(old || ref) per action, and the mean KL of a token."""
     kls = [REWARD_KL[kind](gap) for gap in reference_gaps(episodes, scores)]
-    shaped = [
-        replace(e, reward=(e.reward - beta * one.sum(2)).astype(np.float32))
-        for e, one in zip(episodes, kls, strict=True)
-    ]
-    tokens = sum(int(e.valid.sum()) * one.shape[2] for e, one in zip(episodes, kls, strict=True))
+    pairs = list(zip(episodes, kls, strict=True))
+    shaped = [replace(e, reward=(e.reward - beta * one.sum(2)).astype(np.float32)) for e, one in pairs]
+    tokens = sum(int(e.valid.sum()) * one.shape[2] for e, one in pairs)
     return shaped, float(sum(one.sum(dtype=np.float64) for one in kls) / max(tokens, 1))
 
 

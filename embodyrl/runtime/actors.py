@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.rollouts import Collection
 from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import LoadOrder, SaveOrder, ScoreOrder, UpdateOrder
+
+ALGORITHM_FILE = "algorithm.json"
 
 
 class Actors:
@@ -62,9 +65,11 @@ class Actors:
         return done.metrics | {"seconds": done.seconds}
 
     def save(self, folder: Path) -> None:
-        """Write policy and training state below `folder`."""
+        """Write policy, training state and the algorithm's state below `folder`."""
         self._policy.call(SaveOrder(sequence=0, folder=str(folder)))
+        (folder / ALGORITHM_FILE).write_text(json.dumps(self._algorithm.state()) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote."""
         self._policy.call(LoadOrder(sequence=0, folder=str(folder)))
+        self._algorithm.load_state(json.loads((folder / ALGORITHM_FILE).read_text(encoding="utf-8")))

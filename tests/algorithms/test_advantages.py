@@ -15,7 +15,7 @@ from algorithm_cases import (
     token_rewards,
 )
 
-from embodyrl.algorithms.advantages import gae, grpo, whiten
+from embodyrl.algorithms.advantages import discounted, gae, gpg, grpo, opo, pass_at_k, rloo, step_groups, whiten
 
 
 def reference_gae() -> tuple[np.ndarray, np.ndarray]:
@@ -31,6 +31,40 @@ def test_dr_grpo_reference():
     np.testing.assert_allclose(grpo(REWARDS, GROUPS, normalize=False), [0.5, -0.5, 0, 1, -2, 1], atol=1e-6)
 
 
+def test_grpo_with_a_biased_standard_deviation():
+    expected = [1.224742, -1.224742, 0, 0.707106, -1.414213, 0.707106]
+    np.testing.assert_allclose(grpo(REWARDS, GROUPS, unbiased=False), expected, atol=1e-6)
+
+
+def test_rloo_reference():
+    np.testing.assert_allclose(rloo(REWARDS, GROUPS), [0.75, -0.75, 0, 1.5, -3, 1.5], atol=1e-6)
+
+
+def test_opo_reference():
+    expected = [0.416667, -0.583333, -0.083333, 1.875, -1.125, 1.875]
+    np.testing.assert_allclose(opo(REWARDS, GROUPS, LENGTHS), expected, atol=1e-6)
+
+
+def test_gpg_scales_by_the_share_of_rewarded_episodes():
+    np.testing.assert_allclose(gpg(REWARDS, GROUPS), 6 / 5 * np.array([0.5, -0.5, 0, 1, -2, 1]), atol=1e-12)
+    np.testing.assert_array_equal(gpg([0.0, 0.0], [1, 1]), 0.0)
+
+
+def test_pass_at_k_credits_the_lead_of_the_best():
+    np.testing.assert_allclose(pass_at_k([1, 0, 0.5], [0, 0, 0], normalize=False), [0.5, 0, 0])
+    np.testing.assert_allclose(pass_at_k([1, 0, 0.5], [0, 0, 0]), [0.5 / (0.5 + 1e-6), 0, 0])
+    np.testing.assert_array_equal(pass_at_k([2.0, -1.0, 2.0], [0, 0, 0], normalize=False), 0.0)  # no lead
+
+
+def test_return_to_go_skips_a_hole_in_the_mask():
+    np.testing.assert_allclose(discounted([1, 9, 2], [True, False, True], gamma=0.5), [2.0, 0, 2.0])
+
+
+def test_steps_are_grouped_by_state_within_a_group():
+    states = [np.array([5, 6]), np.array([6, 7]), np.array([5])]
+    np.testing.assert_array_equal(step_groups(states, [0, 0, 1]), [0, 1, 1, 2, 3])
+
+
 def test_grpo_does_not_depend_on_the_order_of_episodes():
     order = np.array([4, 0, 2, 5, 1, 3])
     shuffled = grpo(np.array(REWARDS)[order], np.array(GROUPS)[order])
@@ -38,7 +72,7 @@ def test_grpo_does_not_depend_on_the_order_of_episodes():
 
 
 def test_grpo_group_of_one_has_no_baseline():
-    np.testing.assert_allclose(grpo([3.0, 1.0, 1.0], [0, 1, 1]), [3.0 / (1 + 1e-6), 0, 0], rtol=1e-12)
+    np.testing.assert_allclose(grpo([3.0, 1.0, 1.0], [0, 1, 1]), [3.0, 0, 0], rtol=1e-12)
     np.testing.assert_array_equal(grpo([3.0], [0], normalize=False), [3.0])
 
 

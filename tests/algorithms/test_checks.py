@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from embodyrl.algorithms import consumed_keys, problems, value_dim
-from embodyrl.config.schema import AlgorithmConfig, RewardLevel, TokenLevel
+from embodyrl.algorithms import ADVANTAGES, LOSSES, consumed_keys, problems, value_dim
+from embodyrl.config.schema import AlgorithmConfig, RewardLevel, TokenLevel, WeightMode
 from embodyrl.errors import UnknownNameError
 
 
@@ -20,15 +20,21 @@ def test_import_and_checks_need_no_torch():
 
 def test_consumed_keys_are_keys_of_the_schema():
     schema = {field.name for field in fields(AlgorithmConfig)}
-    for name in ("grpo", "gae"):
-        assert consumed_keys(name, "ppo_clip") <= schema
+    for name in ADVANTAGES.names():
+        for loss in LOSSES.names():
+            assert consumed_keys(name, loss) <= schema
+
+
+def test_every_key_of_the_schema_is_read_by_some_choice():
+    read = {key for name in ADVANTAGES.names() for loss in LOSSES.names() for key in consumed_keys(name, loss)}
+    assert {field.name for field in fields(AlgorithmConfig)} - read == {"max_staleness"}
 
 
 def test_consumed_keys_follow_the_estimator():
-    only_gae = {"gamma", "gae_lambda", "reward_type", "value_clip", "huber_delta", "value_coef"}
+    only_gae = {"gamma", "gae_lambda", "reward_type", "value_clip", "huber_delta", "value_coef", "critic_warmup"}
     grpo, gae = consumed_keys("grpo", "ppo_clip"), consumed_keys("gae", "ppo_clip")
     assert gae - grpo == only_gae
-    assert grpo - gae == {"filter_rewards"}
+    assert grpo - gae == {"filter_rewards", "std_unbiased"}
 
 
 def test_consumed_keys_of_an_unknown_name():
@@ -45,11 +51,12 @@ def test_consumed_keys_of_an_unknown_name():
         ({"kl_penalty_type": "k4", "kl_beta": 0.1}, "algorithm.kl_penalty_type: unknown 'k4'"),
         ({"kl_penalty_type": "k1"}, "no effect while kl_beta is 0"),
         ({"group_size": 1}, "algorithm.group_size=1"),
-        ({"filter_rewards": [0.9, 0.1]}, "algorithm.filter_rewards"),
-        ({"filter_rewards": [0.1]}, "algorithm.filter_rewards"),
-        ({"clip_ratio_c": 0.5}, "algorithm.clip_ratio_c=0.5"),
-        ({"clip_ratio_low": -0.1}, "algorithm.clip_ratio_low=-0.1"),
-        ({"gamma": 1.1}, "algorithm.gamma=1.1"),
+        ({"kl_in_reward": True}, "kl_beta is 0"),
+        ({"kl_target": 0.1, "kl_beta": 0.1}, "kl_in_reward is false"),
+        ({"kl_in_reward": True, "kl_beta": 0.1, "kl_penalty_type": "k3+"}, "is a form for the loss"),
+        ({"m2_threshold": 0.1}, "old_logprob=recompute"),
+        ({"behave_weight_mode": WeightMode.truncate}, "behave_weight_threshold is null"),
+        ({"overlong_buffer": 4}, "max_new_tokens is null"),
     ],
 )
 def test_problems(changes: dict, message: str):
@@ -59,7 +66,7 @@ def test_problems(changes: dict, message: str):
 
 
 def test_all_problems_are_reported_together():
-    assert len(problems(AlgorithmConfig(group_size=1, gamma=2, loss_agg_func="x"))) == 3
+    assert len(problems(AlgorithmConfig(group_size=1, kl_in_reward=True, loss_agg_func="x"))) == 3
 
 
 def test_defaults_have_no_problems():

@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from algorithm_cases import (
     reference_episodes,
 )
 
-from embodyrl.algorithms import build_algorithm, merge_metrics
+from embodyrl.algorithms import LOSSES, build_algorithm, merge_metrics
 from embodyrl.algorithms.aggregation import MODES
 from embodyrl.algorithms.protocol import Algorithm, LossInputs
 from embodyrl.config.schema import AlgorithmConfig, RewardLevel, TokenLevel
@@ -61,7 +62,7 @@ def scores_of(batch: PreparedBatch, value_dim: int) -> tuple[torch.Tensor, Polic
 def inputs_of(algorithm: Algorithm, batch: PreparedBatch, value_dim: int) -> LossInputs:
     generator = torch.Generator().manual_seed(1)
     size, tokens = len(batch.records), K * D
-    weight, value_weight = algorithm.weights(batch, range(size))
+    weights = algorithm.weights(batch, range(size))
 
     def noise(*shape: int) -> torch.Tensor:
         return 0.2 * torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -73,14 +74,15 @@ def inputs_of(algorithm: Algorithm, batch: PreparedBatch, value_dim: int) -> Los
         returns=torch.from_numpy(batch.returns).double(),
         old_value=noise(size, value_dim),
         valid=torch.from_numpy(batch.valid),
-        weight=torch.from_numpy(weight).double(),
-        value_weight=torch.from_numpy(value_weight).double(),
+        weight=torch.from_numpy(weights.policy).double(),
+        value_weight=torch.from_numpy(weights.value).double(),
+        positive_weight=torch.from_numpy(weights.positive).double(),
     )
 
 
 def rows(inputs: LossInputs, part: list[int]) -> LossInputs:
-    fields = ("old_logprob", "ref_logprob", "advantage", "returns", "old_value", "valid", "weight", "value_weight")
-    return LossInputs(**{name: getattr(inputs, name)[part] for name in fields})
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    return LossInputs(**{name: value if value is None else value[part] for name, value in values.items()})
 
 
 def run_split(algorithm: Algorithm, batch: PreparedBatch, value_dim: int, parts: list[list[int]]):
@@ -114,6 +116,26 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(mode: str, level: 
     assert whole[1].abs().sum() > 0
 
 
+WHOLE_BATCH_STATISTICS = {"clip_cov", "kl_cov"}
+"""Their statistics are the micro-batch's, so they are not invariant to its size."""
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss_type", [name for name in LOSSES.names() if name not in WHOLE_BATCH_STATISTICS])
+def test_two_ranks_have_the_gradient_of_one(mode: str, loss_type: str):
+    """Ranks of unequal numbers of valid tokens; gradients are averaged over ranks, so each multiplies its loss by 2."""
+    cfg = gae_config(
+        loss_type=loss_type, loss_agg_func=mode, positive_nll_coef=0.3, off_policy_masking_delta=0.01, ratio_max=1.1
+    )
+    algorithm = build_algorithm(cfg)
+    batch = algorithm.prepare(ragged_episodes(1))
+    loss, gradient, _ = run_split(algorithm, batch, 1, [list(range(8))])
+    ranks = [run_split(algorithm, batch, 1, parts) for parts in ([[0], [7, 1]], [[2, 3, 4], [5, 6]])]
+    assert np.mean([2 * rank[0] for rank in ranks]) == pytest.approx(loss, abs=1e-12)
+    torch.testing.assert_close((2 * ranks[0][1] + 2 * ranks[1][1]) / 2, gradient, atol=1e-12, rtol=1e-9)
+    assert gradient.abs().sum() > 0
+
+
 @pytest.mark.parametrize("level", list(TokenLevel))
 def test_tokens_of_actions_that_never_ran_have_no_influence(level: TokenLevel):
     cfg = gae_config(logprob_type=level, entropy_type=level, kl_beta=0.1, entropy_bonus=0.01)
@@ -144,7 +166,7 @@ def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, fl
         make_episode([[0, 0]], episode_id=1, first_record=5),
     ]
     batch = algorithm.prepare(episodes)
-    weight, value_weight = algorithm.weights(batch, range(2))  # the optimizer step holds episode 0 only
+    weights = algorithm.weights(batch, range(2))  # the optimizer step holds episode 0 only
     new = torch.log(torch.tensor([[2.0, 1.0, 1.0, 3.0], [0.5, 1.0, 9.0, 9.0]], dtype=torch.float64))
     inputs = LossInputs(
         old_logprob=torch.zeros(2, 4, dtype=torch.float64),
@@ -153,8 +175,9 @@ def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, fl
         returns=torch.zeros(2, 0),
         old_value=torch.zeros(2, 0),
         valid=torch.from_numpy(batch.valid[:2]),
-        weight=torch.from_numpy(weight).double(),
-        value_weight=torch.from_numpy(value_weight).double(),
+        weight=torch.from_numpy(weights.policy).double(),
+        value_weight=torch.from_numpy(weights.value).double(),
+        positive_weight=torch.from_numpy(weights.positive).double(),
     )
     scores = PolicyScores(logprob=new, entropy=torch.ones(2, 4).double(), value=torch.zeros(2, 0))
     loss, metrics = algorithm.loss(scores, inputs)
@@ -209,7 +232,7 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
         cfg = AlgorithmConfig(logprob_type=TokenLevel.chunk_level, entropy_type=entropy_type, entropy_bonus=bonus)
         algorithm = build_algorithm(cfg)
         batch = algorithm.prepare(episodes)
-        weight, value_weight = algorithm.weights(batch, [0, 1])
+        weights = algorithm.weights(batch, [0, 1])
         zeros, empty = torch.zeros(2, 4), torch.zeros(2, 0)
         loss, metrics = algorithm.loss(
             PolicyScores(logprob=zeros, entropy=torch.ones(2, 4), value=empty),
@@ -220,8 +243,9 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
                 returns=empty,
                 old_value=empty,
                 valid=torch.from_numpy(batch.valid),
-                weight=torch.from_numpy(weight),
-                value_weight=torch.from_numpy(value_weight),
+                weight=torch.from_numpy(weights.policy),
+                value_weight=torch.from_numpy(weights.value),
+                positive_weight=torch.from_numpy(weights.positive),
             ),
         )
         losses.append(loss.item())
@@ -238,17 +262,6 @@ def test_grpo_prepare_reference():
     assert batch.returns.shape == (20, 0)
     assert batch.has_signal
     assert batch.metrics["train/groups_without_signal"] == 0
-
-
-def test_the_last_member_of_a_group_lost_to_crashes_gets_no_advantage():
-    rewards, groups = (1.0, 0.0, 1.0), (0, 0, 1)
-    episodes = [
-        make_episode(np.full((1, K), reward / K), episode_id=i, group=group, first_record=i)
-        for i, (reward, group) in enumerate(zip(rewards, groups, strict=True))
-    ]
-    batch = build_algorithm(AlgorithmConfig(group_size=2)).prepare(episodes)
-    assert batch.advantage[batch.episode == 0].min() > 0.5
-    assert not batch.advantage[batch.episode == 2].any()
 
 
 @pytest.mark.parametrize(("normalize", "expected"), [(False, GAE_RAW), (True, GAE_WHITENED)])
@@ -275,8 +288,8 @@ def test_gae_action_level_values_flow_across_chunks_and_stop_mid_chunk():
         a0 = 1 + 0.9 * 0.2 - 0.1 + 0.72 * a1
         np.testing.assert_allclose(batch.advantage, [[a0, a1], [a2, 0]], rtol=1e-6)
         np.testing.assert_allclose(batch.returns, [[a0 + 0.1, a1 + 0.2], [a2 + 0.3, 0]], rtol=1e-6)
-        _, value_weight = build_algorithm(cfg).weights(batch, [0, 1])
-        np.testing.assert_allclose(value_weight, [[1 / 3, 1 / 3], [1 / 3, 0]], rtol=1e-6)
+        weights = build_algorithm(cfg).weights(batch, [0, 1])
+        np.testing.assert_allclose(weights.value, [[1 / 3, 1 / 3], [1 / 3, 0]], rtol=1e-6)
 
 
 def test_gae_chunk_level_sums_rewards_and_shares_one_advantage():

@@ -1,0 +1,133 @@
+"""Off-policy corrections on the fixed input of the reference values."""
+
+import numpy as np
+import pytest
+import torch
+from algorithm_cases import BEHAVIOUR_LOGPROB, LOGPROB, OLD_LOGPROB, VALID, reference_episodes
+from test_policy_losses import compute, config, fixed_units, weights
+
+from embodyrl.algorithms import LOSSES, build_algorithm
+from embodyrl.algorithms.correction import importance_weights, off_policy_mask, second_moment_mask
+from embodyrl.algorithms.protocol import LossInputs
+from embodyrl.config.schema import OldLogprob, WeightLevel, WeightMode
+from embodyrl.types import PolicyScores
+
+MASK = torch.from_numpy(VALID)
+LOG_WEIGHT = torch.from_numpy(np.where(VALID, OLD_LOGPROB - BEHAVIOUR_LOGPROB, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "cap", "expected", "grad_sum", "grad_norm"),
+    [
+        (WeightMode.mask, 1e9, 0.086288, None, None),
+        (WeightMode.mask, 1.1, 0.065107, 0.070760, 0.107462),
+        (WeightMode.truncate, 1.1, 0.085160, 0.071928, 0.135539),
+    ],
+)
+def test_decoupled_ppo(mode: WeightMode, cap: float, expected: float, grad_sum: float | None, grad_norm: float | None):
+    leaf, units = fixed_units()
+    factor = importance_weights(LOG_WEIGHT, MASK, cap=cap, mode=mode, level=WeightLevel.token)
+    terms = LOSSES.get("ppo_clip").compute(units, config(0.1, 0.1))
+    total = (terms.loss * factor[:, :, None] * weights("token-mean")).sum()
+    total.backward()
+    assert total.item() == pytest.approx(expected, abs=2e-6)
+    if grad_sum is not None:
+        assert leaf.grad.sum().item() == pytest.approx(grad_sum, abs=2e-6)
+        assert leaf.grad.norm().item() == pytest.approx(grad_norm, abs=2e-6)
+
+
+def test_sequence_weights_by_hand():
+    log_weight = torch.tensor([[0.1, 0.3, 9.0], [-0.2, 0.0, 0.0]]).double()
+    valid = torch.tensor([[True, True, False], [True, False, False]])
+    for level, expected in ((WeightLevel.sequence, [0.4, -0.2]), (WeightLevel.geometric, [0.2, -0.2])):
+        weight = importance_weights(log_weight, valid, cap=9.0, mode=WeightMode.mask, level=level)
+        np.testing.assert_allclose(weight, np.exp(expected)[:, None].repeat(3, 1))
+
+
+@pytest.mark.parametrize(("threshold", "kept"), [(0.012, 10), (0.0225, None), (1e-9, None)])
+def test_second_moment_mask(threshold: float, kept: int | None):
+    mask = second_moment_mask(LOG_WEIGHT, MASK, threshold=threshold)
+    moment = LOG_WEIGHT.square()
+    if kept is not None:
+        assert mask.sum() == kept
+    assert mask.any()
+    assert not (mask & ~MASK).any()
+    assert moment[mask].max() <= moment[MASK & ~mask].min() if (MASK & ~mask).any() else True
+
+
+def test_off_policy_mask_reference():
+    _, units = fixed_units()
+    drift = units.mean(units.old_logprob - units.logprob.detach())
+    np.testing.assert_allclose(drift.flatten(), [-0.102, -0.07, -0.0075, -0.015, 0.098, 0.09], atol=1e-12)
+    keep = off_policy_mask(drift, units.advantage, delta=0.02)
+    assert keep[:, 0, 0].tolist() == [True, True, True, True, False, True]
+
+
+def test_off_policy_mask_in_the_loss():
+    algorithm = build_algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
+    loss, _ = algorithm.loss(scores(), inputs(algorithm))
+    assert loss.item() == pytest.approx(-0.191975, abs=2e-6)
+
+
+def test_positive_likelihood():
+    total, _, _ = compute("ppo_clip", config(0.1, 0.1), "token-mean")
+    algorithm = build_algorithm(config(0.1, 0.1, group_size=3, positive_nll_coef=2.0))
+    loss, _ = algorithm.loss(scores(), inputs(algorithm))
+    assert loss.item() - total == pytest.approx(2.0 * 0.53, abs=2e-6)
+
+
+def test_unbiased_kl():
+    beta = 0.5
+    total, _, _ = compute("ppo_clip", config(0.1, 0.1), "token-mean")
+    algorithm = build_algorithm(config(0.1, 0.1, group_size=3, kl_beta=beta, kl_penalty_type="k3_unbiased"))
+    leaf = torch.from_numpy(LOGPROB).requires_grad_()
+    loss, metrics = algorithm.loss(scores(leaf), inputs(algorithm))
+    assert metrics["ref_kl"].item() == pytest.approx(0.010434, abs=2e-6)
+    assert loss.item() - total == pytest.approx(beta * 0.010434, abs=2e-6)
+    plain = build_algorithm(config(0.1, 0.1, group_size=3))
+    base = torch.from_numpy(LOGPROB).requires_grad_()
+    plain.loss(scores(base), inputs(plain))[0].backward()
+    loss.backward()
+    gradient = (leaf.grad - base.grad) / beta
+    assert gradient.sum().item() == pytest.approx(-0.012103, abs=2e-6)
+    assert gradient.norm().item() == pytest.approx(0.031769, abs=2e-6)
+
+
+def test_correct_joins_weights_and_mask():
+    recompute = {"old_logprob": OldLogprob.recompute, "group_size": 3}
+    cfg = config(0.1, 0.1, behave_weight_threshold=1.1, m2_threshold=0.012, **recompute)
+    proximal, behaviour = torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB)
+    factors, metrics = build_algorithm(cfg).correct(proximal, behaviour, MASK)
+    weight = importance_weights(LOG_WEIGHT, MASK, cap=1.1, mode=WeightMode.mask, level=WeightLevel.token)
+    expected = weight * second_moment_mask(LOG_WEIGHT, MASK, threshold=0.012)
+    torch.testing.assert_close(factors[:, :, 0], expected)
+    assert metrics["behaviour_removed"] == pytest.approx((expected[MASK] == 0).double().mean().item())
+    nothing, metrics = build_algorithm(config(0.1, 0.1, **recompute)).correct(proximal, behaviour, MASK)
+    assert nothing is None
+    assert metrics["behaviour_gap"] == pytest.approx(LOG_WEIGHT[MASK].abs().mean().item())
+
+
+def scores(leaf: torch.Tensor | None = None) -> PolicyScores:
+    logprob = torch.from_numpy(LOGPROB) if leaf is None else leaf
+    return PolicyScores(logprob=logprob, entropy=torch.zeros(6, 5).double(), value=torch.zeros(6, 0))
+
+
+def inputs(algorithm) -> LossInputs:
+    """The fixed input: each sequence is a sample of five one-token actions."""
+    from algorithm_cases import REF_LOGPROB
+
+    episodes = reference_episodes()
+    advantage = algorithm.prepare(episodes)
+    per_episode = np.array([advantage.advantage[advantage.episode == i][0, 0] for i in range(6)])
+    positive = VALID & (per_episode[:, None] > 0)
+    return LossInputs(
+        old_logprob=torch.from_numpy(OLD_LOGPROB),
+        ref_logprob=torch.from_numpy(REF_LOGPROB),
+        advantage=torch.from_numpy(np.where(VALID, per_episode[:, None], 0.0)).double(),
+        returns=torch.zeros(6, 0),
+        old_value=torch.zeros(6, 0),
+        valid=MASK,
+        weight=weights("token-mean")[:, :, 0],
+        value_weight=torch.zeros(6, 0),
+        positive_weight=torch.from_numpy(positive / positive.sum()),
+    )

@@ -1,0 +1,106 @@
+import numpy as np
+import pytest
+from algorithm_cases import LENGTHS, OLD_LOGPROB, REF_LOGPROB, REWARDS, VALID, make_episode, reference_episodes
+
+from embodyrl.algorithms import build_algorithm
+from embodyrl.algorithms.protocol import Scores
+from embodyrl.algorithms.shaping import adapted_beta, overlong_penalty, shape_rewards
+from embodyrl.config.schema import AlgorithmConfig, RewardNorm, SamplingParams, TruncatedEpisodes
+
+REFERENCE = Scores(
+    logprob=tuple(OLD_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
+    ref_logprob=tuple(REF_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
+)
+
+
+def outcomes(cfg: AlgorithmConfig) -> list[float]:
+    return [episode.episode_return for episode in shape_rewards(reference_episodes(), cfg)]
+
+
+def test_nothing_changes_by_default():
+    episodes = reference_episodes()
+    assert shape_rewards(episodes, AlgorithmConfig()) == episodes
+
+
+def test_bias_scale_and_clip():
+    cfg = AlgorithmConfig(reward_bias=0.5, reward_scale=2.0, reward_clip=3.0)
+    np.testing.assert_allclose(outcomes(cfg), np.clip((np.array(REWARDS) + 0.5) * 2, -3, 3))
+
+
+def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():
+    episode = make_episode([[1.0, 2.0], [3.0, 9.0]], valid=[[True, True], [True, False]])
+    (shaped,) = shape_rewards([episode], AlgorithmConfig(reward_scale=2.0, reward_bias=1.0))
+    np.testing.assert_allclose(shaped.reward, [[2, 4], [6 + 2, 0]])
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [
+        (RewardNorm.group, [0.999998, -0.999998, 0, 0.57735, -1.1547, 0.57735]),
+        (RewardNorm.batch, (np.array(REWARDS) - np.mean(REWARDS)) / (np.std(REWARDS, ddof=1) + 1e-6)),
+    ],
+)
+def test_reward_norm(norm: RewardNorm, expected):
+    np.testing.assert_allclose(outcomes(AlgorithmConfig(reward_norm=norm)), expected, atol=1e-5)
+
+
+def test_overlong_reference():
+    penalties = [overlong_penalty(n, longest=10, buffer=4, factor=1.0) for n in (5, 6, 7, 9, 10, 12)]
+    assert penalties == [0, 0, -0.25, -0.75, -1, -1.5]
+
+
+def test_overlong_penalty_counts_executed_actions():
+    cfg = AlgorithmConfig(overlong_buffer=4, sampling_params=SamplingParams(max_new_tokens=5))
+    expected = [r - max(length - 1, 0) / 4 for r, length in zip(REWARDS, LENGTHS, strict=True)]
+    np.testing.assert_allclose(outcomes(cfg), expected)
+
+
+def test_truncated_episodes_are_masked_or_cost_their_reward():
+    episodes = [
+        make_episode([[reward]], episode_id=i, terminated=i != 2, first_record=i)
+        for i, reward in enumerate((1.0, 0.0, 1.0))
+    ]
+    kept = {
+        way: build_algorithm(AlgorithmConfig(group_size=3, truncated_episodes=way, normalize_advantages=False)).prepare(
+            episodes
+        )
+        for way in TruncatedEpisodes
+    }
+    np.testing.assert_allclose(kept[TruncatedEpisodes.train].advantage[:, 0], [1 / 3, -2 / 3, 1 / 3], atol=1e-6)
+    np.testing.assert_allclose(kept[TruncatedEpisodes.zero_reward].advantage[:, 0], [2 / 3, -1 / 3, -1 / 3], atol=1e-6)
+    np.testing.assert_array_equal(kept[TruncatedEpisodes.mask].episode, [0, 1])
+    np.testing.assert_allclose(kept[TruncatedEpisodes.mask].advantage[:, 0], [0.5, -0.5])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "low_var_kl"])
+def test_kl_is_taken_from_the_rewards(kind: str):
+    """GAE with lambda = gamma = 1 and zero values: the advantage is the return-to-go of r - beta KL."""
+    beta = 0.5
+    cfg = AlgorithmConfig(
+        adv_type="gae", group_size=1, normalize_advantages=False, kl_beta=beta, kl_in_reward=True, kl_penalty_type=kind
+    )
+    algorithm = build_algorithm(cfg)
+    assert algorithm.needs_reference_in_prepare
+    batch = algorithm.prepare(reference_episodes(), REFERENCE)
+    gap = OLD_LOGPROB - REF_LOGPROB
+    cost = {"k1": gap, "k2": 0.5 * gap**2, "low_var_kl": np.exp(-gap) + gap - 1}[kind]
+    reward = np.where(VALID, -beta * cost, 0.0)
+    reward[np.arange(6), np.array(LENGTHS) - 1] += REWARDS
+    to_go = reward[:, ::-1].cumsum(1)[:, ::-1]
+    np.testing.assert_allclose(batch.returns[:, 0], to_go[VALID], atol=1e-5)
+    assert batch.metrics["train/reward_kl"] == pytest.approx(cost[VALID].mean(), abs=1e-6)
+
+
+def test_adaptive_controller_reference():
+    assert adapted_beta(0.2, 0.3, target=0.1, samples=64, horizon=10000) == pytest.approx(0.200256)
+
+
+def test_adaptive_kl_moves_the_coefficient_and_travels_through_its_state():
+    cfg = AlgorithmConfig(group_size=3, kl_beta=0.2, kl_in_reward=True, kl_target=1e-4, kl_horizon=100)
+    algorithm = build_algorithm(cfg)
+    first = algorithm.prepare(reference_episodes(), REFERENCE).metrics["train/kl_beta"]
+    second = algorithm.prepare(reference_episodes(), REFERENCE).metrics["train/kl_beta"]
+    assert (first, second) == (0.2, pytest.approx(0.2 * (1 + 0.2 * 6 / 100)))
+    resumed = build_algorithm(cfg)
+    resumed.load_state(algorithm.state())
+    assert resumed.state() == algorithm.state() != build_algorithm(cfg).state()
