@@ -28,5 +28,5 @@ def test_every_number_and_free_text_is_judged() -> None:
         for name, key in all_keys().items()
         if name not in RULES and name not in UNAVAILABLE and key.base in (int, float)
     }
-    # An entropy bonus may be negative; that it is finite is checked for every number.
-    assert unjudged == {"algorithm.entropy_bonus"}
+    # These may be negative; that they are finite is checked for every number.
+    assert unjudged == {"algorithm.entropy_bonus", "algorithm.reward_bias"}
