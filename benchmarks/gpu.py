@@ -30,7 +30,7 @@ from embodyrl.config.schema import ActorConfig, LoraConfig, ModelConfig, Precisi
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import EnvSpec, Observation
-from embodyrl.workers.actor_worker import build_optimizer
+from embodyrl.workers.training import Optimization
 
 TASK = "put both the alphabet soup and the tomato sauce in the basket"
 GIB = 2**30
@@ -132,20 +132,20 @@ def observe(batch: int) -> Observation:
     return Observation(images=images, state=np.zeros((batch, 0), np.float32), instructions=(TASK,) * batch)
 
 
-def train_step(policy: Policy, optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> Callable[[], None]:
+def train_step(policy: Policy, args: argparse.Namespace) -> Callable[[], None]:
     """One optimizer step on `--global-batch` samples: the policy gradient of random advantages."""
     parts = [observe(args.micro_batch)] * (args.global_batch // args.micro_batch)
     tokens = [policy.act(part, noise=None).tokens for part in parts]
+    optimization = Optimization(policy.module, ActorConfig(), total_steps=1)
     advantage = torch.linspace(-1.0, 1.0, args.micro_batch, device=args.device)[:, None]
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
+        optimization.zero_grad()
         for part, chosen in zip(parts, tokens, strict=True):
             logprob = policy.score(part, chosen).logprob
             loss = -(advantage * (logprob - logprob.detach()).exp()).mean() / len(parts)
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.module.parameters(), 1.0)
-        optimizer.step()
+        optimization.step()
 
     return step
 
@@ -166,7 +166,7 @@ def rows_of(mode: str, policy: Policy, limits: Limits, args: argparse.Namespace)
         rows.append(
             row(f"{name} latency batch {batch}", "ms", took * 1e3, "roofline", limit * 1e3, "latency", less=True)
         )
-    step = train_step(policy, build_optimizer(policy.module, ActorConfig()), args)
+    step = train_step(policy, args)
     if args.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     took = seconds_of(step, args.device, args.seconds)

@@ -49,6 +49,8 @@ class Optimization:
             betas=(optim.adam_beta1, optim.adam_beta2),
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
+            # The default on a GPU needs a temporary copy of everything that is trained.
+            fused=torch.cuda.is_available() or None,
         )
         self.scheduler = build_schedule(self.optimizer, cfg, total_steps)
         self._clip = optim.clip_grad

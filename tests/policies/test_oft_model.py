@@ -98,7 +98,11 @@ def test_rlinf_variant_without_stop_and_with_value_head(checkpoint, make_policy,
     close(scores.logprob, want["logprobs"], 1e-4)
     close(scores.entropy, want["entropy"], 1e-4)
     close(scores.value, want["values"], 1e-5)
-    assert torch.equal(logits.argmax(-1) + FIRST_ACTION_ID, want["greedy_action_tokens"].flatten(1))
+    greedy = want["greedy_action_tokens"].flatten(1)
+    assert torch.equal(logits.argmax(-1) + FIRST_ACTION_ID, greedy)
+    at_one = policy_module.score_tokens(logits, greedy - FIRST_ACTION_ID, value)
+    close(at_one.logprob, want["greedy_prev_logprobs_T1"], 1e-4)
+    close(value, want["greedy_prev_values"], 1e-5)
 
 
 def test_ppo_loss_and_gradients(checkpoint, make_policy, golden):

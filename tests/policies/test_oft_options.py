@@ -90,6 +90,24 @@ def test_a_captured_model_gives_the_same_numbers(checkpoint, make_policy, monkey
             close(y.grad, x.grad, 1e-5, 1e-3)
 
 
+@pytest.mark.parametrize(("chunk", "dim", "images"), [(25, 14, 3), (5, 7, 1)])
+def test_other_robots(checkpoint, make_policy, env_spec, chunk, dim, images):
+    """ALOHA: 25 actions of 14 dimensions from three cameras, between minimum and maximum; Bridge: 5 of 7."""
+    bounds = {"min": [-2.0] * dim, "max": [2.0] * dim, "q01": [-1.0] * dim, "q99": [1.0] * dim}
+    (checkpoint / "dataset_statistics.json").write_text(json.dumps({"robot": {"action": bounds}}))
+    env = dataclasses.replace(env_spec, cameras=("a", "b", "c"), unnorm_key="robot", action_dim=dim)
+    shape = {"num_action_chunks": chunk, "action_dim": dim, "num_images_in_input": images}
+    policy = make_policy(checkpoint, env=env, value_dim=chunk, action_normalization="bounds", **shape)
+    obs = observe(rows=2, cameras=3)
+    out = policy.act(obs, noise=np.random.default_rng(0).random((2, chunk * dim), dtype=np.float32))
+    assert (out.actions.shape, out.tokens.shape, out.value.shape) == ((2, chunk, dim), (2, chunk * dim), (2, chunk))
+    np.testing.assert_allclose(policy.score(obs, out.tokens).logprob.detach(), out.logprob, atol=1e-5)
+    assert 1.0 < np.abs(out.actions).max() <= 2.0
+    # Time-major: the tokens of one action lie side by side.
+    centres = policy._actions.decode(out.tokens).reshape(2, chunk, dim)
+    np.testing.assert_allclose(out.actions, 2 * centres, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("preset", "want"),
     [
