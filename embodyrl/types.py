@@ -6,7 +6,6 @@ L = K*A action tokens, V value outputs per chunk (1 or K), B samples, C cameras,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -43,6 +42,8 @@ class ActionKind(StrEnum):
     """One category id."""
     multi_discrete = "multi_discrete"
     """One category id per dimension."""
+    text = "text"
+    """Tokens that only the policy can read (-1: none); what they say in words goes beside them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,14 @@ class EnvSpec:
     """None: real numbers, by convention within -1..1."""
     may_truncate: bool = False
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
+    max_chunks: int = 0
+    """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
+    prompt_bytes: int = 0
+    """UTF-8 bytes of the longest instruction; 0: those of `tasks`."""
+    held_out: int = 0
+    """The last so many initial states of each task are for evaluation, unless `state_ids` says otherwise."""
+    components: tuple[str, ...] = ()
+    """Names of the parts of the reward that are logged one by one."""
 
     @property
     def num_reset_ids(self) -> int:
@@ -129,6 +138,8 @@ class PolicySpec:
     """The environment's own demonstrator chooses the actions, step by step; the policy only marks the wish."""
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
     """Kinds of action spaces that it can act in."""
+    reply_bytes: int = 0
+    """UTF-8 bytes kept of what a chunk says in words; 0: it says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +186,8 @@ class ChunkResult:
     valid: BoolArray
     success: BoolArray
     """The task's goal holds after this action."""
+    components: FloatArray | None = None
+    """[n, C] the parts of the chunk's reward, in the order of `EnvSpec.components`."""
 
     @property
     def done(self) -> BoolArray:
@@ -223,6 +236,8 @@ class Episode:
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""
     instruction: str = ""
+    components: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """[T, C] parts of the reward of each chunk."""
     duration_s: float = 0.0
     video: str | None = None
 
@@ -275,6 +290,10 @@ class PolicyOutput:
     """[B, L] log-probability of each token under the sampling distribution (temperature included)."""
     value: FloatArray
     """[B, V]"""
+    replies: tuple[str, ...] = ()
+    """What each chunk says in words; empty for actions that say nothing."""
+    cost: IntArray | None = None
+    """[B] tokens read and written, for micro-batches of equal work; None: all samples cost the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,13 +329,19 @@ def encode_instruction(text: str, width: int) -> ByteArray:
     Raises:
         ValueError: the text does not fit.
     """
-    raw = text.encode("utf-8")
+    raw = text.encode("utf-8", errors="replace")
     if len(raw) > width:
         raise ValueError(f"instruction of {len(raw)} bytes does not fit into {width}: {text[:60]!r}.")
     return np.frombuffer(raw.ljust(width, b"\0"), dtype=np.uint8)
 
 
-def instruction_width(tasks: Sequence[str]) -> int:
+def encode_reply(text: str, width: int) -> ByteArray:
+    """Write the first `width` UTF-8 bytes of a reply, zero-padded, without a broken character at the end."""
+    raw = text.replace("\0", "").encode("utf-8", errors="replace")[:width]
+    return encode_instruction(raw.decode("utf-8", errors="ignore"), width)
+
+
+def instruction_width(env: EnvSpec) -> int:
     """Bytes that hold every instruction of an environment, rounded up to 64."""
-    longest = max((len(t.encode("utf-8")) for t in tasks), default=1)
+    longest = env.prompt_bytes or max((len(t.encode("utf-8")) for t in env.tasks), default=1)
     return -(-max(longest, 1) // 64) * 64

@@ -69,7 +69,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
     fields = [
         Field(name="images", dtype="uint8", shape=(len(env.cameras), height, width, 3)),
         Field(name="observed_state", dtype="float32", shape=(env.state_dim,)),
-        Field(name="instruction", dtype="uint8", shape=(instruction_width(env.tasks),)),
+        Field(name="instruction", dtype="uint8", shape=(instruction_width(env),)),
         Field(name="tokens", dtype="int64", shape=(tokens,)),
         Field(name="logprob", dtype="float32", shape=(tokens,)),
         Field(name="value", dtype="float32", shape=(v,)),
@@ -82,6 +82,9 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
         Field(name="success", dtype="bool", shape=(k,)),
         Field(name="advantage", dtype="float32", shape=(k,)),
         Field(name="returns", dtype="float32", shape=(v,)),
+        Field(name="reply", dtype="uint8", shape=(policy.reply_bytes,)),
+        Field(name="cost", dtype="int64"),
+        Field(name="components", dtype="float32", shape=(len(env.components),)),
     ]
     if with_reference:
         fields.append(Field(name="ref_logprob", dtype="float32", shape=(tokens,)))

@@ -60,6 +60,10 @@ class EnvConfig:
     """Environment id (gym, maniskill)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the environment's constructor."""
+    max_turns: int = 1
+    """Replies of one text episode; more than one where tools answer in between."""
+    tools: list[str] = field(default_factory=list)
+    """Tools that a reply may call: calculator, python."""
     wrappers: list[str] = field(default_factory=list)
     """Wrappers around a Gymnasium environment, innermost first: package.module:attr of a callable env -> env."""
     use_rel_reward: bool = True
@@ -127,6 +131,8 @@ class ModelConfig:
     """Compile the model with torch.compile (slow first steps)."""
     hidden_sizes: list[int] = field(default_factory=lambda: [64, 64])
     """Widths of the hidden layers (mlp, cnn), of the policy's and of the value's network."""
+    chat: bool | None = None
+    """Language models: apply the tokenizer's chat template; null: if it has one."""
     expert_noise: float = 0.0
     """model=scripted: standard deviation of the noise on executed actions; what is recorded stays clean."""
     is_lora: bool = False
@@ -147,7 +153,9 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Text generation only; 1: off."""
     max_new_tokens: int | None = None
-    """Text generation only."""
+    """Text generation only: tokens of the longest reply."""
+    stop: list[str] = field(default_factory=list)
+    """Text generation only: a reply ends with the first of these texts."""
 
 
 @dataclass

@@ -137,6 +137,8 @@ class ActorConfig:
     """Chunk samples per forward."""
     global_batch_size: int = 160
     """Chunk samples per optimizer step."""
+    max_tokens_per_mbs: int | None = None
+    """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
     enable_offload: bool = False
     """Move actor weights and optimizer state off the device during rollouts."""
     gradient_checkpointing: bool = False
@@ -157,15 +159,48 @@ class EvalConfig:
 @dataclass
 class DataConfig:
     path: str | None = None
-    """Folder with demonstrations, as `embodyrl collect` writes them."""
+    """Folder of demonstrations, as `embodyrl collect` writes it; text: a .jsonl or .parquet file, a folder of them, or
+    package.module:function."""
     val_path: str | None = None
-    """Folder with demonstrations for validation; default: a share of those in data.path."""
+    """The same for validation; default: a share of what is in data.path."""
     val_share: float = 0.1
     """Share of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True
     """Draw samples in random order."""
     image_aug: bool = True
     """Random crop, brightness, contrast, saturation and hue, as in the official fine-tuning recipe."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the function of data.path=package.module:function, which returns rows."""
+    prompt_key: str = "prompt"
+    """Column of what is asked: text, or a list of messages with role and content."""
+    answer_key: str = "answer"
+    """Column of what an answer is judged by, and what `embodyrl sft` imitates."""
+    answer_pattern: str | None = None
+    """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
+    prompt_template: str = "{prompt}"
+    """Text around each prompt."""
+    system_prompt: str | None = None
+    """System message in front of each prompt."""
+    max_prompt_length: int | None = 512
+    """Longer prompts, in tokens of the model without its chat template, are left out; null: all stay."""
+
+
+@dataclass
+class RewardConfig:
+    name: str | None = None
+    """Reward of a text answer that also decides success (at least 1); `embodyrl list rewards` shows them."""
+    path: str | None = None
+    """In place of a name: package.module:function of (prompt, response, reference) -> number or named numbers."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weight of each reward by name, 1 where none is given; names not chosen above are added."""
+    overlong_buffer: int = 0
+    """Tokens below max_new_tokens in which a penalty grows from 0 to overlong_penalty; 0: none."""
+    overlong_penalty: float = 1.0
+    """Penalty of an answer that is cut off at max_new_tokens."""
+    timeout_s: float = 5.0
+    """Longest time for one answer; then it earns 0 and is counted."""
+    workers: int = 1
+    """Processes per env worker that judge answers."""
 
 
 @dataclass
@@ -236,6 +271,7 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     collect: CollectConfig = field(default_factory=CollectConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)

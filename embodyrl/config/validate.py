@@ -119,6 +119,9 @@ RULES: dict[str, Rule] = {
     ),
     "algorithm.max_staleness": _NOT_NEGATIVE,
     "algorithm.sampling_params.temperature": _POSITIVE,
+    "algorithm.sampling_params.top_k": _COUNT_OR_NEVER,
+    "algorithm.sampling_params.repetition_penalty": _POSITIVE,
+    "algorithm.sampling_params.max_new_tokens": _COUNT,
     "algorithm.sampling_params.top_p": _number(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
     "rollout.pipeline_stage_num": _COUNT,
     "actor.micro_batch_size": _COUNT,
@@ -139,6 +142,14 @@ RULES: dict[str, Rule] = {
     "data.path": _PATH,
     "data.val_path": _PATH,
     "data.val_share": _number(lambda v: 0 <= v < 1, "at least 0 and below 1"),
+    "data.prompt_template": _text(r"(?s).*\{prompt\}.*", "text that contains {prompt}"),
+    "data.max_prompt_length": _COUNT,
+    "reward.overlong_buffer": _NOT_NEGATIVE,
+    "reward.overlong_penalty": _NOT_NEGATIVE,
+    "reward.timeout_s": _POSITIVE,
+    "reward.workers": _COUNT,
+    "env.max_turns": _COUNT,
+    "actor.max_tokens_per_mbs": _COUNT,
     "collect.out": _PATH,
     "collect.episodes": _COUNT,
     "checkpoint.keep": _COUNT,
@@ -151,7 +162,6 @@ RULES: dict[str, Rule] = {
 }
 """Range of each key; null is always fine where the type allows it."""
 
-_TEXT_ONLY = "is for text generation, which is not available in this version"
 _ONE_GPU = "training on several devices (FSDP2) is not available in this version"
 _NO_OFFLOAD = "offloading is not available in this version"
 
@@ -170,10 +180,6 @@ UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
     "actor.fsdp.cpu_offload": ((False,), _NO_OFFLOAD),
     "algorithm.max_staleness": ((0,), "asynchronous training is not available in this version"),
     "algorithm.sampling_params.do_sample": ((True,), "training samples its actions; greedy ones carry no gradient"),
-    "algorithm.sampling_params.top_k": ((-1,), _TEXT_ONLY),
-    "algorithm.sampling_params.top_p": ((1.0,), _TEXT_ONLY),
-    "algorithm.sampling_params.repetition_penalty": ((1.0,), _TEXT_ONLY),
-    "algorithm.sampling_params.max_new_tokens": ((None,), _TEXT_ONLY),
 }
 """Keys that nothing consumes yet: their legal values and the reason. Delete a row when its feature arrives."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from embodyrl.config.schema import EnvConfig
+from embodyrl.conversation import Answer, Judgement, TextRow
 from embodyrl.registry import Registry
 from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
@@ -66,11 +68,63 @@ class Env(Protocol):
         ...
 
 
+class TextEnv(Env, Protocol):
+    """An environment whose actions are words."""
+
+    def hear(self, slots: Sequence[int], replies: Sequence[str]) -> None:
+        """Take what the next chunk of each slot says; `step_chunk` follows at once."""
+        ...
+
+
+class Rows(Protocol):
+    """Tasks in words. Picklable; it may read its source again in each process."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def held_out(self) -> int:
+        """The last so many rows are for evaluation."""
+        ...
+
+    @property
+    def prompt_bytes(self) -> int:
+        """UTF-8 bytes of the longest conversation that a row begins."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> TextRow: ...
+
+
+class Judge(Protocol):
+    """Turns answers into rewards. Picklable; each env worker has its own."""
+
+    components: tuple[str, ...]
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
+        """Judge a batch; a reward function that fails or runs out of time earns 0 and is counted as a component."""
+        ...
+
+    def close(self) -> None:
+        """End threads and processes; idempotent."""
+        ...
+
+
+@dataclass
+class EnvSetup(EnvConfig):
+    """The keys of an environment that reads `data` and `reward`, with what these groups stand for."""
+
+    rows: Rows | None = None
+    judge: Judge | None = None
+
+
 class EnvFactory(Protocol):
     """What the registry holds: checks that need no simulator first, the simulator only in a worker."""
 
     consumes: frozenset[str]
-    """Keys below `env` that this environment reads besides `env_type`, `train` and `eval`."""
+    """Keys below `env` that this environment reads besides `env_type`, `train` and `eval`; an environment of text also
+    names those of the groups `data` and `reward` in full and is then given an `EnvSetup`."""
 
     def validate(self, cfg: EnvConfig) -> list[str]:
         """Return config problems, one line each with the cure; imports nothing heavy."""

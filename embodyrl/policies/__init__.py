@@ -2,6 +2,8 @@
 
 from embodyrl.policies.protocol import POLICIES, export_policy
 
+POLICIES.add("causal_lm", "embodyrl.policies.causal_lm:CAUSAL_LM")
+POLICIES.add("causal_lm_tiny", "embodyrl.policies.causal_lm:TINY")
 POLICIES.add("cnn", "embodyrl.policies.actor_critic:CNN")
 POLICIES.add("mlp", "embodyrl.policies.actor_critic:MLP")
 POLICIES.add("openvla_oft", "embodyrl.policies.openvla_oft:FACTORY")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from embodyrl.config.schema import ModelConfig
+from embodyrl.config.schema import ModelConfig, SamplingParams
 from embodyrl.registry import Registry
 from embodyrl.types import (
     EnvSpec,
@@ -39,6 +39,8 @@ class PolicyRequest:
     """Recompute activations in the backward pass."""
     fresh_heads: bool = False
     """Heads and projectors that the checkpoint lacks start at random instead of being an error."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How replies in words are drawn; log-probabilities are those of all tokens at `temperature`."""
 
 
 class Policy(Protocol):

@@ -20,6 +20,7 @@ from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset
 from embodyrl.runtime.fleet import Callback, Fleet
 from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
+from embodyrl.runtime.texts import fit_lengths, sampling_problems, with_task
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -77,7 +78,9 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
         ConfigError: parts that do not fit together, one line each.
         MissingDependencyError: the environment's packages or libraries are missing.
     """
+    cfg = with_task(cfg)
     env = ENVS.get(cfg.env.env_type).spec(cfg.env)
+    cfg = fit_lengths(cfg, env)
     algorithm = build_algorithm(cfg.algorithm) if training else None
     value_dim = 0
     if algorithm is not None and algorithm.needs_values:
@@ -127,6 +130,7 @@ def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
             f"env '{env.name}' takes {env.action_dim}-dimensional actions, model '{policy.name}' gives "
             f"{policy.action_dim}; set model.action_dim={env.action_dim} or choose another model."
         )
+    problems += sampling_problems(cfg, policy)
     kind = env.action_space.kind if env.action_space else ActionKind.box
     if kind not in policy.action_kinds:
         can = ", ".join(sorted(policy.action_kinds))
@@ -191,6 +195,7 @@ def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) ->
         env=blueprint.env,
         value_dim=blueprint.policy.value_dim,
         temperature=cfg.algorithm.sampling_params.temperature,
+        sampling=cfg.algorithm.sampling_params,
         device="auto",
         seed=cfg.seed,
         trainable=training,

@@ -10,6 +10,7 @@ from embodyrl.config.schema import Config
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.policies import POLICIES
+from embodyrl.runtime.texts import env_setup_problems
 
 _LOOP_ENV = frozenset({"env_type", "train", "eval"})
 _LOOP_MODEL = frozenset({"model_type"})
@@ -17,10 +18,10 @@ _LOOP_MODEL = frozenset({"model_type"})
 
 
 _UNREAD: dict[str, tuple[str, ...]] = {
-    "train": ("data", "collect"),
-    "eval": ("data", "collect"),
+    "train": ("data", "reward", "collect"),
+    "eval": ("data", "reward", "collect"),
     "collect": (
-        *("data", "actor", "checkpoint", "video", "eval.episodes", "eval.episodes_per_task"),
+        *("data", "reward", "actor", "checkpoint", "video", "eval.episodes", "eval.episodes_per_task"),
         *("runner.max_steps", "runner.max_epochs", "runner.val_check_interval", "runner.save_interval"),
     ),
     "check-env": tuple(
@@ -29,7 +30,19 @@ _UNREAD: dict[str, tuple[str, ...]] = {
         if not name.startswith(("env.", "custom"))
         and name not in ("seed", "faults.step_timeout_s", "algorithm.group_size")
     ),
-    "sft": ("collect", "env", "algorithm", "rollout", "launcher", "eval", "faults", "video", "video_cfg", "ckpt"),
+    "sft": (
+        "collect",
+        "reward",
+        "env",
+        "algorithm",
+        "rollout",
+        "launcher",
+        "eval",
+        "faults",
+        "video",
+        "video_cfg",
+        "ckpt",
+    ),
 }
 """Groups and keys that a command never looks at: setting them would be a mistake."""
 
@@ -55,12 +68,20 @@ def check_components(cfg: Config, command: str = "train") -> None:
 
 def _unread(cfg: Config, command: str) -> list[str]:
     problems: list[str] = []
+    read = _env_consumes(cfg) if command in ("train", "eval") else frozenset()
     for name, value in leaves(cfg):
-        unread = any(name == part or name.startswith(f"{part}.") for part in _UNREAD[command])
+        unread = any(name == part or name.startswith(f"{part}.") for part in _UNREAD[command]) and name not in read
         default = all_keys()[name].default
         if unread and value != default:
             problems.append(f"{name}={spell(value)}: `embodyrl {command}` does not read this key; leave it out.")
     return problems
+
+
+def _env_consumes(cfg: Config) -> frozenset[str]:
+    try:
+        return ENVS.get(cfg.env.env_type).consumes
+    except ConfigError:
+        return frozenset()  # `_env` says what is wrong
 
 
 def _missing(cfg: Config, command: str) -> list[str]:
@@ -83,7 +104,8 @@ def _env(cfg: Config) -> list[str]:
     except ConfigError as error:
         return error.problems
     owner = f"env_type '{cfg.env.env_type}'"
-    return [*factory.validate(cfg.env), *_ignored(cfg, "env", owner, _LOOP_ENV | factory.consumes)]
+    setup = env_setup_problems(cfg) if "data.path" in factory.consumes else []
+    return [*setup, *factory.validate(cfg.env), *_ignored(cfg, "env", owner, _LOOP_ENV | factory.consumes)]
 
 
 def _model(cfg: Config) -> list[str]:

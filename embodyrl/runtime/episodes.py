@@ -181,7 +181,8 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int) -> list[int]:
     position = step * count
     while len(stream) < count:
         lap, offset = divmod(position + len(stream), len(ids))
-        order = np.random.default_rng(derive(cfg.seed, "reset-ids", lap)).permutation(len(ids))
+        rng = np.random.default_rng(derive(cfg.seed, "reset-ids", lap))
+        order = rng.permutation(len(ids)) if cfg.data.shuffle else np.arange(len(ids))
         stream += ids[order[offset : offset + count - len(stream)]].tolist()
     return stream
 

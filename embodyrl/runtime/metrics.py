@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from embodyrl.runtime.rollouts import Collection
 from embodyrl.types import Episode
 
@@ -11,7 +13,9 @@ _CLOCK_DEPENDENT = frozenset({"env/steps_per_s", "rollout/infer_batch_size"})
 """Depend on the machine's speed; in deterministic mode they move below `time/`, where nothing is compared."""
 
 
-def rollout_metrics(collection: Collection, *, num_workers: int, restarts: int) -> dict[str, float]:
+def rollout_metrics(
+    collection: Collection, *, num_workers: int, restarts: int, components: Sequence[str] = ()
+) -> dict[str, float]:
     """Success, return and length of the finished episodes; how fast and where the time went."""
     c = collection
     # Episodes cut by the quota say nothing about success, unless there are no others.
@@ -32,6 +36,9 @@ def rollout_metrics(collection: Collection, *, num_workers: int, restarts: int) 
     }
     if finished:
         metrics |= _episode_metrics(finished, "train")
+    if finished and components:
+        parts = np.mean([e.components[-1] for e in finished], axis=0)
+        metrics |= {f"train/reward_{name}": float(part) for name, part in zip(components, parts, strict=True)}
     return metrics
 
 

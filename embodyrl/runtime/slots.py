@@ -32,6 +32,7 @@ class Chunk:
     valid: np.ndarray
     success: np.ndarray
     value: np.ndarray
+    components: np.ndarray
 
 
 @dataclass
@@ -90,6 +91,7 @@ class Slot:
                 valid=arena["valid"][record].copy(),
                 success=arena["success"][record].copy(),
                 value=arena["value"][record].copy(),
+                components=arena["components"][record].copy(),
             )
         )
         ends = bool(arena["terminated"][record].any()), bool(arena["truncated"][record].any())
@@ -114,6 +116,7 @@ class Slot:
             valid=np.stack([c.valid for c in self.chunks]),
             success=np.stack([c.success for c in self.chunks]),
             value=np.stack([c.value for c in self.chunks]),
+            components=np.stack([c.components for c in self.chunks]),
             bootstrap_value=np.zeros(value_dim, dtype=np.float32),
             terminated=terminated,
             truncated=truncated or cut,

@@ -132,7 +132,12 @@ class _Training:
                 result = actors.update(step, rollout, batch)
                 crew.rollouts.release(rollout)
                 session.step = step + 1
-            metrics = rollout_metrics(rollout, num_workers=len(self.blueprint.seats), restarts=crew.fleet.restarts)
+            metrics = rollout_metrics(
+                rollout,
+                num_workers=len(self.blueprint.seats),
+                restarts=crew.fleet.restarts,
+                components=self.blueprint.env.components,
+            )
             metrics |= batch.metrics
             metrics["time/update"] = result.pop("seconds")
             metrics |= {f"actor/{name}": value for name, value in result.items()}

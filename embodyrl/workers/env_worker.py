@@ -7,15 +7,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
 from embodyrl.config.schema import Config
-from embodyrl.envs.protocol import ENVS, Env
+from embodyrl.envs.protocol import ENVS, Env, TextEnv
 from embodyrl.envs.video import VideoRecorder
 from embodyrl.errors import EmbodyError
-from embodyrl.types import ObservationOut, encode_instruction
+from embodyrl.types import ObservationOut, decode_instruction, encode_instruction
 from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrder, StepOrder, WorkerReady
 
 
@@ -89,10 +90,13 @@ class EnvWorker:
             )
             arena["action"][records, :length] = actions
         else:
+            if arena["reply"].shape[1]:
+                cast(TextEnv, self._env).hear(slots, [decode_instruction(row) for row in arena["reply"][records]])
             result = self._env.step_chunk(slots, arena["action"][records, :length], after_step=film)
         for name in ("reward", "terminated", "truncated", "valid", "success"):
             arena[name][records, :length] = getattr(result, name)
             arena[name][records, length:] = 0
+        arena["components"][records] = 0 if result.components is None else result.components
         self._observe(slots, [o.target for o in orders])
         return [
             self._end_tape(slot) for slot, done in zip(slots, result.done, strict=True) if done and slot in self._tapes

@@ -10,7 +10,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
-from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation, decode_instruction
+from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation, decode_instruction, encode_reply
 from embodyrl.workers.messages import InferOrder, ValueOrder
 from embodyrl.workers.noise import token_noise
 
@@ -72,6 +72,9 @@ class RolloutWorker:
         arena["logprob"][records] = out.logprob[rows]
         arena["value"][records] = out.value[rows]
         arena["version"][records] = order.version
+        arena["cost"][records] = 1 if out.cost is None else out.cost[rows]
+        if width := arena["reply"].shape[1]:
+            arena["reply"][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])
 
     def values(self, order: ValueOrder) -> None:
         """Write value estimates of final observations, for bootstrapping."""

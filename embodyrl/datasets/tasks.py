@@ -1,0 +1,83 @@
+"""Generated text tasks: endless rows that need no download. Row i is a pure function of (seed, i)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from embodyrl.conversation import Message, TextRow
+
+ROWS = 20_000
+
+Draw = Callable[[random.Random], tuple[str, str]]
+"""Draws (prompt, answer)."""
+
+
+@dataclass(frozen=True)
+class Generated(Sequence[TextRow]):
+    """Rows that are drawn when they are asked for."""
+
+    draw: Draw
+    seed: int
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def,override]
+        prompt, answer = self.draw(random.Random(f"{self.seed}/{index}"))
+        return TextRow(messages=(Message(role="user", content=prompt),), reference=answer)
+
+
+def length(*, longest: int = 8, rows: int = ROWS, seed: int = 0) -> Generated:
+    """`5=` wants xxxxx."""
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        number = rng.randint(1, longest)
+        return f"{number}=", "x" * number
+
+    return Generated(draw, seed, rows)
+
+
+def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> Generated:
+    """`cab=` wants cab."""
+    return Generated(_word(letters, size, lambda word: word), seed, rows)
+
+
+def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, seed: int = 0) -> Generated:
+    """`1234=` wants 4321."""
+    return Generated(_word(letters, size, lambda word: word[::-1]), seed, rows)
+
+
+def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> Generated:
+    """`7*8=` wants 56."""
+    apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        a, b, operation = rng.randrange(10**digits), rng.randrange(10**digits), rng.choice(operations)
+        return f"{a}{operation}{b}=", str(apply[operation](a, b))
+
+    return Generated(draw, seed, rows)
+
+
+def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> Generated:
+    """`3,7,2:23=` wants an expression of all these numbers, each once, that makes 23; always solvable."""
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        numbers = [rng.randint(1, largest) for _ in range(count)]
+        value = numbers[0]
+        for number in numbers[1:]:
+            value = rng.choice((value + number, value - number, value * number))
+        task = f"{','.join(map(str, rng.sample(numbers, count)))}:{value}"
+        return f"{task}=", task
+
+    return Generated(draw, seed, rows)
+
+
+def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
+    def draw(rng: random.Random) -> tuple[str, str]:
+        word = "".join(rng.choice(letters) for _ in range(size))
+        return f"{word}=", answer(word)
+
+    return draw

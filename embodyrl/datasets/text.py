@@ -1,0 +1,186 @@
+"""Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user's."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.config.schema import DataConfig
+from embodyrl.conversation import Message, TextRow, join_messages
+from embodyrl.errors import ConfigError
+from embodyrl.registry import Registry
+from embodyrl.types import IntArray
+
+SOURCES: Registry[Any] = Registry("data.path", group="embodyrl.text_tasks")
+"""Functions that return rows: package.module:function, or the entry point of an installed package."""
+SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Rows of one or two sources; implements `Rows`. Another process reads the sources again."""
+
+    cfg: DataConfig
+    name: str
+    held_out: int
+    prompt_bytes: int = 0
+    keep: IntArray | None = field(default=None, compare=False)
+    """Rows that are not too long; None: all."""
+
+    @cached_property
+    def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:
+        paths = [self.cfg.path, self.cfg.val_path]
+        return tuple((path, _read(path, self.cfg)) for path in paths if path is not None)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f: getattr(self, f) for f in ("cfg", "name", "held_out", "prompt_bytes", "keep")}
+
+    @property
+    def total(self) -> int:
+        """Rows before any was left out."""
+        return sum(len(rows) for _, rows in self._raw)
+
+    def __len__(self) -> int:
+        return self.total if self.keep is None else len(self.keep)
+
+    def __getitem__(self, index: int) -> TextRow:
+        return self.row(int(index if self.keep is None else self.keep[index]))
+
+    def row(self, index: int) -> TextRow:
+        """Row by its place in the sources.
+
+        Raises:
+            ConfigError: a column is missing or of the wrong kind; names the source and the row.
+        """
+        for path, rows in self._raw:
+            if index < len(rows):
+                return _row(rows[index], self.cfg, f"{path}, row {index + 1}")
+            index -= len(rows)
+        raise IndexError(index)
+
+
+def open_rows(cfg: DataConfig, *, tokenizer: Path | None) -> TextRows:
+    """Open the rows of a run; every row of a file is checked once, here.
+
+    Args:
+        cfg: `data.path` must be set.
+        tokenizer: folder with tokenizer.json that measures prompts; None: the small vocabulary has one token per
+            character.
+
+    Raises:
+        ConfigError: a source cannot be read, a row is malformed, or nothing is left.
+    """
+    assert cfg.path is not None
+    name = cfg.path.rpartition(":")[2] if _is_function(cfg.path) else Path(cfg.path).stem
+    rows = TextRows(cfg=cfg, name=name, held_out=0)
+    talks = [rows.row(i).messages for i in range(rows.total)]
+    keep = np.arange(rows.total)
+    if cfg.max_prompt_length is not None and rows.total:
+        lengths = _lengths([" ".join(m.content for m in talk) for talk in talks], tokenizer)
+        keep = keep[lengths <= cfg.max_prompt_length]
+    own = len(rows._raw[0][1])
+    held_out = round(cfg.val_share * len(keep)) if cfg.val_path is None else int((keep >= own).sum())
+    if len(keep) - held_out < 1:
+        raise ConfigError(
+            f"data.path={cfg.path}: no row is left for training out of {rows.total}; raise data.max_prompt_length or "
+            "lower data.val_share."
+        )
+    longest = max(len(join_messages(talks[i]).encode()) for i in keep)
+    keep = keep if len(keep) < rows.total else None
+    return replace(rows, keep=keep, held_out=held_out, prompt_bytes=longest)
+
+
+def _is_function(path: str) -> bool:
+    return ":" in path and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
+
+
+def _read(path: str, cfg: DataConfig) -> Sequence[Any]:
+    if _is_function(path):
+        try:
+            return SOURCES.get(path)(**cfg.kwargs)
+        except TypeError as error:
+            raise ConfigError(f"data.path={path} refuses data.kwargs={cfg.kwargs}: {error}.") from error
+    if cfg.kwargs:
+        raise ConfigError(f"data.kwargs={cfg.kwargs}: only a function reads them; data.path={path} is a file.")
+    found = Path(path).expanduser()
+    files = sorted(f for f in found.rglob("*") if f.suffix in SUFFIXES) if found.is_dir() else [found]
+    if not files or not files[0].is_file():
+        raise ConfigError(f"data.path={path}: no such file, or a folder without {' or '.join(SUFFIXES)} files.")
+    return [row for file in files for row in _read_file(file)]
+
+
+def _read_file(file: Path) -> list[Any]:
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"{file}: rows are read from {' and '.join(SUFFIXES)} files, not '{file.suffix}'.")
+    if file.suffix == ".parquet":
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            return parquet.read_table(file).to_pylist()
+        except (ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{file} is no readable Parquet file: {error}.") from error
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(f"{file}, row {number}: not JSON ({error}): {line[:60]!r}.") from error
+    return rows
+
+
+def _row(raw: Any, cfg: DataConfig, where: str) -> TextRow:
+    if isinstance(raw, TextRow):
+        return raw
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: expected an object with columns, found {str(raw)[:60]!r}.")
+    for key, option in ((cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")):
+        if raw.get(key) is None:
+            raise ConfigError(
+                f"{where}: no column '{key}'. It has {', '.join(map(str, raw))}; set data.{option} to one of them."
+            )
+    answer = raw[cfg.answer_key]
+    reference = answer if isinstance(answer, str) else json.dumps(answer)
+    if cfg.answer_pattern is not None:
+        match = re.search(cfg.answer_pattern, reference)
+        if match is None:
+            raise ConfigError(
+                f"{where}: column '{cfg.answer_key}' does not fit data.answer_pattern={cfg.answer_pattern!r}: "
+                f"{reference[-60:]!r}. Correct the row or the pattern."
+            )
+        reference = match[1].strip() if match.groups() else match[0].strip()
+    system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
+    return TextRow(messages=system + _messages(raw[cfg.prompt_key], cfg, where), reference=reference)
+
+
+def _messages(prompt: Any, cfg: DataConfig, where: str) -> tuple[Message, ...]:
+    if isinstance(prompt, str):
+        return (Message(role="user", content=cfg.prompt_template.replace("{prompt}", prompt)),)
+    try:
+        return tuple(Message(role=str(m["role"]), content=str(m["content"])) for m in prompt)
+    except (TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{where}: column '{cfg.prompt_key}' is neither text nor a list of messages with role and content: "
+            f"{str(prompt)[:60]!r}."
+        ) from error
+
+
+def _lengths(prompts: Sequence[str], tokenizer: Path | None) -> IntArray:
+    if tokenizer is None:
+        return np.asarray([len(p) for p in prompts])
+    from tokenizers import Tokenizer
+
+    file = tokenizer / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"{file} is missing, so prompts cannot be measured; set data.max_prompt_length=null.")
+    encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts))
+    return np.asarray([len(e.ids) for e in encoded])

@@ -1,0 +1,122 @@
+"""Conversations as episodes: rows are initial states, each reply is a chunk whose actions are its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.conversation import Answer, Message, TextRow, join_messages
+from embodyrl.envs.protocol import AfterStep, Judge, Rows
+from embodyrl.errors import EnvError
+from embodyrl.types import (
+    ChunkResult,
+    EnvSpec,
+    EpisodeStart,
+    FloatArray,
+    ObservationOut,
+)
+
+LAST_BYTES = 1 << 10
+"""Room in the last observation for the reply that ended the episode; nobody but people reads it."""
+TURN_BYTES = 1 << 12
+"""Room for a reply and a tool's answer, per turn after the first."""
+
+
+def clip(text: str, width: int) -> str:
+    """Return the beginning of a text that fits into so many UTF-8 bytes."""
+    return text.encode(errors="replace")[:width].decode(errors="ignore")
+
+
+@dataclass
+class _Talk:
+    """One slot's conversation."""
+
+    row: TextRow
+    messages: list[Message] = field(default_factory=list)
+    reply: str = ""
+    turns: int = 0
+
+
+class ConversationEnv:
+    """Implements `TextEnv`. An episode always terminates: there is nothing after the last reply to bootstrap from."""
+
+    task_limit: int | None = None
+
+    def __init__(self, spec: EnvSpec, cfg: EnvConfig, rows: Rows, judge: Judge, num_slots: int) -> None:
+        self.spec = spec
+        self._coef = cfg.reward_coef
+        self._rows = rows
+        self._judge = judge
+        self._talks: list[_Talk | None] = [None] * num_slots
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Begin the conversation of row `reset_id` in each slot."""
+        for slot, start in zip(slots, starts, strict=True):
+            row = self._rows[start.reset_id]
+            self._talks[slot] = _Talk(row, list(row.messages))
+
+    def hear(self, slots: Sequence[int], replies: Sequence[str]) -> None:
+        """Take the replies that the next `step_chunk` is about."""
+        for slot, reply in zip(slots, replies, strict=True):
+            self._talk(slot).reply = reply
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Judge the replies; `actions` [n, K, 1] are token ids, below 0 where there is none.
+
+        The reward belongs to a reply's last token.
+        """
+        shape = actions.shape[:2]
+        valid = actions[:, :, 0] >= 0
+        last = np.maximum(valid.sum(axis=1) - 1, 0)
+        valid[:, 0] = True  # an empty reply is a decision too
+        talks = [self._talk(slot) for slot in slots]
+        reward, flags = np.zeros(shape, np.float32), {n: np.zeros(shape, np.bool_) for n in ("terminated", "success")}
+        components = np.zeros((len(slots), len(self.spec.components)), np.float32)
+        answers = [
+            Answer(
+                prompt=next(m.content for m in talk.row.messages if m.role != "system"),
+                response=talk.reply,
+                reference=talk.row.reference,
+                tokens=int(valid[i].sum()),
+            )
+            for i, talk in enumerate(talks)
+        ]
+        for i, judged in enumerate(self._judge(answers)):
+            reward[i, last[i]] = self._coef * judged.reward
+            flags["success"][i, last[i]] = judged.success
+            flags["terminated"][i, last[i]] = True
+            components[i] = judged.components
+            talks[i].messages.append(Message(role="assistant", content=clip(talks[i].reply, LAST_BYTES - 16)))
+        return ChunkResult(
+            reward=reward, truncated=np.zeros(shape, np.bool_), valid=valid, components=components, **flags
+        )
+
+    def expert_chunk(
+        self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
+    ) -> tuple[FloatArray, ChunkResult]:
+        """Refuse: the answers are in the data; `embodyrl sft` learns from them."""
+        raise EnvError(f"env '{self.spec.name}' has no scripted demonstrator.")
+
+    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
+        """Do nothing: the conversation is the instruction, and there is nothing else to see."""
+
+    def instruction(self, slot: int) -> str:
+        """Return the conversation so far."""
+        return join_messages(self._talk(slot).messages)
+
+    def render(self, slot: int) -> np.ndarray:
+        """Refuse: there is no picture."""
+        raise EnvError(f"env '{self.spec.name}' has no picture to record; set video=none.")
+
+    def close(self) -> None:
+        self._judge.close()
+
+    def _talk(self, slot: int) -> _Talk:
+        talk = self._talks[slot]
+        assert talk is not None, f"slot {slot} has no conversation; reset it first"
+        return talk

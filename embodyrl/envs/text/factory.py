@@ -1,0 +1,45 @@
+"""Checks, description and construction of text environments."""
+
+from __future__ import annotations
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.envs.protocol import EnvSetup
+from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec
+
+
+class TextFactory:
+    """Builds the environment of the rows in `data` and the rewards in `reward`."""
+
+    consumes = frozenset(
+        {"max_turns", "tools", "reward_coef"}
+        | {f"data.{key}" for key in ("path", "val_path", "val_share", "shuffle", "kwargs", "prompt_key", "answer_key")}
+        | {f"data.{key}" for key in ("answer_pattern", "prompt_template", "system_prompt", "max_prompt_length")}
+        | {f"reward.{key}" for key in ("name", "path", "weights", "overlong_buffer", "overlong_penalty")}
+        | {f"reward.{key}" for key in ("timeout_s", "workers")}
+    )
+
+    def validate(self, cfg: EnvConfig) -> list[str]:
+        """Return config problems, one line each."""
+        return []
+
+    def spec(self, cfg: EnvConfig) -> EnvSpec:
+        """Describe the environment: one task, whose initial states are the rows."""
+        assert isinstance(cfg, EnvSetup) and cfg.rows is not None and cfg.judge is not None
+        rows = cfg.rows
+        return EnvSpec(
+            name=f"text/{rows.name}",
+            action_dim=1,
+            tasks=(rows.name,),
+            states_per_task=(len(rows),),
+            action_space=ActionSpace(kind=ActionKind.text),
+            max_chunks=cfg.max_turns,
+            prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
+            held_out=rows.held_out,
+            components=cfg.judge.components,
+        )
+
+    def make(self, cfg: EnvConfig, num_slots: int) -> ConversationEnv:
+        """Build `num_slots` conversations in this process."""
+        assert isinstance(cfg, EnvSetup) and cfg.rows is not None and cfg.judge is not None
+        return ConversationEnv(self.spec(cfg), cfg, cfg.rows, cfg.judge, num_slots)

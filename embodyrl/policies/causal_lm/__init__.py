@@ -1,0 +1,82 @@
+"""Causal language models in the Hugging Face layout. Importing this package imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.schema import ModelConfig
+from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+
+BYTES_PER_TOKEN = 32
+"""Room for what a reply says: longer ones, far above the average of any language, keep their beginning."""
+TINY_SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalLMFactory:
+    """Builds `CausalLMPolicy`; implements `PolicyFactory`."""
+
+    name: str
+    has_own_start: bool
+    """Without `model.path` it starts from a small random Llama with a vocabulary of single characters."""
+    consumes: frozenset[str] = frozenset({"path", "num_action_chunks", "precision", "chat", "is_lora", "lora"})
+
+    def validate(self, cfg: ModelConfig) -> list[str]:
+        """Return config problems, one line each with the cure."""
+        if cfg.path is None:
+            if self.has_own_start:
+                return []
+            return [f"model.path is not set: {self.name} wants the folder of a Hugging Face causal language model."]
+        folder = resolve_asset(cfg.path)
+        missing = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
+        return [
+            f"model.path={cfg.path}: no {file} there; it wants a folder as `save_pretrained` writes it."
+            for file in missing
+        ]
+
+    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Describe the policy: a chunk is a reply, an action one token of it."""
+        return PolicySpec(
+            name=self.name,
+            num_action_chunks=cfg.num_action_chunks,
+            action_dim=1,
+            tokens_per_chunk=cfg.num_action_chunks,
+            value_dim=value_dim,
+            num_parameters=_count(cfg.path),
+            action_kinds=frozenset({ActionKind.text}),
+            reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
+        )
+
+    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+        """Build the policy with the weights in `cfg.path`, or a small one with random weights from the seed.
+
+        Raises:
+            CheckpointError: the folder cannot be loaded.
+        """
+        from embodyrl.policies.causal_lm.policy import CausalLMPolicy
+
+        return CausalLMPolicy(self.spec(cfg, request.env, request.value_dim), cfg, request)
+
+
+def _count(path: str | None) -> int:
+    """Parameters, as far as the headers of the weight files tell."""
+    if path is None:
+        return 532_864
+    total = 0
+    for file in sorted(resolve_asset(path).glob("*.safetensors")):
+        with open(file, "rb") as f:
+            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                count = 1
+                for size in entry["shape"]:
+                    count *= size
+                total += count
+    return total
+
+
+CAUSAL_LM = CausalLMFactory(name="causal_lm", has_own_start=False)
+TINY = CausalLMFactory(name="causal_lm_tiny", has_own_start=True)

@@ -1,0 +1,314 @@
+"""The language-model policy: prompts in, replies out; the same distribution acts and is trained."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.conversation import split_messages
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.causal_lm.loading import add_adapters, load
+from embodyrl.policies.causal_lm.sampling import choose
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+NO_TOKEN = -1
+ADAPTER_FOLDER = "adapter"
+VALUE_FILE = "value_head.safetensors"
+_CACHED_PROMPTS = 4096
+
+
+class LanguageModel(nn.Module):
+    """A causal LM and, where values are asked for, a head on its last hidden states."""
+
+    def __init__(self, lm: Any, value_dim: int) -> None:
+        super().__init__()
+        self.lm = lm
+        self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1) if value_dim else None
+        if self.value_head is not None:
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, keep: int, cache: DynamicCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32."""
+        out = self.lm(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=keep,
+            output_hidden_states=self.value_head is not None,
+        )
+        logits = out.logits.float()
+        if self.value_head is None:
+            return logits, logits.new_zeros(logits.shape[:2])
+        hidden = out.hidden_states[-1][:, -keep:]
+        return logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+
+
+class CausalLMPolicy:
+    """Implements `Policy`. A chunk is one reply of at most K tokens; the token that ends it counts."""
+
+    def __init__(self, spec: PolicySpec, cfg: ModelConfig, request: PolicyRequest) -> None:
+        self.spec = spec
+        self._temperature, self._sampling = request.temperature, request.sampling
+        self._device = torch.device(request.device)
+        compute = torch.bfloat16 if cfg.precision is Precision.bf16 else torch.float32
+        # fp32 master weights are only worth their memory where something is trained.
+        self._autocast = compute if request.trainable and not cfg.is_lora else None
+        model, self.tokenizer = load(cfg, seed=request.seed, dtype=compute if self._autocast is None else torch.float32)
+        if cfg.is_lora or cfg.lora.path is not None:
+            model = add_adapters(model, cfg, trainable=request.trainable)
+        self._checkpointing = request.gradient_checkpointing
+        if self._checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.enable_input_require_grads()
+        self._cfg, self._adapted, self._chat = cfg, cfg.is_lora, cfg.chat
+        if cfg.chat and self.tokenizer.chat_template is None:
+            raise ConfigError(f"model.chat=true: the tokenizer in {cfg.path} has no chat template.")
+        net = LanguageModel(model, spec.value_dim).to(self._device)
+        if not request.trainable:
+            net.requires_grad_(False)
+        self.module: nn.Module = net.eval()
+        self._net = net
+        ends = model.generation_config.eos_token_id
+        ends = self.tokenizer.eos_token_id if ends is None else ends
+        self.ends = torch.tensor([ends] if isinstance(ends, int) else ends, device=self._device)
+        pad = self.tokenizer.pad_token_id
+        self._pad = int(self.ends[0]) if pad is None else pad
+        self._prompts: OrderedDict[str, list[int]] = OrderedDict()
+
+    # --- acting -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """Write a reply to each conversation (see `Policy.act`).
+
+        `actions` are the token ids, -1 after the end. With deterministic algorithms all prompts of a batch that is
+        computed together have one length, so that a row's numbers do not depend on the others.
+        """
+        prompts = [self.encode_prompt(text) for text in obs.instructions]
+        count, length = len(prompts), self.spec.num_action_chunks
+        tokens = np.full((count, length), NO_TOKEN, np.int64)
+        logprob, value = np.zeros((count, length), np.float32), np.zeros((count, length), np.float32)
+        for rows in self._buckets(prompts):
+            # Rows of other buckets are fillers, so that each one is computed in the shape of the whole batch.
+            batch = [prompts[i if i in rows else rows[0]] for i in range(count)]
+            out = self._generate(batch, noise, temperature)
+            for array, part in zip((tokens, logprob, value), out, strict=True):
+                array[rows] = part[rows]
+        replies = self.tokenizer.batch_decode([row[row >= 0] for row in tokens], skip_special_tokens=True)
+        return PolicyOutput(
+            actions=tokens[:, :, None].astype(np.float32),
+            tokens=tokens,
+            logprob=logprob,
+            value=value[:, : self.spec.value_dim],
+            replies=tuple(self._cut(reply) for reply in replies),
+            cost=np.asarray([len(p) for p in prompts]) + (tokens >= 0).sum(1),
+        )
+
+    def _buckets(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        if not torch.are_deterministic_algorithms_enabled():
+            return [list(range(len(prompts)))]
+        lengths = sorted({len(p) for p in prompts})
+        return [[i for i, p in enumerate(prompts) if len(p) == length] for length in lengths]
+
+    def _generate(
+        self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, log-probabilities and values, all [B, K]."""
+        exact = torch.are_deterministic_algorithms_enabled()
+        heat, limit, count = temperature or self._temperature, self.spec.num_action_chunks, len(prompts)
+        first = {tuple(p): i for i, p in reversed(list(enumerate(prompts)))}
+        # Members of a group share their prompt: it is read once.
+        source = list(range(count)) if exact else sorted(first.values())
+        ids, mask = self._pad_left([prompts[i] for i in source])
+        cache = DynamicCache(config=self._net.lm.config)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with self._precision():
+            logits, value = self._net(ids, mask, positions, 1, cache)
+        rows = torch.arange(count, device=self._device)
+        place = {row: i for i, row in enumerate(source)}
+        pick = rows if exact else torch.tensor([place[first[tuple(p)]] for p in prompts], device=self._device)
+        if not exact:
+            cache.batch_select_indices(pick)
+        logits, value, mask, position = logits[pick, 0], value[pick, 0], mask[pick], positions[pick, -1]
+        seen = self._seen(ids[pick], mask, logits)
+        out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
+        uniform = None if noise is None else torch.from_numpy(noise).to(self._device)
+        done = torch.zeros(count, dtype=torch.bool, device=self._device)
+        for t in range(limit):
+            chosen = choose(logits, None if uniform is None else uniform[rows, t], heat, self._sampling, seen)
+            logprob = (logits / heat).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
+            for array, now in zip(out, (chosen, logprob, value), strict=True):
+                array[rows, t] = torch.where(done, array[rows, t], now.to(array.dtype))
+            done = done | torch.isin(chosen, self.ends) | self._stops(out[0][rows], t)
+            if t + 1 == limit or bool(done.all()):
+                break
+            if not exact and int(done.sum()) * 2 > len(done):
+                alive = (~done).nonzero().squeeze(1)
+                cache.batch_select_indices(alive)
+                rows, chosen, mask, position, seen, done = (
+                    x[alive] for x in (rows, chosen, mask, position, seen, done)
+                )
+            if seen.numel():
+                seen.scatter_(1, chosen[:, None], True)
+            mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
+            with self._precision():
+                logits, value = self._net(chosen[:, None], mask, position[:, None], 1, cache)
+            logits, value = logits[:, 0], value[:, 0]
+        tokens, logprobs, values = (array.cpu().numpy() for array in out)
+        return tokens, logprobs, values
+
+    def _seen(self, ids: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
+        """[B, V] tokens of the prompts; [B, 0] where no penalty asks for them."""
+        if self._sampling.repetition_penalty == 1.0:
+            return mask[:, :0].bool()
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        return seen.scatter_(1, ids, mask.bool())
+
+    def _stops(self, tokens: Tensor, t: int) -> Tensor:
+        """[B] replies whose last tokens complete a stop text."""
+        if not self._sampling.stop:
+            return torch.zeros(len(tokens), dtype=torch.bool, device=self._device)
+        tail = max(map(len, self._sampling.stop)) + 8
+        texts = self.tokenizer.batch_decode(tokens[:, max(0, t + 1 - tail) : t + 1].clamp(min=0))
+        return torch.tensor([any(s in x for s in self._sampling.stop) for x in texts], device=self._device)
+
+    def _cut(self, reply: str) -> str:
+        ends = [at for s in self._sampling.stop if (at := reply.find(s)) >= 0]
+        return reply[: min(ends)] if ends else reply
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Score replies [B, K] (see `Policy.score`); entries after the end of a reply are 0."""
+        logprob, entropy, value, _ = self._score(obs, tokens)
+        return PolicyScores(logprob=logprob, entropy=entropy, value=value[:, : self.spec.value_dim])
+
+    def _score(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probability, entropy, value and whether the token is the most probable one, all [B, K]."""
+        prompts = [self.encode_prompt(text) for text in obs.instructions]
+        real = tokens >= 0
+        longest = max(int(real.sum(1).max()), 1)
+        ids, mask = self._pad_left(prompts)
+        reply = torch.from_numpy(np.where(real, tokens, self._pad)[:, :longest]).to(self._device)
+        said = torch.from_numpy(real[:, :longest]).to(self._device)
+        mask = torch.cat([mask, said.to(mask.dtype)], 1)
+        checkpointing = torch.is_grad_enabled() and self._checkpointing
+        self._net.train(checkpointing)  # transformers recomputes in training mode only
+        with self._precision():
+            logits, value = self._net(torch.cat([ids, reply], 1), mask, (mask.cumsum(1) - 1).clamp(min=0), longest + 1)
+        self._net.eval()
+        logprobs = (logits[:, :-1] / self._temperature).log_softmax(-1)
+        parts = (
+            logprobs.gather(2, reply[:, :, None]).squeeze(2),
+            -(logprobs.exp() * logprobs).sum(-1),
+            value[:, :-1],
+            logprobs.argmax(-1) == reply,
+        )
+        rest = (0, tokens.shape[1] - longest)
+        first, second, third, last = (nn.functional.pad(part * said, rest) for part in parts)
+        return first, second, third, last
+
+    @torch.no_grad()
+    def values(self, obs: Observation) -> FloatArray:
+        """Value of each conversation as it stands, in the first column of [B, V]."""
+        ids, mask = self._pad_left([self.encode_prompt(text) for text in obs.instructions])
+        with self._precision():
+            _, value = self._net(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1)
+        out = np.zeros((len(obs), self.spec.value_dim), np.float32)
+        out[:, :1] = value.cpu().numpy()[:, : self.spec.value_dim]
+        return out
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Mean negative log-probability of each reply's tokens, and the share that would be the most probable one."""
+        tokens = actions[:, :, 0].astype(np.int64)
+        logprob, _, _, top = self._score(obs, tokens)
+        count = torch.from_numpy((tokens >= 0).sum(1).clip(min=1)).to(self._device)
+        return ImitationScores(loss=-logprob.sum(1) / count, accuracy=top.sum(1) / count)
+
+    def encode_replies(self, replies: Sequence[str]) -> IntArray:
+        """Tokens [B, K] of replies and of their ends; what does not fit into K is cut off."""
+        tokens = np.full((len(replies), self.spec.num_action_chunks), NO_TOKEN, np.int64)
+        for row, reply in zip(tokens, replies, strict=True):
+            ids = [*self.tokenizer(reply, add_special_tokens=False)["input_ids"], int(self.ends[0])][: len(row)]
+            row[: len(ids)] = ids
+        return tokens
+
+    def encode_prompt(self, instruction: str) -> list[int]:
+        """Token ids of a conversation: through the chat template, else its messages one after the other."""
+        if instruction in self._prompts:
+            self._prompts.move_to_end(instruction)
+            return self._prompts[instruction]
+        messages = split_messages(instruction)
+        chat = self.tokenizer.chat_template is not None if self._chat is None else self._chat
+        if chat:
+            ids = self.tokenizer.apply_chat_template(
+                [{"role": m.role, "content": m.content} for m in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        else:
+            ids = self.tokenizer("".join(m.content for m in messages))["input_ids"]
+        self._prompts[instruction] = list(ids) or [int(self.ends[0])]
+        if len(self._prompts) > _CACHED_PROMPTS:
+            self._prompts.popitem(last=False)
+        return self._prompts[instruction]
+
+    def _pad_left(self, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        width = max(map(len, rows))
+        ids = torch.tensor([[self._pad] * (width - len(r)) + r for r in rows], device=self._device)
+        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=self._device)
+        return ids, mask
+
+    def _precision(self) -> torch.autocast:
+        mixed = self._autocast not in (None, torch.float32)
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed)
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write the public layout: model and tokenizer, or in `adapter/` the adapters; and the value head."""
+        self.tokenizer.save_pretrained(folder)
+        self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
+        if self._net.value_head is not None:
+            save_file({k: v.cpu() for k, v in self._net.value_head.state_dict().items()}, folder / VALUE_FILE)
+
+    def load_weights(self, folder: Path) -> None:
+        """Replace the weights in place (see `Policy.load_weights`).
+
+        A value head that the folder lacks stays as it is, so that PPO can start from what SFT or GRPO left.
+        """
+        adapter = folder / ADAPTER_FOLDER
+        try:
+            if self._adapted:
+                set_peft_model_state_dict(self._net.lm, load_file(adapter / "adapter_model.safetensors"))
+            else:
+                given = replace(self._cfg, path=str(folder), lora=replace(self._cfg.lora, path=None))
+                if adapter.is_dir():
+                    given = replace(self._cfg, lora=replace(self._cfg.lora, path=str(adapter)))
+                fresh, _ = load(given, seed=0, dtype=next(self._net.lm.parameters()).dtype)
+                if given.lora.path is not None:
+                    fresh = add_adapters(fresh, given, trainable=False)
+                self._net.lm.load_state_dict(fresh.state_dict())
+            if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
+                self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{folder} does not fit this model: {' '.join(str(error).split())[:300]}") from error

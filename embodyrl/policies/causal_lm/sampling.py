@@ -1,0 +1,44 @@
+"""From logits to the next token: penalties and truncation, then the inverse of the cumulative distribution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from embodyrl.config.schema import SamplingParams
+
+
+def choose(logits: Tensor, uniform: Tensor | None, temperature: float, params: SamplingParams, seen: Tensor) -> Tensor:
+    """Next tokens [B].
+
+    Args:
+        logits: [B, V] float32, neither scaled nor truncated.
+        uniform: [B] in [0, 1); None: the most probable token.
+        temperature: divides the logits after the penalty.
+        params: top_k, top_p and repetition_penalty.
+        seen: [B, V] bool, tokens of the prompt and the reply so far, for the penalty (arXiv 1909.05858).
+    """
+    if params.repetition_penalty != 1.0:
+        penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits = torch.where(seen, penalised, logits)
+    if uniform is None:
+        return logits.argmax(-1)
+    cumulative = truncate(logits / temperature, params).softmax(-1).cumsum(-1)
+    # The last sum is 1 but for rounding; scaling by it keeps every draw inside the vocabulary.
+    return (
+        torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+        .squeeze(1)
+        .clamp_(max=logits.shape[1] - 1)
+    )
+
+
+def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Remove all but the `top_k` most probable tokens, then those outside the nucleus `top_p` (arXiv 1904.09751)."""
+    if 0 < params.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)
+    if params.top_p < 1.0:
+        ordered, index = logits.sort(descending=True)
+        probability = ordered.softmax(-1)
+        outside = probability.cumsum(-1) - probability >= params.top_p
+        logits = logits.masked_fill(outside.scatter(1, index, outside), -torch.inf)
+    return logits

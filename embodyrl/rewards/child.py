@@ -1,0 +1,34 @@
+"""The process that runs reward functions: batches come in as JSON lines, one line per answer goes out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from embodyrl.rewards import REWARDS
+
+
+def main() -> None:
+    """Judge until the input ends. SIGALRM, which nobody handles, ends the process when an answer takes too long."""
+    names, timeout_s = json.loads(sys.argv[1])
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what reward functions print must not mix with the replies
+    functions = [REWARDS.get(name) for name in names]
+    out.write("ready\n")
+    for line in sys.stdin:
+        for prompt, response, reference in json.loads(line):
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            reply: list[float] | str = []
+            try:
+                for function in functions:
+                    value = function(prompt, response, reference)
+                    parts = [value[n] for n in function.components] if isinstance(value, Mapping) else [value]  # type: ignore[attr-defined]
+                    reply += [float(part) for part in parts]
+            except Exception as error:  # whatever a user's function raises is an answer too
+                reply = f"{type(error).__name__}: {error}"[:300]
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            out.write(json.dumps(reply) + "\n")

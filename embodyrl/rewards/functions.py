@@ -1,0 +1,100 @@
+"""Rewards that only look at the text."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable
+
+
+def exact(prompt: str, response: str, reference: str) -> float:
+    """1 if the response is the reference, but for blanks at both ends."""
+    return float(response.strip() == reference.strip())
+
+
+def overlap(prompt: str, response: str, reference: str) -> float:
+    """Share of places where response and reference agree, the end of the text included; a dense form of `exact`."""
+    said, wanted = [*response.strip(), None], [*reference.strip(), None]
+    return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
+
+
+def math(prompt: str, response: str, reference: str) -> float:
+    """1 if the answer is mathematically equal to the reference: the last boxed expression, else the last number.
+
+    Parsing and comparison are those of the math-verify package.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # Time is limited by the judge; the package's own alarm would fight with it.
+    gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
+    configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    answer = parse(response, extraction_config=configs, extraction_mode="first_match", parsing_timeout=None)
+    return float(verify(gold, answer, timeout_seconds=None))
+
+
+def choice(prompt: str, response: str, reference: str) -> float:
+    """1 if the chosen letter is the reference: in a box, after 'answer', or else the last one that stands alone."""
+    for pattern in (r"\\boxed\{\(?([A-Z])\)?\}", r"(?i:answer)(?:\s+is)?\s*:?\s*\(?([A-Z])\b", r"\b([A-Z])\b"):
+        if found := re.findall(pattern, response):
+            return float(found[-1] == reference.strip().strip("()").upper())
+    return 0.0
+
+
+def tagged(prompt: str, response: str, reference: str) -> float:
+    """1 if the response is <think>...</think> and then <answer>...</answer>, each once and nothing else."""
+    whole = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
+    return float(whole is not None and len(re.findall(r"</?(?:think|answer)>", response)) == 4)
+
+
+def countdown(prompt: str, response: str, reference: str) -> float:
+    """1 if the response is an expression of exactly the given numbers with the given value.
+
+    `reference` is `3,7,2:23`. Half credit is for the right numbers with another value.
+    """
+    numbers, _, target = reference.partition(":")
+    expression = response.strip().removesuffix(f"={target}")
+    if Counter(re.findall(r"\d+", expression)) != Counter(numbers.split(",")):
+        return 0.0
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return 0.0
+    return 1.0 if abs(value - float(target)) < 1e-6 else 0.5
+
+
+_OPERATIONS: dict[type, Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def _value(node: ast.AST) -> float:
+    """Value of + - * / on numbers.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return float(node.value)
+    raise ValueError(f"no arithmetic: {ast.dump(node)[:60]}")
+
+
+def calculate(expression: str) -> str:
+    """Value of an expression of + - * / and numbers, whole numbers without a point.
+
+    Raises:
+        ValueError: it is no such expression, or has no value.
+    """
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
+        raise ValueError(f"{expression[:40]!r} cannot be calculated: {error}") from error
+    return str(int(value)) if value.is_integer() else f"{value:.6g}"

@@ -1,0 +1,174 @@
+"""Runs reward functions in processes of their own: in parallel, each answer within its time, every failure counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from embodyrl.config.schema import RewardConfig
+from embodyrl.conversation import Answer, Judgement
+from embodyrl.errors import EmbodyError, UnknownNameError
+from embodyrl.rewards.registry import REWARDS
+
+ERRORS, OVERLONG = "errors", "overlong"
+_START_S, _GRACE_S = 60.0, 5.0
+_CHILD = "from embodyrl.rewards.child import main; main()"
+
+
+def chosen(cfg: RewardConfig) -> list[str]:
+    """Names of the rewards, the one that decides success first."""
+    first = cfg.path or cfg.name
+    own = _components(first) if first else ()
+    return [*([first] if first else []), *(n for n in cfg.weights if n != first and n not in own)]
+
+
+def problems(cfg: RewardConfig) -> list[str]:
+    """Problems below `reward`, one line each."""
+    found = []
+    if (cfg.name is None) == (cfg.path is None):
+        found.append(
+            "reward.name and reward.path: set one of them, a registered reward "
+            f"({', '.join(REWARDS.names())}) or package.module:function."
+        )
+    for name in (n for n in (cfg.name, cfg.path) if n):
+        try:
+            REWARDS.get(name)
+        except UnknownNameError as error:
+            found += error.problems
+    if not found:
+        for name in chosen(cfg)[1:]:
+            try:
+                REWARDS.get(name)
+            except UnknownNameError as error:
+                found += [f"reward.weights: {line}" for line in error.problems]
+    return found
+
+
+def build_judge(cfg: RewardConfig, max_tokens: int) -> RewardJudge:
+    """Bind the rewards; `max_tokens` is the length at which an answer is cut off."""
+    names = tuple(chosen(cfg))
+    parts = [part for name in names for part in _components(name)]
+    components = (*parts, *([OVERLONG] if cfg.overlong_buffer else []), ERRORS)
+    return RewardJudge(cfg=cfg, names=names, components=components, max_tokens=max_tokens)
+
+
+def _components(name: str) -> tuple[str, ...]:
+    """A function that returns several numbers declares their names in its attribute `components`."""
+    return tuple(getattr(REWARDS.get(name), "components", (name.rpartition(":")[2],)))
+
+
+def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
+    """0 up to limit - buffer, then linearly down to -factor at the limit and beyond (arXiv 2503.14476, eq. 13)."""
+    return -factor * max(0.0, (tokens - (limit - buffer)) / buffer)
+
+
+@dataclass
+class RewardJudge:
+    """Implements `Judge`; processes start with the first answers."""
+
+    cfg: RewardConfig
+    names: tuple[str, ...]
+    components: tuple[str, ...]
+    max_tokens: int
+    _children: list[_Child] = field(default_factory=list, repr=False)
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
+        """Judge a batch (see `Judge`)."""
+        while len(self._children) < self.cfg.workers:
+            self._children.append(_Child(self.names, self.cfg.timeout_s))
+        stride = len(self._children)
+        for i, child in enumerate(self._children):
+            child.send([[a.prompt, a.response, a.reference] for a in answers[i::stride]])
+        replies = [child.receive() for child in self._children]
+        return [self._verdict(a, replies[i % stride][i // stride]) for i, a in enumerate(answers)]
+
+    def _verdict(self, answer: Answer, reply: Any) -> Judgement:
+        problem = reply if isinstance(reply, str) else None
+        values = [0.0] * len(self.components) if problem else [*reply, *[0.0] * (len(self.components) - len(reply))]
+        values[-1] = float(problem is not None)
+        if self.cfg.overlong_buffer:
+            values[-2] = overlong_penalty(
+                answer.tokens,
+                limit=self.max_tokens,
+                buffer=self.cfg.overlong_buffer,
+                factor=self.cfg.overlong_penalty,
+            )
+        weight = [self.cfg.weights.get(name, 1.0) for name in self.components[:-1]]
+        return Judgement(
+            reward=sum(w * v for w, v in zip(weight, values, strict=False)),
+            success=values[0] >= 1.0 - 1e-6,
+            components=tuple(values),
+            problem=problem,
+        )
+
+    def close(self) -> None:
+        """End the processes; idempotent."""
+        while self._children:
+            self._children.pop().stop()
+
+
+class _Child:
+    """One process that judges; it ends itself when an answer takes too long, and is then replaced."""
+
+    def __init__(self, names: Sequence[str], timeout_s: float) -> None:
+        self._names, self._timeout_s = names, timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._left: list[list[str]] = []
+        self._buffer = b""
+
+    def send(self, answers: list[list[str]]) -> None:
+        """Hand over a batch; `receive` must follow."""
+        self._left = answers
+        if not answers:
+            return
+        if self._process is None:
+            environ = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environ,
+            )
+            if self._line(_START_S) is None:
+                raise EmbodyError(f"The process that judges answers with {', '.join(self._names)} does not start.")
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(answers).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> list[list[float] | str]:
+        """Return for each answer the components, or what went wrong."""
+        replies: list[list[float] | str] = []
+        while self._left:
+            line = self._line(self._timeout_s + _GRACE_S)
+            replies.append(f"no verdict within {self._timeout_s:g} s" if line is None else json.loads(line))
+            self._left = self._left[1:]
+            if line is None:
+                self.stop()
+                self.send(self._left)
+        return replies
+
+    def _line(self, seconds: float) -> bytes | None:
+        """Next line of the process's output; None: it ended, or none came in time."""
+        assert self._process is not None and self._process.stdout is not None
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+            if not part:
+                return None
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process, self._buffer = None, b""

@@ -1,0 +1,101 @@
+"""Rows of text tasks: sources, templates, splits, filters, and errors that name the row."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from embodyrl.config.schema import DataConfig
+from embodyrl.conversation import Message, join_messages, split_messages
+from embodyrl.datasets import tasks
+from embodyrl.datasets.text import open_rows
+from embodyrl.errors import ConfigError
+from embodyrl.rewards.functions import countdown
+
+ROWS = [{"question": f"{i}+1?", "answer": f"think\n#### {i + 1}"} for i in range(10)]
+KEYS = {"prompt_key": "question", "answer_pattern": "#### (.+)"}
+
+
+def jsonl(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_json_lines_with_template_and_splits(tmp_path: Path):
+    path = jsonl(tmp_path / "sums.jsonl", ROWS)
+    rows = open_rows(
+        DataConfig(path=path, prompt_template="Q: {prompt}", system_prompt="Be brief.", **KEYS), tokenizer=None
+    )
+    assert (rows.name, len(rows), rows.held_out) == ("sums", 10, 1)
+    assert rows[3].reference == "4"
+    assert rows[3].messages == (Message(role="system", content="Be brief."), Message(role="user", content="Q: 3+1?"))
+    assert pickle.loads(pickle.dumps(rows))[3] == rows[3]
+    both = open_rows(DataConfig(path=path, val_path=jsonl(tmp_path / "val.jsonl", ROWS[:3]), **KEYS), tokenizer=None)
+    assert (len(both), both.held_out, both[10].reference) == (13, 3, "1")
+
+
+def test_parquet_folders_and_messages(tmp_path: Path):
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes?"},
+        {"role": "user", "content": "2+2"},
+    ]
+    pq.write_table(pa.Table.from_pylist([{"prompt": talk, "answer": 4}] * 4), tmp_path / "part-0.parquet")
+    pq.write_table(pa.Table.from_pylist([{"prompt": talk, "answer": 5}] * 4), tmp_path / "part-1.parquet")
+    rows = open_rows(DataConfig(path=str(tmp_path)), tokenizer=None)
+    assert [rows[i].reference for i in (0, 4)] == ["4", "5"]
+    assert split_messages(join_messages(rows[0].messages)) == tuple(Message(**m) for m in talk)
+    assert split_messages("pick up the cup") == (Message(role="user", content="pick up the cup"),)
+
+
+def test_overlong_prompts_are_left_out(tmp_path: Path):
+    rows = [{"prompt": "x" * n, "answer": str(n)} for n in (3, 9, 4, 12, 5)]
+    found = open_rows(
+        DataConfig(path=jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=5, val_share=0.0), tokenizer=None
+    )
+    assert [found[i].reference for i in range(len(found))] == ["3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": "no mark"}, "row 4: column 'answer' does not fit data.answer_pattern"),
+        ({"answer": None}, "row 4: no column 'answer'"),
+        ({"question": 5}, "row 4: column 'question' is neither text nor a list"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, change: dict, message: str):
+    rows = [*ROWS[:3], ROWS[3] | change, *ROWS[4:]]
+    with pytest.raises(ConfigError, match=message):
+        open_rows(DataConfig(path=jsonl(tmp_path / "a.jsonl", rows), **KEYS), tokenizer=None)
+
+
+def test_unreadable_sources(tmp_path: Path):
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt"\n')
+    for path, message in (
+        ("broken.jsonl", "row 2: not JSON"),
+        ("missing.jsonl", "no such file"),
+        ("notes.txt", r"are read from \.jsonl and \.parquet"),
+    ):
+        (tmp_path / "notes.txt").touch()
+        with pytest.raises(ConfigError, match=message):
+            open_rows(DataConfig(path=str(tmp_path / path)), tokenizer=None)
+    with pytest.raises(ConfigError, match="refuses data.kwargs"):
+        open_rows(DataConfig(path="embodyrl.datasets.tasks:copy", kwargs={"sise": 3}), tokenizer=None)
+
+
+def test_generated_tasks_are_functions_of_seed_and_row():
+    assert tasks.copy(seed=1)[7] == tasks.copy(seed=1)[7]
+    assert [tasks.copy(seed=1)[i] for i in range(9)] != [tasks.copy(seed=2)[i] for i in range(9)]
+    for i in range(200):
+        prompt, answer = tasks.arithmetic(digits=2)[i].messages[0].content, tasks.arithmetic(digits=2)[i].reference
+        assert str(eval(prompt.removesuffix("="))) == answer
+        prompt, answer = tasks.reverse()[i].messages[0].content, tasks.reverse()[i].reference
+        assert prompt == answer[::-1] + "="
+        assert tasks.length()[i].reference == "x" * int(tasks.length()[i].messages[0].content[:-1])
+        row = tasks.countdown()[i]
+        assert countdown("", "1", row.reference) == 0.0
+        assert row.messages[0].content == row.reference + "="

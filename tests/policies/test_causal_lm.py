@@ -1,0 +1,185 @@
+"""The language-model policy: what it draws, what it scores, and how it is saved."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from embodyrl.config.schema import LoraConfig, ModelConfig, Precision, SamplingParams
+from embodyrl.conversation import Message, join_messages
+from embodyrl.errors import CheckpointError
+from embodyrl.policies import POLICIES
+from embodyrl.policies.causal_lm.policy import CausalLMPolicy
+from embodyrl.policies.causal_lm.sampling import choose, truncate
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+
+ENV = EnvSpec(
+    name="text/toy", action_dim=1, tasks=("toy",), states_per_task=(4,), action_space=ActionSpace(kind=ActionKind.text)
+)
+TINY = ModelConfig(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=6)
+PROMPTS = ("12=", "abc=", "12=", "1+2+3+4+5=", "a=")
+
+
+def build(cfg: ModelConfig = TINY, *, value_dim: int = 0, **request) -> CausalLMPolicy:
+    settings = {"temperature": 1.0, "device": "cpu", "seed": 3} | request
+    policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=ENV, value_dim=value_dim, **settings))
+    assert isinstance(policy, CausalLMPolicy)
+    return policy
+
+
+def observe(*prompts: str) -> Observation:
+    n = len(prompts)
+    empty = np.zeros((n, 0, 0, 0, 3), np.uint8)
+    return Observation(images=empty, state=np.zeros((n, 0), np.float32), instructions=prompts)
+
+
+def noise(rows: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((rows, 6), dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def policy() -> CausalLMPolicy:
+    return build()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_what_acted_is_what_is_scored(temperature: float):
+    policy = build(temperature=temperature, value_dim=6)
+    torch.nn.init.normal_(policy.module.value_head.weight)
+    out = policy.act(observe(*PROMPTS), noise=noise(5))
+    said = out.tokens >= 0
+    assert said.any(1).all() and not (said[:, 1:] & ~said[:, :-1]).any(), "a reply is one run of tokens"
+    scores = policy.score(observe(*PROMPTS), out.tokens)
+    np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=2e-5)
+    np.testing.assert_allclose(scores.value.detach().numpy()[said], out.value[said], atol=2e-4)
+    assert (scores.entropy.detach().numpy()[said] > 0).all() and (scores.entropy.detach().numpy()[~said] == 0).all()
+    np.testing.assert_array_equal(out.cost, [len(policy.encode_prompt(p)) + s.sum() for p, s in zip(PROMPTS, said)])
+    final = policy.values(observe(*PROMPTS))
+    np.testing.assert_allclose(final[:, 0], out.value[:, 0], atol=2e-4)
+
+
+def test_scoring_and_sampling_share_gradients_with_the_plain_model(policy: CausalLMPolicy):
+    out = policy.act(observe(*PROMPTS), noise=noise(5))
+    scores = policy.score(observe(PROMPTS[1]), out.tokens[1:2])
+    reply = out.tokens[1][out.tokens[1] >= 0]
+    ids = torch.tensor([[*policy.encode_prompt(PROMPTS[1]), *reply]])
+    logprobs = policy.module.lm(ids).logits[0].log_softmax(-1)
+    start = ids.shape[1] - len(reply)
+    wanted = [float(logprobs[start - 1 + t, token]) for t, token in enumerate(reply)]
+    np.testing.assert_allclose(scores.logprob[0, : len(reply)].detach().numpy(), wanted, atol=1e-5)
+
+
+def test_greedy_equals_the_librarys_generate(policy: CausalLMPolicy):
+    out = policy.act(observe(*PROMPTS), noise=None)
+    for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):
+        ids = torch.tensor([policy.encode_prompt(prompt)])
+        wanted = policy.module.lm.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert tokens[tokens >= 0].tolist() == wanted
+
+
+def test_a_reply_does_not_depend_on_its_batch(policy: CausalLMPolicy):
+    together = policy.act(observe(*PROMPTS), noise=noise(5))
+    alone = [policy.act(observe(p), noise=noise(5)[i : i + 1]) for i, p in enumerate(PROMPTS)]
+    np.testing.assert_array_equal(together.tokens, np.concatenate([a.tokens for a in alone]))
+
+
+def test_deterministic_rows_are_equal_to_the_last_bit(policy: CausalLMPolicy):
+    torch.use_deterministic_algorithms(True)
+    try:
+        a = policy.act(observe(*PROMPTS), noise=noise(5))
+        b = policy.act(observe("9=", *PROMPTS[1:4], "aaaa="), noise=noise(5))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    np.testing.assert_array_equal(a.logprob[1:4], b.logprob[1:4])
+
+
+def test_replies_end_with_stop_texts_and_end_tokens(policy: CausalLMPolicy):
+    plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
+    row = int(np.argmax([len(r) for r in plain.replies]))
+    stop = plain.replies[row][1]
+    stopped = build(sampling=SamplingParams(stop=[stop])).act(observe(*PROMPTS), noise=noise(5, 1))
+    assert stopped.replies[row] == plain.replies[row].split(stop)[0]
+    assert (stopped.tokens[row] >= 0).sum() == plain.replies[row].index(stop) + 1
+    policy.ends, kept = torch.tensor([int(plain.tokens[row, 2])]), policy.ends
+    try:
+        assert (policy.act(observe(*PROMPTS), noise=noise(5, 1)).tokens[row] >= 0).sum() <= 3
+    finally:
+        policy.ends = kept
+
+
+def test_truncation_and_penalty():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    assert truncate(logits, SamplingParams(top_k=2)).isfinite().tolist() == [[True, True, False, False]]
+    # Probabilities 0.644, 0.237, 0.087, 0.032: the nucleus of 0.8 is the first two.
+    assert truncate(logits, SamplingParams(top_p=0.8)).isfinite().tolist() == [[True, True, False, False]]
+    assert truncate(logits, SamplingParams(top_p=0.6)).isfinite().tolist() == [[True, False, False, False]]
+    seen = torch.tensor([[True, False, False, True]])
+    assert int(choose(logits, None, 1.0, SamplingParams(repetition_penalty=4.0), seen)) == 1
+    draws = torch.linspace(0, 1 - 1e-7, 10001)
+    drawn = choose(logits.expand(10001, -1), draws, 2.0, SamplingParams(), seen)
+    np.testing.assert_allclose(np.bincount(drawn.numpy()) / 10001, (logits[0] / 2.0).softmax(-1).numpy(), atol=2e-4)
+
+
+def test_weights_travel_through_the_public_layout(tmp_path: Path, policy: CausalLMPolicy):
+    policy.save(tmp_path)
+    wanted = policy.act(observe(*PROMPTS), noise=noise(5))
+    other = build(seed=9)
+    assert not np.array_equal(other.act(observe(*PROMPTS), noise=noise(5)).tokens, wanted.tokens)
+    other.load_weights(tmp_path)
+    np.testing.assert_array_equal(other.act(observe(*PROMPTS), noise=noise(5)).logprob, wanted.logprob)
+    again = build(replace(TINY, model_type="causal_lm", path=str(tmp_path)))
+    np.testing.assert_array_equal(again.act(observe(*PROMPTS), noise=noise(5)).logprob, wanted.logprob)
+    (tmp_path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        other.load_weights(tmp_path)
+
+
+def test_adapters_train_alone_and_are_restored(tmp_path: Path):
+    cfg = replace(TINY, is_lora=True, lora=LoraConfig(r=4, target_modules="q_proj,v_proj"))
+    policy = build(cfg)
+    trained = [name for name, p in policy.module.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+    out = policy.act(observe(*PROMPTS), noise=noise(5))
+    np.testing.assert_allclose(out.logprob, build().act(observe(*PROMPTS), noise=noise(5)).logprob, atol=1e-5)
+    for name, p in policy.module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    policy.save(tmp_path)
+    wanted = policy.score(observe(*PROMPTS), out.tokens).logprob.detach()
+    other = build(cfg)
+    other.load_weights(tmp_path)
+    torch.testing.assert_close(other.score(observe(*PROMPTS), out.tokens).logprob.detach(), wanted)
+    merged = build()
+    merged.load_weights(tmp_path)
+    torch.testing.assert_close(
+        merged.score(observe(*PROMPTS), out.tokens).logprob.detach(), wanted, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_gradient_checkpointing_changes_nothing(policy: CausalLMPolicy):
+    out = policy.act(observe(*PROMPTS), noise=noise(5))
+    grads = []
+    for checkpointing in (False, True):
+        twin = build(gradient_checkpointing=checkpointing)
+        twin.score(observe(*PROMPTS), out.tokens).logprob.sum().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in twin.module.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*grads)
+
+
+def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
+    policy.save(tmp_path)
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    cfg = replace(TINY, model_type="causal_lm", path=str(tmp_path))
+    talk = join_messages([Message(role="user", content="1+1"), Message(role="assistant", content="2")])
+    plain = policy.tokenizer
+    chatty = build(cfg)
+    assert plain.decode(chatty.encode_prompt(talk)) == plain.decode(
+        plain("u:1+1|a:2|a:", add_special_tokens=False)["input_ids"]
+    )
+    assert plain.decode(build(replace(cfg, chat=False)).encode_prompt(talk)) == plain.decode(plain("1+12")["input_ids"])

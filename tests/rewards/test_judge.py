@@ -1,0 +1,83 @@
+"""The judge: weights, components, penalties, and reward functions that fail or hang."""
+
+import time
+
+import pytest
+
+from embodyrl.config.schema import RewardConfig
+from embodyrl.conversation import Answer
+from embodyrl.rewards import build_judge, problems
+from embodyrl.rewards.judge import overlong_penalty
+
+
+def two_parts(prompt: str, response: str, reference: str) -> dict[str, float]:
+    return {"right": float(response == reference), "short": float(len(response) < 4)}
+
+
+two_parts.components = ("right", "short")  # type: ignore[attr-defined]
+
+
+def moody(prompt: str, response: str, reference: str) -> float:
+    if response == "raise":
+        raise RuntimeError("bad mood")
+    while response == "hang":
+        time.sleep(0.01)
+    return 1.0
+
+
+def ask(response: str, *, reference: str = "abc", tokens: int = 3) -> Answer:
+    return Answer(prompt="?", response=response, reference=reference, tokens=tokens)
+
+
+def test_weights_components_and_success():
+    judge = build_judge(RewardConfig(name="exact", weights={"exact": 0.5, "overlap": 2.0}), 8)
+    try:
+        right, wrong = judge([ask("abc"), ask("abd")])
+    finally:
+        judge.close()
+    assert judge.components == ("exact", "overlap", "errors")
+    assert (right.reward, right.success, right.components) == (2.5, True, (1.0, 1.0, 0.0))
+    assert (wrong.reward, wrong.success) == (pytest.approx(2.0 * 3 / 4), False)
+
+
+def test_a_function_by_path_with_named_parts():
+    judge = build_judge(RewardConfig(path="test_judge:two_parts", weights={"short": 0.1}, workers=2), 8)
+    try:
+        found = judge([ask("abc"), ask("abcd"), ask("ab")])
+    finally:
+        judge.close()
+    assert judge.components == ("right", "short", "errors")
+    assert [f.reward for f in found] == pytest.approx([1.1, 0.0, 0.1])
+
+
+def test_failures_cost_one_answer_and_are_counted():
+    judge = build_judge(RewardConfig(path="test_judge:moody", timeout_s=0.5), 8)
+    try:
+        found = judge([ask("fine"), ask("raise"), ask("hang"), ask("fine")])
+        again = judge([ask("fine")])
+    finally:
+        judge.close()
+    assert [f.components for f in found] == [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (1.0, 0.0)]
+    assert [f.problem for f in found] == [None, "RuntimeError: bad mood", "no verdict within 0.5 s", None]
+    assert again[0].success
+
+
+def test_overlong_answers_pay():
+    """Reference values of the penalty at lengths 5, 6, 7, 9, 10, 12 with limit 10 and buffer 4."""
+    lengths = (5, 6, 7, 9, 10, 12)
+    found = [overlong_penalty(n, limit=10, buffer=4, factor=1.0) for n in lengths]
+    assert found == pytest.approx([0, 0, -0.25, -0.75, -1, -1.5])
+    judge = build_judge(RewardConfig(name="exact", overlong_buffer=4), 10)
+    try:
+        (found,) = judge([ask("abc", tokens=9)])
+    finally:
+        judge.close()
+    assert found.components == (1.0, -0.75, 0.0)
+    assert found.reward == pytest.approx(0.25)
+
+
+def test_problems_name_the_cure():
+    assert "set one of them" in problems(RewardConfig())[0]
+    assert "Did you mean 'exact'?" in problems(RewardConfig(name="exakt"))[0]
+    assert "reward.weights" in problems(RewardConfig(name="exact", weights={"nothing": 1.0}))[0]
+    assert problems(RewardConfig(name="math", weights={"format": 0.2})) == []
