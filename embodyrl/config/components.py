@@ -60,10 +60,6 @@ class EnvConfig:
     """Environment id (gym, maniskill)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the environment's constructor."""
-    max_turns: int = 1
-    """Replies of one text episode; more than one where tools answer in between."""
-    tools: list[str] = field(default_factory=list)
-    """Tools that a reply may call: calculator, python."""
     wrappers: list[str] = field(default_factory=list)
     """Wrappers around a Gymnasium environment, innermost first: package.module:attr of a callable env -> env."""
     use_rel_reward: bool = True

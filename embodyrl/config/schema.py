@@ -137,8 +137,6 @@ class ActorConfig:
     """Chunk samples per forward."""
     global_batch_size: int = 160
     """Chunk samples per optimizer step."""
-    max_tokens_per_mbs: int | None = None
-    """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
     enable_offload: bool = False
     """Move actor weights and optimizer state off the device during rollouts."""
     gradient_checkpointing: bool = False
@@ -188,7 +186,7 @@ class DataConfig:
 @dataclass
 class RewardConfig:
     name: str | None = None
-    """Reward of a text answer that also decides success (at least 1); `embodyrl list rewards` shows them."""
+    """Reward of a text answer that also decides success (at least 1); docs/text.md lists them."""
     path: str | None = None
     """In place of a name: package.module:function of (prompt, response, reference) -> number or named numbers."""
     weights: dict[str, float] = field(default_factory=dict)

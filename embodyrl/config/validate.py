@@ -148,8 +148,6 @@ RULES: dict[str, Rule] = {
     "reward.overlong_penalty": _NOT_NEGATIVE,
     "reward.timeout_s": _POSITIVE,
     "reward.workers": _COUNT,
-    "env.max_turns": _COUNT,
-    "actor.max_tokens_per_mbs": _COUNT,
     "collect.out": _PATH,
     "collect.episodes": _COUNT,
     "checkpoint.keep": _COUNT,

@@ -107,7 +107,7 @@ class UntrainedFactory:
             gripper=env.gripper,
             scripted=self.scripted,
             has_logprobs=False,
-            action_kinds=frozenset(ActionKind),
+            action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )
 
     def build(self, cfg: ModelConfig, request: PolicyRequest) -> UntrainedPolicy:

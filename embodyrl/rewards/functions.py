@@ -28,9 +28,9 @@ def math(prompt: str, response: str, reference: str) -> float:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # Time is limited by the judge; the package's own alarm would fight with it.
-    gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=None)
+    gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=0)
     configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    answer = parse(response, extraction_config=configs, extraction_mode="first_match", parsing_timeout=None)
+    answer = parse(response, extraction_config=configs, extraction_mode="first_match", parsing_timeout=0)
     return float(verify(gold, answer, timeout_seconds=None))
 
 

@@ -83,7 +83,7 @@ def test_unreadable_sources(tmp_path: Path):
         (tmp_path / "notes.txt").touch()
         with pytest.raises(ConfigError, match=message):
             open_rows(DataConfig(path=str(tmp_path / path)), tokenizer=None)
-    with pytest.raises(ConfigError, match="refuses data.kwargs"):
+    with pytest.raises(ConfigError, match=r"refuses data\.kwargs"):
         open_rows(DataConfig(path="embodyrl.datasets.tasks:copy", kwargs={"sise": 3}), tokenizer=None)
 
 

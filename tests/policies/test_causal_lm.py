@@ -51,12 +51,15 @@ def test_what_acted_is_what_is_scored(temperature: float):
     torch.nn.init.normal_(policy.module.value_head.weight)
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     said = out.tokens >= 0
-    assert said.any(1).all() and not (said[:, 1:] & ~said[:, :-1]).any(), "a reply is one run of tokens"
+    assert said[:, 0].all()
+    assert not (said[:, 1:] & ~said[:, :-1]).any(), "a reply is one run of tokens"
     scores = policy.score(observe(*PROMPTS), out.tokens)
     np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=2e-5)
     np.testing.assert_allclose(scores.value.detach().numpy()[said], out.value[said], atol=2e-4)
-    assert (scores.entropy.detach().numpy()[said] > 0).all() and (scores.entropy.detach().numpy()[~said] == 0).all()
-    np.testing.assert_array_equal(out.cost, [len(policy.encode_prompt(p)) + s.sum() for p, s in zip(PROMPTS, said)])
+    entropy = scores.entropy.detach().numpy()
+    assert (entropy[said] > 0).all()
+    assert (entropy[~said] == 0).all()
+    np.testing.assert_array_equal(out.cost, np.array([len(policy.encode_prompt(p)) for p in PROMPTS]) + said.sum(1))
     final = policy.values(observe(*PROMPTS))
     np.testing.assert_allclose(final[:, 0], out.value[:, 0], atol=2e-4)
 
@@ -66,7 +69,7 @@ def test_scoring_and_sampling_share_gradients_with_the_plain_model(policy: Causa
     scores = policy.score(observe(PROMPTS[1]), out.tokens[1:2])
     reply = out.tokens[1][out.tokens[1] >= 0]
     ids = torch.tensor([[*policy.encode_prompt(PROMPTS[1]), *reply]])
-    logprobs = policy.module.lm(ids).logits[0].log_softmax(-1)
+    logprobs = policy.module.lm(ids).logits[0].log_softmax(-1).detach()
     start = ids.shape[1] - len(reply)
     wanted = [float(logprobs[start - 1 + t, token]) for t, token in enumerate(reply)]
     np.testing.assert_allclose(scores.logprob[0, : len(reply)].detach().numpy(), wanted, atol=1e-5)
@@ -141,7 +144,8 @@ def test_adapters_train_alone_and_are_restored(tmp_path: Path):
     cfg = replace(TINY, is_lora=True, lora=LoraConfig(r=4, target_modules="q_proj,v_proj"))
     policy = build(cfg)
     trained = [name for name, p in policy.module.named_parameters() if p.requires_grad]
-    assert trained and all("lora_" in name for name in trained)
+    assert trained
+    assert all("lora_" in name for name in trained)
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     np.testing.assert_allclose(out.logprob, build().act(observe(*PROMPTS), noise=noise(5)).logprob, atol=1e-5)
     for name, p in policy.module.named_parameters():

@@ -21,8 +21,6 @@ from embodyrl.types import (
 
 LAST_BYTES = 1 << 10
 """Room in the last observation for the reply that ended the episode; nobody but people reads it."""
-TURN_BYTES = 1 << 12
-"""Room for a reply and a tool's answer, per turn after the first."""
 
 
 def clip(text: str, width: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.protocol import EnvSetup
-from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv
+from embodyrl.envs.text.environment import LAST_BYTES, ConversationEnv
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 
@@ -12,7 +12,7 @@ class TextFactory:
     """Builds the environment of the rows in `data` and the rewards in `reward`."""
 
     consumes = frozenset(
-        {"max_turns", "tools", "reward_coef"}
+        {"reward_coef"}
         | {f"data.{key}" for key in ("path", "val_path", "val_share", "shuffle", "kwargs", "prompt_key", "answer_key")}
         | {f"data.{key}" for key in ("answer_pattern", "prompt_template", "system_prompt", "max_prompt_length")}
         | {f"reward.{key}" for key in ("name", "path", "weights", "overlong_buffer", "overlong_penalty")}
@@ -33,8 +33,8 @@ class TextFactory:
             tasks=(rows.name,),
             states_per_task=(len(rows),),
             action_space=ActionSpace(kind=ActionKind.text),
-            max_chunks=cfg.max_turns,
-            prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
+            max_chunks=1,
+            prompt_bytes=rows.prompt_bytes + LAST_BYTES,
             held_out=rows.held_out,
             components=cfg.judge.components,
         )

@@ -38,7 +38,7 @@ class ActorCriticFactory:
             uses_state=env.state_dim > 0 or not self.reads_images,
             gripper=env.gripper,
             num_parameters=shape.num_parameters,
-            action_kinds=frozenset(ActionKind),
+            action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )
 
     def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:

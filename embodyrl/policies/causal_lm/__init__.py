@@ -12,7 +12,6 @@ from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 BYTES_PER_TOKEN = 32
 """Room for what a reply says: longer ones, far above the average of any language, keep their beginning."""
-TINY_SHAPE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.schema import ModelConfig
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm import TINY_SHAPE
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 CHARACTERS = "0123456789abcx=+-*/() .,:?|;"
@@ -43,12 +42,15 @@ def tiny_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=vocab_size,
+                hidden_size=128,
+                intermediate_size=512,
+                num_hidden_layers=2,
+                num_attention_heads=4,
                 max_position_embeddings=512,
                 tie_word_embeddings=False,
                 pad_token_id=0,
                 bos_token_id=1,
                 eos_token_id=2,
-                **TINY_SHAPE,
             )
         )
 
@@ -61,11 +63,11 @@ def load(cfg: ModelConfig, *, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """
     if cfg.path is None:
         tokenizer = tiny_tokenizer()
-        return tiny_model(len(tokenizer), seed).to(dtype), tokenizer
+        return nn.Module.to(tiny_model(len(tokenizer), seed), dtype), tokenizer
     folder = resolve_asset(cfg.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             trust_remote_code=False,
             local_files_only=True,
@@ -75,6 +77,7 @@ def load(cfg: ModelConfig, *, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be loaded as a causal language model: {_line(error)}") from error
+    model, info = loaded
     if wrong := sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}):
         raise CheckpointError(f"{folder}: its weight files lack or misfit {', '.join(wrong[:5])}; fetch them again.")
     return model, tokenizer

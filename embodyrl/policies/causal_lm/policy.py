@@ -78,7 +78,7 @@ class CausalLMPolicy:
         if self._checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.enable_input_require_grads()
-        self._cfg, self._adapted, self._chat = cfg, cfg.is_lora, cfg.chat
+        self._cfg, self._seed, self._adapted, self._chat = cfg, request.seed, cfg.is_lora, cfg.chat
         if cfg.chat and self.tokenizer.chat_template is None:
             raise ConfigError(f"model.chat=true: the tokenizer in {cfg.path} has no chat template.")
         net = LanguageModel(model, spec.value_dim).to(self._device)
@@ -304,7 +304,7 @@ class CausalLMPolicy:
                 given = replace(self._cfg, path=str(folder), lora=replace(self._cfg.lora, path=None))
                 if adapter.is_dir():
                     given = replace(self._cfg, lora=replace(self._cfg.lora, path=str(adapter)))
-                fresh, _ = load(given, seed=0, dtype=next(self._net.lm.parameters()).dtype)
+                fresh, _ = load(given, seed=self._seed, dtype=next(self._net.lm.parameters()).dtype)
                 if given.lora.path is not None:
                     fresh = add_adapters(fresh, given, trainable=False)
                 self._net.lm.load_state_dict(fresh.state_dict())

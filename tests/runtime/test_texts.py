@@ -1,0 +1,97 @@
+"""Text tasks through the whole stack: one-step episodes, critics, references, and errors before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from text_runs import text_config
+from toy_runs import comparable, rows
+
+from embodyrl.config.load import load_config
+from embodyrl.errors import ConfigError
+from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.train import train
+
+
+def test_a_blueprint_counts_one_chunk_per_episode(tmp_path: Path):
+    blueprint = draw_blueprint(text_config(tmp_path), training=True)
+    assert blueprint.env.components == ("exact", "overlap", "errors")
+    assert (blueprint.policy.num_action_chunks, blueprint.policy.tokens_per_chunk) == (4, 4)
+    assert blueprint.cfg.env.train.state_ids == [0, 17999]
+    assert blueprint.cfg.env.eval.state_ids == [18000, 19999]
+    assert blueprint.capacity == 8 + 2 * 8
+
+
+@pytest.mark.integration
+def test_grpo_trains_and_resumes_alike(tmp_path: Path):
+    whole = train(text_config(tmp_path, "runner.experiment_name=whole", "runner.deterministic=true")).run
+    half = text_config(tmp_path, "runner.experiment_name=half", "runner.deterministic=true", "runner.save_interval=1")
+    first, second = comparable(whole)
+    assert first["train/return"] > 0
+    assert first["actor/logprob_gap"] < 1e-5
+    assert first["train/reward_errors"] == 0
+    assert 0 < first["train/reward_overlap"] < 1
+    assert second["actor/grad_norm"] > 0
+    assert comparable(train(half).run) == [first, second]
+
+
+@pytest.mark.integration
+def test_a_critic_and_a_reference_see_every_token(tmp_path: Path):
+    ppo = ("algorithm=ppo", "algorithm.group_size=1", "algorithm.update_epoch=1", "runner.max_steps=1")
+    for level in ("action_level", "chunk_level"):
+        run = train(
+            text_config(tmp_path, *ppo, f"algorithm.reward_type={level}", f"runner.experiment_name={level}")
+        ).run
+        (row,) = rows(run)
+        assert row["actor/value_loss"] > 0
+        assert row["train/episodes"] == 8
+    (row,) = rows(train(text_config(tmp_path, "algorithm.kl_beta=0.1", "runner.max_steps=1")).run)
+    assert row["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.integration
+def test_rewards_that_fail_are_counted(tmp_path: Path):
+    path = ("reward.name=null", "reward.weights={}", "reward.path=test_texts:broken", "runner.max_steps=1")
+    (row,) = rows(train(text_config(tmp_path, *path)).run)
+    assert row["train/reward_errors"] == 1.0
+    assert row["train/groups_without_signal"] == 1.0
+
+
+def broken(prompt: str, response: str, reference: str) -> float:
+    raise RuntimeError("no reward today")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["env=text/gsm8k", "model=causal_lm_tiny"], "data.path is not set"),
+        (["env=text/copy", "model=causal_lm_tiny", "reward.name=exakt"], "Did you mean 'exact'"),
+        (["env=text/copy", "model=causal_lm"], "model.path is not set"),
+        (["env=text/copy", "model=causal_lm_tiny", "data.image_aug=false"], "data.image_aug=false"),
+        (["env=tabletop", "reward.name=exact"], "reward.name=exact: `embodyrl train` does not read this key"),
+        (["env=tabletop", "data.prompt_key=q"], "data.prompt_key=q"),
+    ],
+)
+def test_combinations_are_refused_before_anything_starts(overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        check_components(load_config("train", overrides))
+
+
+def test_mismatched_parts_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="takes text actions"):
+        draw_blueprint(load_config("train", ["env=text/copy", "model=mlp"]), training=True)
+    with pytest.raises(ConfigError, match="is for text; model 'mlp' chooses actions"):
+        draw_blueprint(
+            load_config("train", ["experiment=cartpole", "algorithm.sampling_params.top_k=5"]), training=True
+        )
+
+
+def test_a_malformed_row_is_named_by_the_command(tmp_path: Path):
+    file = tmp_path / "sums.jsonl"
+    good = {"question": "1+1?", "answer": "1+1=2\n#### 2"}
+    file.write_text("\n".join(json.dumps(r) for r in [good, good, {"question": "2+2?", "answer": "4"}]))
+    cfg = load_config("train", ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={file}"])
+    check_components(cfg)
+    with pytest.raises(ConfigError, match=r"sums\.jsonl, row 3: column 'answer' does not fit"):
+        draw_blueprint(cfg, training=True)
