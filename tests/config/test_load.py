@@ -79,7 +79,6 @@ BAD = [
     ("algorithm.max_staleness=1", ["asynchronous"]),
     ("cluster.num_nodes=2", ["more than one host"]),
     ("cluster.component_placement={env: 0-3}", ["placement is not available"]),
-    ("algorithm.sampling_params.top_k=5", ["text generation"]),
     ("algorithm.sampling_params.do_sample=false", ["greedy"]),
     # combinations
     ("algorithm.group_size=3 env.train.total_num_envs=4", ["total_num_envs=3 or 6", "group_size=2"]),
