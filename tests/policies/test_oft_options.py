@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -76,9 +77,18 @@ def test_recomputation_saves_memory_and_changes_no_gradient(checkpoint, make_pol
     assert saved[True] < 0.5 * saved[False]
 
 
-def test_a_captured_model_gives_the_same_numbers(checkpoint, make_policy, monkeypatch):
-    # The default backend compiles C++ for minutes; capture of the graph and of its gradients is what can break.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("aot_eager", marks=[pytest.mark.integration, pytest.mark.timeout(300)]),
+        # Compiles C++: minutes.
+        pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_a_compiled_model_gives_the_same_numbers(checkpoint, make_policy, monkeypatch, backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor wants a C++ compiler")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     plain, fast = (make_policy(checkpoint, compile=c) for c in (False, True))
     a, b = (p.act(observe(), noise=None) for p in (plain, fast))
     np.testing.assert_allclose(b.logprob, a.logprob, atol=1e-4)

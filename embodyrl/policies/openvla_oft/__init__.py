@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
@@ -169,9 +169,7 @@ def _mismatches(cfg: ModelConfig, config: OftConfig, env: EnvSpec) -> list[str]:
 def _training_problems(cfg: ModelConfig) -> list[str]:
     """Keys of adapters that nothing would read, and adapters that do not exist."""
     problems = []
-    lora, default = cfg.lora, LoraConfig()
-    sizes = (lora.r, lora.lora_alpha, lora.target_modules, lora.init_lora_weights)
-    untouched = sizes == (default.r, default.lora_alpha, default.target_modules, default.init_lora_weights)
+    lora, untouched = cfg.lora, replace(cfg.lora, path=None) == LoraConfig()
     if not untouched and lora.path is not None:
         problems.append(
             "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "

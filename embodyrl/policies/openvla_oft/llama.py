@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -46,22 +46,15 @@ def _pick_positions(table: Tensor, rows: Tensor) -> Tensor:
     return pick_rows(table[:, 0], rows)[:, None]
 
 
-@dataclass
-class KeyValueCache:
-    """Keys and values [B, heads, T, head_dim] of every layer, in the order of the layers."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+class KeyValueCache(dict[int, tuple[Tensor, Tensor]]):
+    """Keys and values [B, heads, T, head_dim] of each layer."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new tokens' keys and values of a layer; return all of them."""
-        if layer == len(self.keys):
-            self.keys.append(k)
-            self.values.append(v)
-        else:
-            self.keys[layer] = torch.cat([self.keys[layer], k], dim=2)
-            self.values[layer] = torch.cat([self.values[layer], v], dim=2)
-        return self.keys[layer], self.values[layer]
+        if layer in self:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self[layer], (k, v), strict=True))
+        self[layer] = k, v
+        return k, v
 
 
 class RmsNorm(nn.Module):

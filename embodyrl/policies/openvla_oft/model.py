@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embodyrl.policies.openvla_oft.components import COMPONENTS, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.heads import DiffusionHead, L1Head, NoisyActionProjector
 from embodyrl.policies.openvla_oft.llama import LanguageModel, RmsNorm
 from embodyrl.policies.openvla_oft.vision import LayerScale, Projector, VisionBackbone
+
+BODY = ("projector", "language_model", *(name for name in COMPONENTS if name != VALUE_HEAD))
+"""All parts but the value head."""
 
 
 class ValueHead(nn.Module):
@@ -198,16 +202,15 @@ class OpenVlaOft(nn.Module):
         self.vision_backbone.fused_featurizer.gradient_checkpointing = True
 
     @torch.no_grad()
-    def init_weights(self, seed: int, parts: tuple[str, ...] = ("",)) -> None:
-        """Draw all weights but the value head's: unit-scale residual streams and unit-variance logits.
+    def init_weights(self, seed: int, parts: tuple[str, ...] = BODY) -> None:
+        """Draw the weights of some parts: unit-scale residual streams and unit-variance logits.
 
-        A smaller output matrix would start closer to uniform, but learns several times slower. `parts`: beginnings of
-        the names of modules to draw.
+        A smaller output matrix would start closer to uniform, but learns several times slower.
         """
         generator = torch.Generator().manual_seed(seed)
         depth = max(len(self.language_model.model.layers), len(self.vision_backbone.fused_featurizer.blocks))
         for module_name, module in self.named_modules():
-            if module_name.startswith("value_head") or not module_name.startswith(parts):
+            if module_name.partition(".")[0] not in parts:
                 continue
             for name, parameter in module.named_parameters(recurse=False):
                 std = _init_std(module, module_name, name, parameter, depth)
@@ -217,19 +220,6 @@ class OpenVlaOft(nn.Module):
                     noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
                     parameter.copy_(noise * std)
 
-    @torch.no_grad()
-    def init_value_head(self, seed: int) -> None:
-        """Kaiming-normal (fan out) hidden layers with zero biases; the last layer is N(0, 0.02)."""
-        if self.value_head is None:
-            return
-        generator = torch.Generator().manual_seed(seed)
-        linears = [m for m in self.value_head.mlp if isinstance(m, nn.Linear)]
-        for linear in linears:
-            std = 0.02 if linear is linears[-1] else (2.0 / linear.out_features) ** 0.5
-            linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * std)
-            if linear.bias is not None:
-                linear.bias.zero_()
-
 
 def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor, depth: int) -> float | None:
     """Standard deviation of a weight; None for biases (0) and for norms and layer scales (1)."""
@@ -237,6 +227,9 @@ def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor,
         return None
     if isinstance(module, nn.Embedding):
         return 1.0
+    if module_name.startswith(VALUE_HEAD):
+        # Kaiming (fan out), and small values at first.
+        return 0.02 if module.bias is None else (2.0 / len(parameter)) ** 0.5
     if isinstance(module, nn.Linear | nn.Conv2d):
         fan_in = parameter[0].numel()
         # Each layer adds twice to a residual stream.

@@ -24,7 +24,7 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     save_side_files,
     weight_files,
 )
-from embodyrl.policies.openvla_oft.components import FRESH
+from embodyrl.policies.openvla_oft.components import FRESH, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions, read_config
 from embodyrl.policies.openvla_oft.decoding import decode_tokens, denoise
 from embodyrl.policies.openvla_oft.images import preprocess
@@ -249,11 +249,11 @@ def build_module(cfg: ModelConfig, config: OftConfig, options: OftOptions, reque
     if cfg.precision == Precision.bf16 and (trains_adapter or not request.trainable):
         _halve(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
-    module.init_value_head(request.seed)
+    module.init_weights(request.seed, (VALUE_HEAD,))
     if config.random_init:
         module.init_weights(request.seed)
     elif request.fresh_heads:
-        module.init_weights(request.seed, parts=FRESH)
+        module.init_weights(request.seed, FRESH)
     _load(module, cfg, config, request)
     freeze(module, cfg.freeze)
     if request.gradient_checkpointing:
@@ -280,10 +280,8 @@ def _load(module: OpenVlaOft, cfg: ModelConfig, config: OftConfig, request: Poli
 def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
     """Cast to bfloat16 all but the value head, and but what is trained in full beside adapters."""
     module.to(torch.bfloat16)
-    if module.value_head is not None:
-        module.value_head.float()
-    for part in (module.proprio_projector, module.action_head) if keep_trained else ():
-        if part is not None:
+    for name in (VALUE_HEAD, *FRESH) if keep_trained else (VALUE_HEAD,):
+        if (part := getattr(module, name)) is not None:
             part.float()
 
 
