@@ -60,6 +60,10 @@ class EnvConfig:
     """Environment id (gym, maniskill)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the environment's constructor."""
+    max_turns: int = 1
+    """Replies of one text episode; more than one where tools answer in between."""
+    tools: list[str] = field(default_factory=list)
+    """Tools that a text reply may call: calculator, python, or package.module:function of a text."""
     wrappers: list[str] = field(default_factory=list)
     """Wrappers around a Gymnasium environment, innermost first: package.module:attr of a callable env -> env."""
     use_rel_reward: bool = True

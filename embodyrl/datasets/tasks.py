@@ -30,7 +30,7 @@ class Generated(Sequence[TextRow]):
         return TextRow(messages=(Message(role="user", content=prompt),), reference=answer)
 
 
-def length(*, longest: int = 8, rows: int = ROWS, seed: int = 0) -> Generated:
+def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> Generated:
     """`5=` wants xxxxx."""
 
     def draw(rng: random.Random) -> tuple[str, str]:

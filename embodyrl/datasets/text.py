@@ -100,6 +100,14 @@ def open_rows(cfg: DataConfig, *, tokenizer: Path | None) -> TextRows:
     return replace(rows, keep=keep, held_out=held_out, prompt_bytes=longest)
 
 
+def holds_text(path: str) -> bool:
+    """Whether data.path names rows of text and not the demonstrations that `embodyrl collect` writes."""
+    found = Path(path).expanduser()
+    if found.is_dir():
+        return not (found / "meta").exists() and any(f.suffix in SUFFIXES for f in found.rglob("*"))
+    return _is_function(path) or found.suffix in SUFFIXES
+
+
 def _is_function(path: str) -> bool:
     return ":" in path and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
 

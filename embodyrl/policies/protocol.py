@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from embodyrl.config.schema import ModelConfig, SamplingParams
 from embodyrl.registry import Registry
@@ -39,6 +40,8 @@ class PolicyRequest:
     """Recompute activations in the backward pass."""
     fresh_heads: bool = False
     """Heads and projectors that the checkpoint lacks start at random instead of being an error."""
+    backend: str = "hf"
+    """Who writes replies: hf (the policy's module) or vllm."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """How replies in words are drawn; log-probabilities are those of all tokens at `temperature`."""
 
@@ -81,6 +84,15 @@ class Policy(Protocol):
         Raises:
             CheckpointError: missing or surplus keys, wrong shapes, truncated files; names file and key.
         """
+        ...
+
+
+@runtime_checkable
+class TextPolicy(Policy, Protocol):
+    """A policy whose actions are words."""
+
+    def encode_replies(self, replies: Sequence[str]) -> IntArray:
+        """Tokens [B, longest] of replies and of their ends, -1 where there is none."""
         ...
 
 

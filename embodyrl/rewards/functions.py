@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 from collections import Counter
-from collections.abc import Callable
+
+from embodyrl.sandbox import evaluate
 
 
 def exact(prompt: str, response: str, reference: str) -> float:
@@ -58,43 +57,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     if Counter(re.findall(r"\d+", expression)) != Counter(numbers.split(",")):
         return 0.0
     try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError):
+        value = evaluate(expression)
+    except ValueError:
         return 0.0
     return 1.0 if abs(value - float(target)) < 1e-6 else 0.5
-
-
-_OPERATIONS: dict[type, Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
-
-def _value(node: ast.AST) -> float:
-    """Value of + - * / on numbers.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return float(node.value)
-    raise ValueError(f"no arithmetic: {ast.dump(node)[:60]}")
-
-
-def calculate(expression: str) -> str:
-    """Value of an expression of + - * / and numbers, whole numbers without a point.
-
-    Raises:
-        ValueError: it is no such expression, or has no value.
-    """
-    try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
-        raise ValueError(f"{expression[:40]!r} cannot be calculated: {error}") from error
-    return str(int(value)) if value.is_integer() else f"{value:.6g}"

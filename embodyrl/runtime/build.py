@@ -196,6 +196,7 @@ def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) ->
         value_dim=blueprint.policy.value_dim,
         temperature=cfg.algorithm.sampling_params.temperature,
         sampling=cfg.algorithm.sampling_params,
+        backend=cfg.rollout.backend,
         device="auto",
         seed=cfg.seed,
         trainable=training,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from embodyrl import algorithms
 from embodyrl.config.keys import all_keys, leaves, spell
 from embodyrl.config.schema import Config
+from embodyrl.datasets.text import holds_text
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.policies import POLICIES
@@ -47,6 +48,12 @@ _UNREAD: dict[str, tuple[str, ...]] = {
 """Groups and keys that a command never looks at: setting them would be a mistake."""
 
 
+_TEXT_DATA = (
+    *("data.kwargs", "data.prompt_key", "data.answer_key", "data.answer_pattern"),
+    *("data.prompt_template", "data.system_prompt", "data.max_prompt_length"),
+)
+
+
 def check_components(cfg: Config, command: str = "train") -> None:
     """Let the chosen environment, policy and algorithm judge their part of the config.
 
@@ -69,8 +76,12 @@ def check_components(cfg: Config, command: str = "train") -> None:
 def _unread(cfg: Config, command: str) -> list[str]:
     problems: list[str] = []
     read = _env_consumes(cfg) if command in ("train", "eval") else frozenset()
+    foreign: tuple[str, ...] = ()
+    if command == "sft" and cfg.data.path is not None:
+        foreign = ("data.image_aug",) if holds_text(cfg.data.path) else _TEXT_DATA
     for name, value in leaves(cfg):
-        unread = any(name == part or name.startswith(f"{part}.") for part in _UNREAD[command]) and name not in read
+        parts = (*_UNREAD[command], *foreign)
+        unread = any(name == part or name.startswith(f"{part}.") for part in parts) and name not in read
         default = all_keys()[name].default
         if unread and value != default:
             problems.append(f"{name}={spell(value)}: `embodyrl {command}` does not read this key; leave it out.")

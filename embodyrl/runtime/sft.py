@@ -7,12 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
 from embodyrl.config.schema import Config
-from embodyrl.datasets import read_card
+from embodyrl.datasets import Demonstrations, read_card
+from embodyrl.datasets.text import holds_text
 from embodyrl.errors import ConfigError, Interrupted, NonFiniteError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -22,6 +24,7 @@ from embodyrl.runtime.rundir import RunFolder, open_run
 from embodyrl.runtime.seeds import derive
 from embodyrl.runtime.session import Session
 from embodyrl.runtime.sft_setup import Samples, data_statistics, load_samples, sft_facts, start_model, with_statistics
+from embodyrl.runtime.sft_text import build_text_policy, load_text
 from embodyrl.runtime.signals import StopRequest
 from embodyrl.types import EnvSpec, FloatArray, IntArray
 from embodyrl.workers.training import Optimization, best_device, seed_everything
@@ -104,6 +107,10 @@ class _Sft:
     def _prepare(self) -> Policy:
         """Load the data, then build the policy with their statistics."""
         cfg = self.cfg
+        if holds_text(str(cfg.data.path)):
+            speaker = build_text_policy(cfg, str(self.device))
+            self.train, self.validation = load_text(cfg, speaker)
+            return speaker
         env = read_card(Path(str(cfg.data.path))).env
         factory = POLICIES.get(cfg.model.model_type)
         key = cfg.model.unnorm_key or env.unnorm_key or env.name
@@ -116,7 +123,7 @@ class _Sft:
         if problems := mismatches(cfg, env, spec):
             raise ConfigError(problems)
         self.train, self.validation = load_samples(cfg, env, spec)
-        demos, steps = self.train.demos, self.train.steps
+        demos, steps = cast(Demonstrations, self.train.demos), self.train.steps
         entry = data_statistics(self.train.actions[:, 0], demos.state[steps], env, demos.num_episodes)
         model = with_statistics(cfg.model, source, target, key, entry)
         device = str(self.device)
@@ -171,7 +178,7 @@ class _Sft:
         for start in range(0, len(picked), size):
             part = picked[start : start + size]
             obs = self.train.demos.observe(self.train.steps[part])
-            if self.cfg.data.image_aug:
+            if self.cfg.data.image_aug and obs.images.size:
                 seed = derive(self.cfg.seed, "augment", step, start)
                 obs = replace(obs, images=augment(obs.images, seed=seed, device=self.device))
             loss = self.policy.imitate(obs, self.train.actions[part]).loss.sum() / len(picked)

@@ -6,7 +6,7 @@ import json
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,10 +14,11 @@ from embodyrl.config.keys import spell
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.schema import Config, ModelConfig
 from embodyrl.datasets import Demonstrations, check_layout, load_demonstrations, read_card
+from embodyrl.datasets.text import holds_text
 from embodyrl.errors import ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.runtime.seeds import derive
-from embodyrl.types import EnvSpec, FloatArray, IntArray, PolicySpec
+from embodyrl.types import EnvSpec, FloatArray, IntArray, Observation, PolicySpec
 from embodyrl.workers.rollout_worker import convert_gripper
 
 STATISTICS_FILE = "dataset_statistics.json"
@@ -26,11 +27,19 @@ _SMALL = 16 * 2**20
 _VALIDATION_EPISODES = "sft-validation"
 
 
+class Source(Protocol):
+    """Where observations come from."""
+
+    def observe(self, steps: IntArray) -> Observation:
+        """Return the observations of some steps."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """The env steps that train or validate, and what to imitate at each."""
 
-    demos: Demonstrations
+    demos: Source
     steps: IntArray
     """[M] steps of `demos`."""
     actions: FloatArray
@@ -134,6 +143,10 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         EmbodyError: the data set is damaged or there is none.
     """
     assert cfg.data.path is not None
+    if holds_text(cfg.data.path):
+        from embodyrl.runtime.sft_text import text_facts
+
+        return text_facts(cfg)
     root = Path(cfg.data.path)
     card = read_card(root)
     problems = check_layout(root)

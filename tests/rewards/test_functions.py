@@ -2,7 +2,8 @@
 
 import pytest
 
-from embodyrl.rewards.functions import calculate, choice, countdown, exact, math, overlap, tagged
+from embodyrl.rewards.functions import choice, countdown, exact, math, overlap, tagged
+from embodyrl.sandbox import calculate
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from embodyrl.config.load import load_config
 from embodyrl.errors import ConfigError
 from embodyrl.runtime.build import draw_blueprint
 from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.sft import sft
 from embodyrl.runtime.train import train
 
 
@@ -95,3 +96,28 @@ def test_a_malformed_row_is_named_by_the_command(tmp_path: Path):
     check_components(cfg)
     with pytest.raises(ConfigError, match=r"sums\.jsonl, row 3: column 'answer' does not fit"):
         draw_blueprint(cfg, training=True)
+
+
+@pytest.mark.integration
+def test_sft_on_rows_of_text_is_a_start_for_rl(tmp_path: Path):
+    words = ["data.path=embodyrl.datasets.tasks:copy", "data.kwargs={rows: 200}", "model=causal_lm_tiny"]
+    words += ["runner.max_steps=40", "runner.val_check_interval=40", "actor.micro_batch_size=32", "actor.optim.lr=3e-3"]
+    words += ["actor.global_batch_size=64", f"runner.output_dir={tmp_path}", "runner.logger.backends=[jsonl]"]
+    cfg = load_config("sft", words)
+    check_components(cfg, "sft")
+    run = sft(cfg).run
+    measured = rows(run)
+    assert measured[-1]["eval/loss"] < 0.5 * measured[0]["eval/loss"]
+    tuned = rows(train(text_config(tmp_path, f"ckpt={run}", "runner.max_steps=1")).run)[0]["train/return"]
+    fresh = rows(train(text_config(tmp_path, "runner.experiment_name=fresh", "runner.max_steps=1")).run)[0][
+        "train/return"
+    ]
+    assert tuned > fresh + 0.1
+
+
+def test_sft_refuses_keys_of_the_other_kind_of_data(tmp_path: Path):
+    words = ["model=causal_lm_tiny", "data.path=embodyrl.datasets.tasks:copy", "data.image_aug=false"]
+    with pytest.raises(ConfigError, match=r"data\.image_aug=false: `embodyrl sft` does not read this key"):
+        check_components(load_config("sft", words), "sft")
+    with pytest.raises(ConfigError, match=r"data\.prompt_key=q: `embodyrl sft` does not read this key"):
+        check_components(load_config("sft", [f"data.path={tmp_path}", "data.prompt_key=q"]), "sft")

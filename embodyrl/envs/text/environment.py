@@ -10,6 +10,7 @@ import numpy as np
 from embodyrl.config.schema import EnvConfig
 from embodyrl.conversation import Answer, Message, TextRow, join_messages
 from embodyrl.envs.protocol import AfterStep, Judge, Rows
+from embodyrl.envs.text.tools import answer, find_call
 from embodyrl.errors import EnvError
 from embodyrl.types import (
     ChunkResult,
@@ -21,6 +22,10 @@ from embodyrl.types import (
 
 LAST_BYTES = 1 << 10
 """Room in the last observation for the reply that ended the episode; nobody but people reads it."""
+TURN_BYTES = 1 << 12
+"""Room for a reply and a tool's answer, per turn after the first; a conversation that needs more ends."""
+ANSWER_BYTES = 1 << 10
+"""Bytes kept of a tool's answer."""
 
 
 def clip(text: str, width: int) -> str:
@@ -45,7 +50,7 @@ class ConversationEnv:
 
     def __init__(self, spec: EnvSpec, cfg: EnvConfig, rows: Rows, judge: Judge, num_slots: int) -> None:
         self.spec = spec
-        self._coef = cfg.reward_coef
+        self._coef, self._tools = cfg.reward_coef, cfg.tools
         self._rows = rows
         self._judge = judge
         self._talks: list[_Talk | None] = [None] * num_slots
@@ -64,27 +69,28 @@ class ConversationEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Judge the replies; `actions` [n, K, 1] are token ids, below 0 where there is none.
+        """Answer tool calls and judge all other replies; `actions` [n, K, 1] are token ids, below 0 where none is.
 
-        The reward belongs to a reply's last token.
+        The reward belongs to the last token of the last reply.
         """
         shape = actions.shape[:2]
         valid = actions[:, :, 0] >= 0
         last = np.maximum(valid.sum(axis=1) - 1, 0)
         valid[:, 0] = True  # an empty reply is a decision too
         talks = [self._talk(slot) for slot in slots]
+        over = [i for i, talk in enumerate(talks) if not self._use_tool(talk)]
         reward, flags = np.zeros(shape, np.float32), {n: np.zeros(shape, np.bool_) for n in ("terminated", "success")}
         components = np.zeros((len(slots), len(self.spec.components)), np.float32)
         answers = [
             Answer(
-                prompt=next(m.content for m in talk.row.messages if m.role != "system"),
-                response=talk.reply,
-                reference=talk.row.reference,
+                prompt=next(m.content for m in talks[i].row.messages if m.role != "system"),
+                response=talks[i].reply,
+                reference=talks[i].row.reference,
                 tokens=int(valid[i].sum()),
             )
-            for i, talk in enumerate(talks)
+            for i in over
         ]
-        for i, judged in enumerate(self._judge(answers)):
+        for i, judged in zip(over, self._judge(answers) if answers else [], strict=True):
             reward[i, last[i]] = self._coef * judged.reward
             flags["success"][i, last[i]] = judged.success
             flags["terminated"][i, last[i]] = True
@@ -93,6 +99,20 @@ class ConversationEnv:
         return ChunkResult(
             reward=reward, truncated=np.zeros(shape, np.bool_), valid=valid, components=components, **flags
         )
+
+    def _use_tool(self, talk: _Talk) -> bool:
+        """Answer the tool call that a reply makes, if it makes one and a further reply can follow."""
+        talk.turns += 1
+        call = find_call(talk.reply, self._tools) if talk.turns < self.spec.max_chunks else None
+        if call is None:
+            return False
+        said = Message(role="assistant", content=talk.reply)
+        heard = Message(role="tool", content=clip(answer(call, self._tools), ANSWER_BYTES))
+        longer = [*talk.messages, said, heard]
+        if len(join_messages(longer).encode()) > self.spec.prompt_bytes - LAST_BYTES:
+            return False
+        talk.messages = longer
+        return True
 
     def expert_chunk(
         self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None

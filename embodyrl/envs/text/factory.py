@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.protocol import EnvSetup
-from embodyrl.envs.text.environment import LAST_BYTES, ConversationEnv
+from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv
+from embodyrl.envs.text.tools import TOOLS
+from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 
@@ -12,7 +14,7 @@ class TextFactory:
     """Builds the environment of the rows in `data` and the rewards in `reward`."""
 
     consumes = frozenset(
-        {"reward_coef"}
+        {"max_turns", "tools", "reward_coef"}
         | {f"data.{key}" for key in ("path", "val_path", "val_share", "shuffle", "kwargs", "prompt_key", "answer_key")}
         | {f"data.{key}" for key in ("answer_pattern", "prompt_template", "system_prompt", "max_prompt_length")}
         | {f"reward.{key}" for key in ("name", "path", "weights", "overlong_buffer", "overlong_penalty")}
@@ -21,7 +23,17 @@ class TextFactory:
 
     def validate(self, cfg: EnvConfig) -> list[str]:
         """Return config problems, one line each."""
-        return []
+        problems = [
+            f"env.tools: unknown tool '{name}'.{closest(name, TOOLS.names())} Known: {', '.join(TOOLS.names())}."
+            for name in cfg.tools
+            if ":" not in name and name not in TOOLS.names()
+        ]
+        if bool(cfg.tools) != (cfg.max_turns > 1):
+            problems.append(
+                f"env.max_turns={cfg.max_turns} with env.tools={list(cfg.tools)}: tools and further turns "
+                "need each other; set both or neither."
+            )
+        return problems
 
     def spec(self, cfg: EnvConfig) -> EnvSpec:
         """Describe the environment: one task, whose initial states are the rows."""
@@ -33,8 +45,8 @@ class TextFactory:
             tasks=(rows.name,),
             states_per_task=(len(rows),),
             action_space=ActionSpace(kind=ActionKind.text),
-            max_chunks=1,
-            prompt_bytes=rows.prompt_bytes + LAST_BYTES,
+            max_chunks=cfg.max_turns,
+            prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
             held_out=rows.held_out,
             components=cfg.judge.components,
         )

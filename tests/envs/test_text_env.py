@@ -1,0 +1,89 @@
+"""The text environment: one-step episodes, tools in between, and whose tokens count."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from embodyrl.config.schema import DataConfig, EnvConfig, RewardConfig
+from embodyrl.conversation import split_messages
+from embodyrl.datasets.text import open_rows
+from embodyrl.envs.protocol import EnvSetup
+from embodyrl.envs.text import FACTORY
+from embodyrl.envs.text.tools import answer, find_call
+from embodyrl.rewards import build_judge
+from embodyrl.types import EpisodeStart
+
+
+def setup(**keys) -> EnvSetup:
+    rows = open_rows(DataConfig(path="embodyrl.datasets.tasks:arithmetic", kwargs={"digits": 2}), tokenizer=None)
+    judge = build_judge(RewardConfig(name="exact", weights={"exact": 2.0}), 8)
+    plain = {f.name: getattr(EnvConfig(), f.name) for f in fields(EnvConfig)}
+    return EnvSetup(**plain | keys, rows=rows, judge=judge)
+
+
+@pytest.fixture
+def env():
+    made = FACTORY.make(setup(max_turns=2, tools=["calculator"]), 3)
+    yield made
+    made.close()
+
+
+def say(env, replies: list[str], lengths: list[int]):
+    actions = np.full((len(replies), 8, 1), -1.0, np.float32)
+    for row, length in zip(actions, lengths, strict=True):
+        row[:length] = 7
+    env.hear(range(len(replies)), replies)
+    return env.step_chunk(range(len(replies)), actions)
+
+
+def test_a_reply_is_judged_at_its_last_token(env):
+    env.reset(range(3), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(3)])
+    truth = [setup().rows[i].reference for i in range(3)]
+    result = say(env, [truth[0], "wrong", ""], [3, 8, 0])
+    assert result.valid.sum(axis=1).tolist() == [3, 8, 1]
+    assert result.terminated.nonzero()[1].tolist() == [2, 7, 0]
+    assert not result.truncated.any()
+    np.testing.assert_array_equal(result.reward[0], [0, 0, 2, 0, 0, 0, 0, 0])
+    assert result.reward[1:].sum() == 0
+    assert result.success.any(axis=1).tolist() == [True, False, False]
+    np.testing.assert_array_equal(result.components, [[1, 0], [0, 0], [0, 0]])
+
+
+def test_a_tool_answers_and_a_further_reply_follows(env):
+    env.reset([0], [EpisodeStart(reset_id=5, seed=0, max_episode_steps=16)])
+    prompt = split_messages(env.instruction(0))[0].content
+    first = say(env, ["?" + prompt.removesuffix("=")], [6])
+    assert not first.done.any()
+    assert first.reward.sum() == 0
+    talk = split_messages(env.instruction(0))
+    assert [m.role for m in talk] == ["user", "assistant", "tool"]
+    second = say(env, [talk[-1].content], [3])
+    assert second.done.all()
+    assert second.success.any()
+
+
+def test_the_last_turn_is_judged_even_if_it_calls(env):
+    env.reset([0], [EpisodeStart(reset_id=5, seed=0, max_episode_steps=16)])
+    assert not say(env, ["?1+1"], [4]).done.any()
+    assert say(env, ["?1+1"], [4]).done.all()
+
+
+def test_calls_in_both_forms_and_their_failures():
+    tools = ["calculator", "python"]
+    tagged = 'Let me see. <tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+    assert find_call(tagged, tools) == ("calculator", "6*7")
+    assert find_call("?6*7", tools) == ("calculator", "6*7")
+    assert find_call("42", tools) is None
+    assert find_call("?6*7", []) is None
+    assert answer(("calculator", "6*7"), tools) == "42"
+    assert answer(("python", "print(6 * 7)"), tools) == "42"
+    assert answer(("calculator", "import os"), tools).startswith("error: ")
+    assert answer(("shell", "ls"), tools) == "error: no tool 'shell'; there are calculator, python"
+    assert find_call("<tool_call>nonsense</tool_call>", tools) == ("", "nonsense")
+
+
+def test_tools_and_turns_belong_together():
+    assert "Did you mean 'calculator'" in FACTORY.validate(setup(max_turns=2, tools=["calculater"]))[0]
+    assert "set both or neither" in FACTORY.validate(setup(max_turns=3))[0]
+    assert FACTORY.validate(setup()) == []

@@ -1,0 +1,50 @@
+"""Rollouts by real vLLM: weights follow the actor's, replies and log-probabilities are its own."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from test_causal_lm import PROMPTS, TINY, build, noise, observe
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return build(TINY, backend="vllm", value_dim=6)
+
+
+def stir(policy, seed: int) -> None:
+    """Change all weights in place, as an optimizer step does."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.module.lm.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+
+
+def test_replies_follow_three_weight_updates(policy):
+    plain = build(TINY)
+    seen = []
+    for seed in range(4):
+        theirs = policy.act(observe(*PROMPTS), noise=None)
+        plain.module.lm.load_state_dict(policy.module.lm.state_dict())
+        ours = plain.act(observe(*PROMPTS), noise=None)
+        np.testing.assert_array_equal(theirs.tokens, ours.tokens)
+        np.testing.assert_allclose(theirs.logprob, ours.logprob, atol=1e-4)
+        seen.append(theirs.tokens)
+        stir(policy, seed)
+    assert not any(np.array_equal(a, b) for a, b in pairwise(seen))
+
+
+def test_what_vllm_drew_is_what_is_scored(policy):
+    out = policy.act(observe(*PROMPTS), noise=noise(5))
+    scores = policy.score(observe(*PROMPTS), out.tokens)
+    np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=1e-4)
+    np.testing.assert_allclose(scores.value.detach().numpy(), out.value, atol=1e-4)
+    again = policy.act(observe(*PROMPTS), noise=noise(5))
+    np.testing.assert_array_equal(again.tokens, out.tokens)
+    assert policy.act(observe(*PROMPTS), noise=noise(5, 9)).replies != out.replies
