@@ -137,6 +137,8 @@ class ActorConfig:
     """Chunk samples per forward."""
     global_batch_size: int = 160
     """Chunk samples per optimizer step."""
+    max_tokens_per_mbs: int | None = None
+    """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
     enable_offload: bool = False
     """Move actor weights and optimizer state off the device during rollouts."""
     gradient_checkpointing: bool = False

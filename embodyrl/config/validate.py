@@ -127,6 +127,7 @@ RULES: dict[str, Rule] = {
     "rollout.backend": _one_of("hf", "vllm"),
     "actor.micro_batch_size": _COUNT,
     "actor.global_batch_size": _COUNT,
+    "actor.max_tokens_per_mbs": _COUNT,
     "actor.fsdp.size": _COUNT_OR_NEVER,
     "actor.optim.lr": _NOT_NEGATIVE,
     "actor.optim.value_lr": _NOT_NEGATIVE,

@@ -32,17 +32,8 @@ _UNREAD: dict[str, tuple[str, ...]] = {
         and name not in ("seed", "faults.step_timeout_s", "algorithm.group_size")
     ),
     "sft": (
-        "collect",
-        "reward",
-        "env",
-        "algorithm",
-        "rollout",
-        "launcher",
-        "eval",
-        "faults",
-        "video",
-        "video_cfg",
-        "ckpt",
+        *("collect", "reward", "env", "algorithm", "rollout", "launcher", "actor.max_tokens_per_mbs"),
+        *("eval", "faults", "video", "video_cfg", "ckpt"),
     ),
 }
 """Groups and keys that a command never looks at: setting them would be a mistake."""

@@ -7,15 +7,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from embodyrl import rewards
-from embodyrl.config.keys import spell
+from embodyrl.config.keys import all_keys, lookup, spell
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import Config, EnvConfig, EnvSplitConfig, SamplingParams
+from embodyrl.config.schema import Config, EnvConfig, EnvSplitConfig
 from embodyrl.datasets.text import open_rows
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvSetup
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
-_TEXT_SAMPLING = ("top_k", "top_p", "repetition_penalty", "stop")
+_SAMPLING = ("top_k", "top_p", "repetition_penalty", "stop", "max_new_tokens")
+_TEXT_ONLY = (*(f"algorithm.sampling_params.{n}" for n in _SAMPLING), "rollout.backend", "actor.max_tokens_per_mbs")
 
 
 def with_task(cfg: Config) -> Config:
@@ -56,16 +57,14 @@ def fit_lengths(cfg: Config, env: EnvSpec) -> Config:
 
 
 def sampling_problems(cfg: Config, policy: PolicySpec) -> list[str]:
-    """Sampling parameters that the policy cannot follow."""
-    chosen = cfg.algorithm.sampling_params
+    """Keys that this policy cannot follow."""
     if ActionKind.text in policy.action_kinds:
         return _engine_problems(cfg)
-    wrong = [n for n in (*_TEXT_SAMPLING, "max_new_tokens") if getattr(chosen, n) != getattr(SamplingParams(), n)]
     return [
-        f"algorithm.sampling_params.{name}={spell(getattr(chosen, name))}: is for text; model '{policy.name}' chooses "
-        "actions. Leave it out."
-        for name in wrong
-    ] + [f"rollout.backend={cfg.rollout.backend} is for text; use hf."] * (cfg.rollout.backend != "hf")
+        f"{name}={spell(value)}: is for text; model '{policy.name}' chooses actions. Leave it out."
+        for name in _TEXT_ONLY
+        if (value := lookup(cfg, name)) != all_keys()[name].default
+    ]
 
 
 def _engine_problems(cfg: Config) -> list[str]:

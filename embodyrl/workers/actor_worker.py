@@ -18,7 +18,7 @@ from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import ScoreOrder, UpdateOrder
 from embodyrl.workers.rollout_worker import even_parts, read_observation
-from embodyrl.workers.training import Optimization
+from embodyrl.workers.training import Optimization, micro_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +142,10 @@ class ActorWorker:
         samples = [samples[int(i)] for i in useful]
         self.optimization.zero_grad()
         parts: list[dict[str, float]] = []
-        size = self._cfg.micro_batch_size
-        for start in range(0, len(samples), size):
-            part = np.asarray(samples[start : start + size])
-            inputs = self._inputs(batch, part, weights.rows(slice(start, start + size)), proximal)
+        cost = self._arena["cost"][batch.records[np.asarray(samples)]]
+        for rows in micro_batches(cost, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs):
+            part = np.asarray(samples)[rows]
+            inputs = self._inputs(batch, part, weights.rows(rows), proximal)
             records = batch.records[part]
             scores = self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
             loss, metrics = self._algorithm.loss(scores, inputs)

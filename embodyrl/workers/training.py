@@ -13,6 +13,7 @@ import torch
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
 from embodyrl.config.schema import ActorConfig
 from embodyrl.policies.protocol import Policy
+from embodyrl.types import IntArray
 from embodyrl.workers.messages import POLICY_FOLDER
 
 TRAINING_STATE = "training_state"
@@ -95,6 +96,25 @@ class Optimization:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.last_epoch = int(state["schedule"]["last_epoch"])
         set_rng_state(state["rng"])
+
+
+def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArray]:
+    """Positions of the samples of each forward: `size` at a time, or, with a budget, what fits into it padded.
+
+    Args:
+        cost: [n] tokens of each sample.
+        size: samples per forward without a budget.
+        budget: tokens per forward; samples are sorted by length, and one that is longer alone goes alone.
+    """
+    if budget is None:
+        return [np.arange(start, min(start + size, len(cost))) for start in range(0, len(cost), size)]
+    order = np.argsort(-cost, kind="stable")
+    batches: list[IntArray] = []
+    while order.size:
+        count = max(1, budget // max(1, int(cost[order[0]])))
+        batches.append(order[:count])
+        order = order[count:]
+    return batches
 
 
 def build_schedule(

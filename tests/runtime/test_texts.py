@@ -52,6 +52,17 @@ def test_a_critic_and_a_reference_see_every_token(tmp_path: Path):
 
 
 @pytest.mark.integration
+def test_a_token_budget_does_not_change_the_gradient(tmp_path: Path):
+    words = ("runner.deterministic=true", "runner.max_steps=1", "env.train.total_num_envs=16")
+    found = []
+    for name, split in (("whole", "actor.micro_batch_size=8"), ("parts", "actor.max_tokens_per_mbs=24")):
+        cfg = text_config(tmp_path, *words, split, f"runner.experiment_name={name}", task="length")
+        found.append(rows(train(cfg).run)[0])
+    for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+        assert found[1][key] == pytest.approx(found[0][key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.integration
 def test_rewards_that_fail_are_counted(tmp_path: Path):
     path = ("reward.name=null", "reward.weights={}", "reward.path=test_texts:broken", "runner.max_steps=1")
     (row,) = rows(train(text_config(tmp_path, *path)).run)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from toy_runs import rows, train_toy
 
 from embodyrl.config.schema import ActorConfig
 from embodyrl.workers.rollout_worker import even_parts
-from embodyrl.workers.training import build_schedule
+from embodyrl.workers.training import build_schedule, micro_batches
 
 WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
 COMPARED = ("actor/loss", "actor/policy_loss", "actor/entropy", "actor/kl", "actor/ratio", "actor/grad_norm")
@@ -73,3 +74,13 @@ def test_learning_rate_warms_up_and_decays(schedule, expected):
         optimizer.step()
         scheduler.step()
     assert seen == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_token_budget_holds_with_padding_and_loses_nothing():
+    cost = np.random.default_rng(0).integers(1, 50, 64)
+    batches = micro_batches(cost, 8, 120)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(64))
+    assert all(len(b) * cost[b].max() <= 120 for b in batches)
+    assert len(batches) < 64 * 50 / 120
+    assert [b.tolist() for b in micro_batches(np.array([9, 300, 9]), 8, 120)] == [[1], [0, 2]]
+    assert [b.tolist() for b in micro_batches(cost[:5], 2, None)] == [[0, 1], [2, 3], [4]]
