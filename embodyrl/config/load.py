@@ -66,7 +66,9 @@ def _inherit(base: Path, groups: Mapping[str, str]) -> list[_Setting]:
     if "experiment" in groups:
         return []  # an experiment chooses everything
     sections = [section for section in ("env", "model", "algorithm") if section not in groups]
-    saved = _flatten(_read_plain_yaml(base), "", f"{base}: ")
+    saved = list(_flatten(_read_plain_yaml(base), "", f"{base}: "))
+    if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
+        sections += ["data", "reward"]  # they are a part of the text task that the run was about
     return [setting for setting in saved if setting.key.split(".")[0] in sections]
 
 

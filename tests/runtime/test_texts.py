@@ -7,7 +7,7 @@ import pytest
 from text_runs import text_config
 from toy_runs import comparable, rows
 
-from embodyrl.config.load import load_config
+from embodyrl.config.load import load_config, save_config
 from embodyrl.errors import ConfigError
 from embodyrl.runtime.build import draw_blueprint
 from embodyrl.runtime.checks import check_components
@@ -132,3 +132,12 @@ def test_sft_refuses_keys_of_the_other_kind_of_data(tmp_path: Path):
         check_components(load_config("sft", words), "sft")
     with pytest.raises(ConfigError, match=r"data\.prompt_key=q: `embodyrl sft` does not read this key"):
         check_components(load_config("sft", [f"data.path={tmp_path}", "data.prompt_key=q"]), "sft")
+
+
+def test_evaluating_a_run_means_its_own_task(tmp_path: Path):
+    cfg = text_config(tmp_path, "data.kwargs={size: 2}")
+    save_config(cfg, tmp_path / "config.yaml")
+    again = load_config("eval", [f"ckpt={tmp_path}"], base=tmp_path / "config.yaml")
+    assert (again.data, again.reward) == (cfg.data, cfg.reward)
+    other = load_config("eval", ["env=tabletop", f"ckpt={tmp_path}"], base=tmp_path / "config.yaml")
+    assert (other.data.path, other.reward.name) == (None, None)
