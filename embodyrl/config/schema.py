@@ -41,9 +41,11 @@ from embodyrl.config.components import (
 @dataclass
 class LoggerConfig:
     backends: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
-    """Where metrics go."""
+    """Where metrics go: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
     project_name: str = "embodyrl"
-    """Project name for hosted loggers and run ids."""
+    """Project name for hosted loggers."""
+    offline: bool = False
+    """Hosted loggers write files and contact no server (wandb, swanlab, mlflow; trackio always does)."""
 
 
 @dataclass

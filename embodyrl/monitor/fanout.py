@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo, Screen, TaskResult
 
 _log = logging.getLogger(__name__)
+
+
+def missing_loggers(backends: Sequence[str]) -> list[str]:
+    """Return one line for each backend that does not exist or whose package is not installed."""
+    problems: list[str] = []
+    for name in backends:
+        try:
+            package = getattr(MONITORS.get(name), "requires", None)
+        except UnknownNameError as error:
+            problems.append(f"runner.logger.backends: {error}")
+            continue
+        if package is not None and importlib.util.find_spec(package) is None:
+            problems.append(
+                f"runner.logger.backends: '{name}' needs a package that is not installed: pip install {package}. "
+                f"Or leave '{name}' out of the list."
+            )
+    return problems
 
 
 def build_monitor(backends: Sequence[str]) -> Fanout:

@@ -16,6 +16,8 @@ class RunInfo:
 
     run_id: str
     project: str = "embodyrl"
+    offline: bool = False
+    """Write files only, contact no server."""
     total_steps: int = 0
     """Training steps of the whole run; 0 if there is no training."""
     resume_step: int | None = None

@@ -10,6 +10,7 @@ from embodyrl.config.schema import Config
 from embodyrl.datasets.text import holds_text
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.monitor import missing_loggers
 from embodyrl.policies import POLICIES
 from embodyrl.runtime.texts import env_setup_problems
 
@@ -53,7 +54,7 @@ def check_components(cfg: Config, command: str = "train") -> None:
             default although the command or the chosen component does not read them, and keys that the command
             cannot do without; one line each.
     """
-    problems = [*_unread(cfg, command), *_missing(cfg, command)]
+    problems = [*_unread(cfg, command), *_missing(cfg, command), *missing_loggers(cfg.runner.logger.backends)]
     if command != "check-env":
         problems += _model(cfg)
     if command != "sft":

@@ -41,6 +41,7 @@ def announce(
     info = RunInfo(
         run_id=folder.run_id,
         project=cfg.runner.logger.project_name,
+        offline=cfg.runner.logger.offline,
         total_steps=total,
         resume_step=resumed + 1 if resumed else (0 if total else None),
         tasks=tasks,
