@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
+from embodyrl.cli.runs import find_run
 from embodyrl.errors import ConfigError
-from embodyrl.registry import closest
 
 
 def report(args: argparse.Namespace) -> int:
@@ -32,16 +32,3 @@ def report(args: argparse.Namespace) -> int:
 
         webbrowser.open(out.resolve().as_uri())
     return 0
-
-
-def find_run(word: str) -> Path:
-    """Return the run folder that a word on the command line names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for path in (Path(word), Path("runs") / word):
-        if (path / "config.yaml").is_file():
-            return path
-    known = [path.parent.name for path in Path("runs").glob("*/config.yaml")]
-    raise ConfigError(f"'{word}' is no run: no config.yaml there.{closest(Path(word).name, known)}")

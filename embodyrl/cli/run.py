@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from embodyrl.cli.runs import newest_run
+from embodyrl.cli.runs import find_run, newest_run
 from embodyrl.config.load import dump_config, load_config, load_saved_config
 from embodyrl.config.schema import Config
 from embodyrl.errors import ConfigError
@@ -27,6 +27,12 @@ def train(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace) -> int:
     """Run `embodyrl eval`."""
+    if args.resume:
+        if args.words or args.config_dir:
+            raise ConfigError("--resume goes on with exactly the settings of that evaluation; leave the others out.")
+        run = find_run(args.resume)
+        cfg = load_saved_config(run, [])
+        return 0 if _only_look(args, cfg, "eval") else _evaluate(cfg, [], run)
     cfg = load_config("eval", args.words, config_dirs=_folders(args), base=_config_of_ckpt(args.words))
     return 0 if _only_look(args, cfg, "eval") else _evaluate(cfg, args.words)
 
@@ -65,10 +71,10 @@ def _config_of_ckpt(words: list[str]) -> Path | None:
     return None
 
 
-def _evaluate(cfg: Config, overrides: list[str]) -> int:
+def _evaluate(cfg: Config, overrides: list[str], resume: Path | None = None) -> int:
     from embodyrl.runtime.evaluate import evaluate as run
 
-    run(cfg, overrides=overrides)
+    run(cfg, overrides=overrides, resume=resume)
     return 0
 
 

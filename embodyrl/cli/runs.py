@@ -8,7 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import read_rows
+from embodyrl.registry import closest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,19 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
         if saved["runner"]["experiment_name"] == experiment_name and (folder / "checkpoints").is_dir():
             return folder
     return None
+
+
+def find_run(word: str) -> Path:
+    """Return the run folder that a word on the command line names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for path in (Path(word), Path("runs") / word):
+        if (path / "config.yaml").is_file():
+            return path
+    known = [path.parent.name for path in Path("runs").glob("*/config.yaml")]
+    raise ConfigError(f"'{word}' is no run: no config.yaml there.{closest(Path(word).name, known)}")
 
 
 def _run_folders(output_dir: Path) -> list[Path]:

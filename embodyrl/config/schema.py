@@ -155,6 +155,8 @@ class EvalConfig:
     """Episodes in total; wins over episodes_per_task."""
     episodes_per_task: int = 10
     """Episodes of each task."""
+    standard: bool = False
+    """The benchmark's own protocol: every initial state of every task once, and its own horizon."""
     sampling_params: EvalSamplingParams = field(default_factory=EvalSamplingParams)
 
 

@@ -13,6 +13,7 @@ import yaml
 from embodyrl.errors import ConfigError
 
 EVENTS_FILE = Path("logs") / "events.log"
+EPISODES_FILE = "episodes.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ def read_history(folder: Path) -> History:
     if not file.is_file():
         raise ConfigError(f"{folder}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs.")
     evaluations = []
-    for path in sorted(folder.glob("eval/step_*/episodes.jsonl")):
+    for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}")):
         episodes = sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
         evaluations.append(Evaluation(step=int(path.parent.name.removeprefix("step_")), episodes=tuple(episodes)))
     return History(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,10 @@ class HostedMonitor:
 
     def __init__(self) -> None:
         self._run: Any = None
+
+    @property
+    def _package(self) -> Any:
+        return importlib.import_module(self.requires)
 
     def video(self, step: int, path: Path) -> None:
         """Videos stay files, unless the service shows them."""

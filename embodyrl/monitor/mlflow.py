@@ -24,9 +24,7 @@ class MlflowMonitor(HostedMonitor):
         server = None if info.offline else os.environ.get("MLFLOW_TRACKING_URI")
         if server is None:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow import MlflowClient
-
-        client = MlflowClient(tracking_uri=server or (run_dir / "mlflow").absolute().as_uri())
+        client = self._package.MlflowClient(tracking_uri=server or (run_dir / "mlflow").absolute().as_uri())
         experiment = client.get_experiment_by_name(info.project)
         number = experiment.experiment_id if experiment else client.create_experiment(info.project)
         self._run = client

@@ -15,11 +15,9 @@ class SwanlabMonitor(HostedMonitor):
     requires = "swanlab"
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        import swanlab
-
         folder = run_dir / "swanlab"
         folder.mkdir(exist_ok=True)
-        self._run = swanlab.init(
+        self._run = self._package.init(
             project=info.project,
             name=info.run_id,
             log_dir=str(folder),

@@ -15,9 +15,7 @@ class TrackioMonitor(HostedMonitor):
     requires = "trackio"
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        import trackio
-
-        self._run = trackio.init(
+        self._run = self._package.init(
             project=info.project,
             name=info.run_id,
             config=settings_of(run_dir),

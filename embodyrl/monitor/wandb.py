@@ -15,9 +15,7 @@ class WandbMonitor(HostedMonitor):
     requires = "wandb"
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        import wandb
-
-        self._run = wandb.init(
+        self._run = self._package.init(
             project=info.project,
             id=info.run_id,
             name=info.run_id,
@@ -25,13 +23,11 @@ class WandbMonitor(HostedMonitor):
             config=settings_of(run_dir),
             mode="offline" if info.offline else None,
             resume="allow" if resumes(info) else None,
-            settings=wandb.Settings(console="off"),
+            settings=self._package.Settings(console="off"),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def video(self, step: int, path: Path) -> None:
-        import wandb
-
-        self._run.log({f"video/{path.stem}": wandb.Video(str(path), format="mp4")}, step=step)
+        self._run.log({f"video/{path.stem}": self._package.Video(str(path), format="mp4")}, step=step)

@@ -71,6 +71,26 @@ class Crew:
         self.arena.close()
 
 
+def _with_protocol(cfg: Config, env: EnvSpec) -> Config:
+    """Fill in what `eval.standard` stands for.
+
+    Raises:
+        ConfigError: the environment declares no horizon, or a setting contradicts the protocol.
+    """
+    if not cfg.eval.standard:
+        return cfg
+    if not env.max_episode_steps:
+        raise ConfigError(f"eval.standard=true: env '{env.name}' declares no protocol of its own; leave it out.")
+    split = cfg.env.eval
+    chosen = {"eval.episodes": cfg.eval.episodes, "env.eval.task_ids": split.task_ids}
+    chosen["env.eval.state_ids"] = split.state_ids
+    if wrong := [name for name, value in chosen.items() if value is not None]:
+        raise ConfigError(f"eval.standard=true runs every initial state of every task; leave out {', '.join(wrong)}.")
+    split = replace(split, max_episode_steps=env.max_episode_steps)
+    counts = replace(cfg.eval, episodes_per_task=max(env.states_per_task))
+    return replace(cfg, eval=counts, env=replace(cfg.env, eval=split))
+
+
 def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
     """Describe the run.
 
@@ -81,6 +101,7 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
     cfg = with_task(cfg)
     env = ENVS.get(cfg.env.env_type).spec(cfg.env)
     cfg = fit_lengths(cfg, env)
+    cfg = _with_protocol(cfg, env)
     algorithm = build_algorithm(cfg.algorithm) if training else None
     value_dim = 0
     if algorithm is not None and algorithm.needs_values:

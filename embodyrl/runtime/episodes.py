@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,6 +37,14 @@ class RolloutPlan:
     @property
     def num_episodes(self) -> int:
         return sum(len(queue) for wave in self.waves for queue in wave.queues)
+
+    def without(self, episodes: Set[int]) -> RolloutPlan:
+        """The same plan, except for the episodes with these ids."""
+        waves = (
+            replace(wave, queues=tuple(tuple(e for e in q if e.episode_id not in episodes) for q in wave.queues))
+            for wave in self.waves
+        )
+        return replace(self, waves=tuple(waves)) if episodes else self
 
 
 def selected_reset_ids(env: EnvSpec, split: EnvSplitConfig) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
+from embodyrl.errors import ConfigError
 from embodyrl.monitor import Fanout
 from embodyrl.runtime.build import draw_blueprint, start_crew
 from embodyrl.runtime.evaluation import EvalResult, TaskResult, run_evaluation
@@ -16,8 +17,13 @@ from embodyrl.runtime.rundir import open_run, resolve_weights
 from embodyrl.runtime.session import LOOP_FILE, announce, screen_only
 
 
-def evaluate(cfg: Config, *, overrides: Sequence[str] = ()) -> EvalResult:
+def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = None) -> EvalResult:
     """Evaluate `ckpt`, or the model's own weights, and write results into a run folder of its own.
+
+    Args:
+        cfg: what to evaluate.
+        overrides: as typed, for the run's records.
+        resume: an interrupted evaluation's run folder; every episode counts exactly once.
 
     Raises:
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
@@ -25,7 +31,9 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = ()) -> EvalResult:
     blueprint = draw_blueprint(cfg, training=False)
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
     step = _step_of(weights)
-    folder = open_run(cfg, "eval", overrides, None)
+    if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
+        raise ConfigError(f"{resume}: no evaluation of step {step} was begun there; ckpt={cfg.ckpt} has moved on.")
+    folder = open_run(cfg, "eval", overrides, resume)
     monitor = screen_only(cfg)
     try:
         lines = [*facts(blueprint), ("weights", str(cfg.ckpt or cfg.model.path)), ("output", str(folder.root))]
@@ -41,6 +49,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = ()) -> EvalResult:
                     step=step,
                     progress=monitor.progress,
                     warn=monitor.text,
+                    resume=resume is not None,
                 )
         finally:
             crew.close()

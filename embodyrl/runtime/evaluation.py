@@ -11,6 +11,7 @@ from pathlib import Path
 from embodyrl.config.schema import OnVideoError
 from embodyrl.errors import EmbodyError
 from embodyrl.files import write_atomically
+from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_rows
 from embodyrl.monitor.intervals import wilson
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.episodes import RolloutPlan, eval_plan
@@ -74,8 +75,11 @@ def run_evaluation(
     step: int,
     progress: Callable[[int, int, str], None],
     warn: Callable[[str], None],
+    resume: bool = False,
 ) -> EvalResult:
     """Evaluate the weights the crew holds and write `eval.json` and `episodes.jsonl` into `folder`.
+
+    With `resume`, episodes that an interrupted evaluation has finished there count and are not run again.
 
     Raises:
         EmbodyError: recordings failed and `faults.on_video_error=stop`, or no episode could be finished.
@@ -85,18 +89,19 @@ def run_evaluation(
     folder.mkdir(parents=True, exist_ok=True)
     if cfg.video != "none":
         _check_writable(videos)
-    finished = 0
-    with open(folder / "episodes.jsonl", "w", encoding="utf-8") as log:
+    rows = [EpisodeRow.from_json(raw) for raw in read_rows(folder / EPISODES_FILE)] if resume else []
+    # Anew, because the last row of a killed process may be cut.
+    write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
+    with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log:
 
         def note(episode: Episode) -> None:
-            nonlocal finished
-            finished += 1
-            log.write(json.dumps(_episode_row(episode)) + "\n")
+            rows.append(_episode_row(episode))
+            log.write(json.dumps(rows[-1].to_json()) + "\n")
             log.flush()
-            progress(finished, plan.num_episodes, "eval")
+            progress(len(rows), plan.num_episodes, "eval")
 
         collection = crew.rollouts.collect(
-            plan,
+            plan.without({row.episode for row in rows}),
             version=step,
             greedy=not cfg.eval.sampling_params.do_sample,
             temperature=cfg.eval.sampling_params.temperature,
@@ -108,9 +113,9 @@ def run_evaluation(
         require_videos(collection.video_problems)
     for problem in collection.video_problems[:3]:
         warn(f"a recording failed: {problem}")
-    if not collection.episodes:
+    if not rows:
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
-    result = _summarise(collection, blueprint.env.tasks, folder)
+    result = _summarise(rows, collection, blueprint.env.tasks, folder)
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
     write_atomically(folder / "eval.json", json.dumps(table, indent=2) + "\n")
     return result
@@ -135,8 +140,7 @@ def video_choice(pattern: str, plan: RolloutPlan, blueprint: Blueprint, videos: 
     return choose
 
 
-def summarise_task(task_id: int, task: str, episodes: Sequence[Episode]) -> TaskResult:
-    """Aggregate finished episodes (cut ones must be left out by the caller)."""
+def _summarise_task(task_id: int, task: str, episodes: Sequence[EpisodeRow]) -> TaskResult:
     count = len(episodes)
     successes = sum(e.success_once for e in episodes)
     low, high = wilson(successes, count)
@@ -150,41 +154,39 @@ def summarise_task(task_id: int, task: str, episodes: Sequence[Episode]) -> Task
         high=high,
         success_at_end=sum(e.success_at_end for e in episodes) / count,
         mean_return=sum(e.episode_return for e in episodes) / count,
-        mean_steps=sum(e.length for e in episodes) / count,
+        mean_steps=sum(e.steps for e in episodes) / count,
     )
 
 
-def _summarise(collection: Collection, tasks: Sequence[str], folder: Path) -> EvalResult:
-    by_task: dict[int, list[Episode]] = {}
-    for episode in collection.episodes:
-        by_task.setdefault(episode.spec.task_id, []).append(episode)
+def _summarise(rows: Sequence[EpisodeRow], collection: Collection, tasks: Sequence[str], folder: Path) -> EvalResult:
+    ids = sorted({row.task_id for row in rows})
     return EvalResult(
-        overall=summarise_task(-1, "overall", collection.episodes),
-        tasks=tuple(summarise_task(task, tasks[task], by_task[task]) for task in sorted(by_task)),
+        overall=_summarise_task(-1, "overall", rows),
+        tasks=tuple(_summarise_task(task, tasks[task], [r for r in rows if r.task_id == task]) for task in ids),
         dropped=collection.dropped,
         folder=folder,
-        recordings=tuple((e.spec.episode_id, e.video) for e in collection.episodes if e.video),
+        recordings=tuple((row.episode, row.video) for row in rows if row.video),
         wall_s=collection.wall_s,
         env_steps=collection.env_steps,
     )
 
 
-def _episode_row(episode: Episode) -> dict[str, object]:
-    return {
-        "episode": episode.spec.episode_id,
-        "task_id": episode.spec.task_id,
-        "task": episode.instruction,
-        "reset_id": episode.spec.reset_id,
-        "seed": episode.spec.seed,
-        "success_once": episode.success_once,
-        "success_at_end": episode.success_at_end,
-        "return": episode.episode_return,
-        "steps": episode.length,
-        "terminated": episode.terminated,
-        "truncated": episode.truncated,
-        "seconds": round(episode.duration_s, 3),
-        "video": episode.video,
-    }
+def _episode_row(episode: Episode) -> EpisodeRow:
+    return EpisodeRow(
+        episode=episode.spec.episode_id,
+        task_id=episode.spec.task_id,
+        task=episode.instruction,
+        reset_id=episode.spec.reset_id,
+        seed=episode.spec.seed,
+        success_once=episode.success_once,
+        success_at_end=episode.success_at_end,
+        episode_return=episode.episode_return,
+        steps=episode.length,
+        terminated=episode.terminated,
+        truncated=episode.truncated,
+        seconds=round(episode.duration_s, 3),
+        video=episode.video,
+    )
 
 
 def _check_writable(folder: Path) -> None:

@@ -29,7 +29,7 @@ def describe(cfg: Config, command: str = "train") -> str:
     lines = facts(blueprint)
     if training:
         lines += _training_facts(blueprint)
-    plan = eval_plan(cfg, blueprint.env)
+    plan = eval_plan(blueprint.cfg, blueprint.env)
     lines.append(("validation", f"{plan.num_episodes} episodes in {plan.num_slots} slots"))
     return _layout(lines)
 

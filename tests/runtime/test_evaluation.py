@@ -138,3 +138,32 @@ def test_an_evaluation_of_a_checkpoint_has_its_step_and_its_success(tmp_path):
 def test_an_unknown_task_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="tasks 0 to 1"):
         evaluate_toy(tmp_path, "env.eval.task_ids=[2]")
+
+
+def test_an_interrupted_evaluation_goes_on_and_counts_every_episode_once(tmp_path, recorded):
+    """Cut after any row, even in the middle of one, and by a crash before the table was written."""
+    evaluate_toy(tmp_path)
+    folder = tmp_path / "run" / "eval" / "step_000000"
+    lines = (folder / "episodes.jsonl").read_text().splitlines(keepends=True)
+    (folder / "eval.json").unlink()
+    (folder / "episodes.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
+    result = evaluate(toy_config(tmp_path, *WORDS, command="eval"), resume=tmp_path / "run")
+    rows = episode_rows(result)
+    assert [json.dumps(row) for row in rows[:5]] == [line.strip() for line in lines[:5]]
+    assert sorted(row["episode"] for row in rows) == list(range(12))
+    again = {row["episode"]: row["success_once"] for row in rows}
+    assert again == {row["episode"]: row["success_once"] for row in episode_rows(recorded[1])}
+    assert result.overall.episodes == 12
+    assert result.env_steps == sum(row["steps"] for row in rows[5:])
+    finished = evaluate(toy_config(tmp_path, *WORDS, command="eval"), resume=tmp_path / "run")
+    assert finished.overall == result.overall
+    assert finished.env_steps == 0
+
+
+def test_the_standard_protocol_runs_every_initial_state_once(tmp_path):
+    words = ("env.kwargs.tasks=2", "eval.standard=true", "env.eval.max_episode_steps=3", "env.eval.total_num_envs=4")
+    result = evaluate(toy_config(tmp_path, *words, command="eval"))
+    assert sorted(row["reset_id"] for row in episode_rows(result)) == list(range(8))
+    assert max(row["steps"] for row in episode_rows(result)) > 3  # the horizon is the benchmark's
+    with pytest.raises(ConfigError, match=r"leave out eval.episodes, env.eval.task_ids"):
+        evaluate_toy(tmp_path, "eval.standard=true", "eval.episodes=3", "env.eval.task_ids=[0]", name="other")
