@@ -25,6 +25,8 @@ class Command:
     examples: tuple[str, ...] = ()
     long_help: bool = False
     """Add groups and the commonest keys to the help."""
+    own_flags: bool = False
+    """Flags behind the first word belong to what the command starts."""
 
     def epilog(self) -> str:
         """Text below the flags in `--help`."""

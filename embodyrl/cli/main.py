@@ -87,20 +87,23 @@ def _dispatch(arguments: list[str]) -> int:
     )
     parser.add_argument("words", nargs="*", metavar=command.words, help=command.words_help)
     for flag, options in command.flags.items():
-        parser.add_argument(flag, **options)
+        names = [name for name in (options.get("alias"), flag) if name]
+        parser.add_argument(*names, **{key: value for key, value in options.items() if key != "alias"})
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
-    if {"-h", "--help"} & set(arguments[1:]):
+    if {"-h", "--help"} & set(arguments[1:2] if command.own_flags else arguments[1:]):
         parser.epilog = command.epilog()
         print(parser.format_help(), end="")
         return 0
+    module, _, function = command.target.partition(":")
+    if command.own_flags:
+        return getattr(importlib.import_module(module), function)(argparse.Namespace(words=arguments[1:]))
     parsed, unknown = parser.parse_known_intermixed_args(arguments[1:])
     if unknown:
         raise ConfigError(
             f"unknown flag '{unknown[0]}'.{closest(unknown[0], command.flags)} "
             f"embodyrl {name} takes: {', '.join([*command.flags, '--traceback', '--help'])}; settings are key=value."
         )
-    module, _, function = command.target.partition(":")
     return getattr(importlib.import_module(module), function)(parsed)
 
 

@@ -14,6 +14,12 @@ from embodyrl.errors import ConfigError
 
 def train(args: argparse.Namespace) -> int:
     """Run `embodyrl train`."""
+    if args.multirun:
+        if args.resume or args.print_config or args.dry_run or args.json:
+            raise ConfigError("-m starts several runs; --resume, --print-config, --dry-run and --json go with one.")
+        from embodyrl.cli.sweep import sweep
+
+        return sweep("train", args.words, args.config_dir)
     cfg, resume = _train_config(args, "train")
     if _only_look(args, cfg, "train"):
         return 0

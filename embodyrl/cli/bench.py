@@ -1,0 +1,24 @@
+"""The command `bench`: run one of the benchmarks of a source checkout."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import embodyrl
+from embodyrl.errors import ConfigError
+from embodyrl.registry import closest
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run `embodyrl bench NAME [its flags]`; the exit code is the benchmark's."""
+    folder = Path(embodyrl.__file__).parents[1] / "benchmarks"
+    found = {file.stem: file for file in sorted(folder.glob("[a-z]*.py"))}
+    if not found:
+        raise ConfigError(f"no benchmarks in {folder}: a source checkout has them, the installed package does not.")
+    if not args.words or args.words[0] not in found:
+        hint = closest(args.words[0], found) if args.words else ""
+        raise ConfigError(f"embodyrl bench takes a name.{hint} One of: {', '.join(found)}. --json OUT writes figures.")
+    return subprocess.run([sys.executable, str(found[args.words[0]]), *args.words[1:]], check=False).returncode

@@ -1,0 +1,62 @@
+"""`-m`: several runs from one command line, one after the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from embodyrl.config.load import load_config
+from embodyrl.errors import ConfigError
+
+_NAME = "runner.experiment_name="
+
+
+def expand(words: Sequence[str]) -> list[list[str]]:
+    """Return the command line of each run: every combination of `key=a,b`, `key=range(0,3)`, `key=choice(a,b)`.
+
+    >>> expand(["seed=0,1", "env=tabletop"])
+    [['seed=0', 'env=tabletop'], ['seed=1', 'env=tabletop']]
+
+    Raises:
+        ConfigError: a word that cannot be parsed.
+    """
+    parser = OverridesParser.create()
+    choices: list[list[str]] = []
+    for word in words:
+        try:
+            override = parser.parse_override(word)
+        except HydraException:
+            raise ConfigError(f"Cannot parse '{word}'. With -m, write key=a,b or key=range(0,3).") from None
+        values = override.sweep_string_iterator() if override.is_sweep_override() else None
+        choices.append([f"{override.get_key_element()}={v}" for v in values] if values is not None else [word])
+    jobs = [list(job) for job in itertools.product(*choices)]
+    for number, job in enumerate(jobs):
+        # Runs of one name would meet in one folder.
+        job[:] = [f"{word}-{number}" if word.startswith(_NAME) and len(jobs) > 1 else word for word in job]
+    return jobs
+
+
+def sweep(command: str, words: Sequence[str], config_dirs: Sequence[str]) -> int:
+    """Check every combination, then run all; 1 if one of them failed.
+
+    Raises:
+        ConfigError: a combination is wrong; nothing was started.
+    """
+    jobs = expand(words)
+    for job in jobs:
+        load_config(command, job, config_dirs=[Path(d) for d in config_dirs])
+    flags = [part for folder in config_dirs for part in ("--config-dir", folder)]
+    codes = []
+    for number, job in enumerate(jobs, 1):
+        print(f"[{number}/{len(jobs)}] embodyrl {command} {' '.join(job)}", flush=True)
+        done = subprocess.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags], check=False)
+        codes.append(done.returncode)
+    for job, code in zip(jobs, codes, strict=True):
+        print(f"{'ok  ' if code == 0 else f'exit {code}'}  {' '.join(job)}")
+    return 1 if any(codes) else 0

@@ -1,0 +1,204 @@
+"""What users and their scripts rely on: names of commands and flags, their speed, and that every key is read."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import SOURCE
+from run_files import write_run
+
+import embodyrl
+from embodyrl.cli.commands import COMMANDS
+from embodyrl.cli.main import main
+from embodyrl.cli.sweep import expand
+from embodyrl.config import tree
+from embodyrl.config.keys import all_keys
+from embodyrl.config.load import load_config
+from embodyrl.config.validate import UNAVAILABLE
+from embodyrl.errors import ConfigError
+
+RUN = {"--print-config", "--dry-run", "--json", "--config-dir"}
+SURFACE = {
+    "train": RUN | {"--resume", "--multirun"},
+    "eval": RUN | {"--resume"},
+    "collect": RUN,
+    "sft": RUN | {"--resume"},
+    "report": {"--out", "--open", "--json"},
+    "view": {"--follow", "--sheet"},
+    "bench": set(),
+    "completion": set(),
+    "list": {"--json", "--config-dir"},
+    "show": {"--json", "--config-dir"},
+    "doctor": {"--json", "--config-dir"},
+    "check-env": {"--json", "--config-dir"},
+    "new": set(),
+}
+"""Scripts rely on these. Add to it; a name that goes away or changes needs a major version."""
+
+
+def test_no_command_or_flag_disappears() -> None:
+    for name, flags in SURFACE.items():
+        assert flags <= set(COMMANDS[name].flags), name
+
+
+def test_every_target_exists() -> None:
+    from importlib import import_module
+
+    for name, command in COMMANDS.items():
+        module, _, function = command.target.partition(":")
+        assert callable(getattr(import_module(module), function)), name
+
+
+def read_names() -> set[str]:
+    """Attribute names and strings that the package uses outside config/."""
+    names: set[str] = set()
+    for path in (SOURCE / "embodyrl").rglob("*.py"):
+        if "config" in path.relative_to(SOURCE / "embodyrl").parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                names.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"\w+", node.value):
+                names.add(node.value)
+    return names
+
+
+def test_every_key_of_the_schema_is_read_by_some_code() -> None:
+    read = read_names()
+    assert "group_size" in read
+    assert "total_num_envz" not in read
+    skipped = {"custom"} | {name for name, (allowed, _) in UNAVAILABLE.items() if len(allowed) == 1}
+    unread = [name for name in all_keys() if name.split(".")[-1] not in read and name not in skipped]
+    assert unread == []
+
+
+@pytest.mark.parametrize("group", tree.default_options("train"))
+def test_every_option_of_every_group_composes(group: str) -> None:
+    for option in tree.options(group):
+        load_config("train", [f"{group}={option}"])
+
+
+def test_a_sweep_is_every_combination_with_a_folder_of_its_own() -> None:
+    words = ["seed=range(0,2)", "env=tabletop,libero_10", "runner.experiment_name=a", "env.train.task_ids=[0,1]"]
+    jobs = expand(words)
+    assert [job[:3] for job in jobs] == [
+        ["seed=0", "env=tabletop", "runner.experiment_name=a-0"],
+        ["seed=0", "env=libero_10", "runner.experiment_name=a-1"],
+        ["seed=1", "env=tabletop", "runner.experiment_name=a-2"],
+        ["seed=1", "env=libero_10", "runner.experiment_name=a-3"],
+    ]
+    assert all(job[3] == "env.train.task_ids=[0,1]" for job in jobs)
+    with pytest.raises(ConfigError, match="Cannot parse"):
+        expand(["seed=,,("])
+
+
+def test_a_sweep_with_one_wrong_combination_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "-m", "seed=0,-1"]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "seed=-1: must be" in captured.err
+
+
+def test_the_python_functions_check_like_the_commands() -> None:
+    cfg = embodyrl.compose("train", "env=tabletop", "runner.max_steps=2")
+    assert cfg.runner.max_steps == 2
+    cfg.actor.optim.lr = -1.0
+    with pytest.raises(ConfigError, match=r"actor.optim.lr=-1.0: must be 0 or more"):
+        embodyrl.train(cfg)
+    with pytest.raises(ConfigError, match="does not read"):
+        embodyrl.evaluate(embodyrl.compose("eval", "data.path=x"))
+    code = "import sys, embodyrl; print('torch' in sys.modules or 'hydra' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_view_shows_a_training_and_its_recordings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "runs" / "a", videos=2)
+    assert main(["view", str(run)]) == 0
+    assert "Where the time goes" in capsys.readouterr().out
+    assert main(["view", str(run), "--sheet", str(tmp_path / "s.png")]) == 0
+    assert "4 recordings" in capsys.readouterr().out
+    from PIL import Image
+
+    with Image.open(tmp_path / "s.png") as sheet:
+        assert sheet.size[0] > 3 * 200
+    (run / "metrics.jsonl").unlink()
+    assert main(["view", str(run)]) == 0
+    assert "all tasks" in capsys.readouterr().out
+
+
+def test_bench_runs_a_file_of_the_checkout_and_hands_its_flags_on(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "polcy"]) == 2
+    assert "Did you mean 'policy'?" in capfd.readouterr().err
+    assert main(["bench", "channel", "--help"]) == 0
+    assert "--json" in capfd.readouterr().out
+
+
+def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
+    def complete(*words: str) -> set[str]:
+        listed = " ".join(f"'{w}'" for w in words)
+        script = f'eval "$({sys.executable} -m embodyrl.cli.main completion bash)"; COMP_WORDS=({listed}); '
+        script += f'COMP_CWORD={len(words) - 1}; _embodyrl 2>/dev/null; echo "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+        return set(done.stdout.split())
+
+    assert complete("embodyrl", "tr") == {"train"}
+    assert "env=tabletop" in complete("embodyrl", "train", "env=t")
+    assert "--dry-run" in complete("embodyrl", "train", "--")
+    assert complete("embodyrl", "train", "actor.optim.warm") == {"actor.optim.warmup_steps="}
+
+
+FENCE = re.compile(r"^(?: {4}|)(embodyrl [a-z-]+(?: .*)?)$", re.MULTILINE)
+ELSEWHERE = {
+    "new": "tests/cli/test_new.py writes and runs what these commands write",
+    "check-env": "tests/envs/test_check.py",
+    "view": "above",
+    "report": "tests/monitor/test_report.py",
+    "bench": "above, and tests/benchmarks",
+    "completion": "above",
+    "doctor": "tests/cli/test_doctor.py",
+    "migrate": "its own tests run the reference files",
+    "ckpt": "tests/cli and tests/checkpoint",
+}
+"""Commands whose documented lines need files of the user's; the tests that run the command with such files."""
+
+
+def documented() -> list[str]:
+    lines: set[str] = set()
+    for path in [SOURCE / "README.md", *sorted((SOURCE / "docs").rglob("*.md"))]:
+        for line in FENCE.findall(path.read_text(encoding="utf-8")):
+            lines.add(re.sub(r"\s+#.*", "", line).strip())
+    return sorted(lines)
+
+
+def test_every_documented_command_exists_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands are composed and checked as far as that goes without the user's files; `list` and `show` are run."""
+    lines = documented()
+    assert len(lines) > 20
+    for line in lines:
+        name, *words = line.split()[1:]
+        assert name in COMMANDS, line
+        flags = {w for w in words if w.startswith("-") and w not in ("-m",)}
+        assert COMMANDS[name].own_flags or flags <= set(COMMANDS[name].flags) | {"--help"}, line
+        mentions_files = any(mark in line for mark in ("<", "my_", "|", "--resume", "--config-dir", "..."))
+        if name in ("list", "show") and "|" not in line:
+            assert main([name, *words]) == 0, line
+        elif name in ("train", "eval", "collect", "sft") and not mentions_files:
+            jobs = expand([w for w in words if not w.startswith("-")]) if "-m" in words else [words]
+            for job in jobs:
+                load_config(name, [w for w in job if not w.startswith("-")])
+        elif name not in ELSEWHERE:
+            assert mentions_files or name in ("list", "show"), line
+    capsys.readouterr()
+
+
+def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["list", "evals"], ["list", "algorithms"], ["show", "eval"], ["train", "--print-config"]):
+        assert main([*words, "--json"]) == 0
+        json.loads(capsys.readouterr().out)
