@@ -2,14 +2,17 @@
 
 Each step adds the first action dimension to a position; the goal lies at +2 (task 0) or -2 (task 1, ...). Settings in
 `env.kwargs`: `tasks`, `task_limit`, `goal`, `echo` (the reward is the first action dimension, nothing ends), `reward`
-(given in every step instead of 1 at success), and one fault: {"fault": "raise|kill|exit|hang|nonfinite|gate", "where":
-"init|reset|step|observe", "at": from which call on, "once": path of a marker file that the first sinner makes}.
+(given in every step instead of 1 at success), and one fault: {"fault":
+"raise|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": from which call
+on, "once": path of a marker file that the first sinner makes}.
 A "gate" makes its marker and waits until the file "<marker>.open" exists.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -70,8 +73,17 @@ class ToySims:
             return None
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "segv":
+            ctypes.string_at(0)
         if fault == "exit":
             os._exit(7)
+        if fault == "spin":
+            re.match(r"(a+)+b", "a" * 64)  # years in C, with the interpreter lock held
+        if fault == "slow":
+            time.sleep(0.05)
+        if fault == "flood":
+            for _ in range(100):
+                os.write(1, bytes(range(256)) * 4096)
         if fault == "hang":
             time.sleep(3600)
         if fault == "gate":
@@ -98,10 +110,10 @@ class ToySims:
     def observe(self, slot: int, out: ObservationOut) -> None:
         height, width = self.spec.image_size
         out.images[...] = np.uint8(40 * (1 + self._task[slot]))
-        self._maybe_misbehave("observe")
+        fault = self._maybe_misbehave("observe")
         column = int(np.clip((self._position[slot] + 4) / 8, 0, 0.99) * width)
         out.images[0, height // 2, column] = 255
-        out.state[:] = self._position[slot]
+        out.state[:] = np.nan if fault == "nonfinite" else self._position[slot]
 
     def instruction(self, slot: int) -> str:
         return self.spec.tasks[self._task[slot]]

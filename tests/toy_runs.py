@@ -89,9 +89,9 @@ class Stage:
 
 
 @contextmanager
-def running_crew(folder: Path, *overrides: str) -> Iterator[Stage]:
-    """Start the workers of a config, and stop them at the end."""
-    blueprint = draw_blueprint(toy_config(folder, *overrides), training=True)
+def running_crew(folder: Path, *overrides: str, cfg: Config | None = None) -> Iterator[Stage]:
+    """Start the workers of a config, by default an inline one, and stop them at the end."""
+    blueprint = draw_blueprint(cfg or toy_config(folder, *overrides), training=True)
     said: list[str] = []
     crew = start_crew(blueprint, folder, said.append)
     try:

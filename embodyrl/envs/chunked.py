@@ -111,7 +111,12 @@ class ChunkedEnv:
                 raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
         for slot, start in zip(slots, starts, strict=True):
             self._progress[slot] = None
-            self._sims.reset(slot, start.reset_id, start.seed)
+            try:
+                self._sims.reset(slot, start.reset_id, start.seed)
+            except Exception as error:
+                task, state = self.spec.task_of(start.reset_id)
+                error.add_note(f"env '{self.spec.name}', slot {slot}, reset to task {task}, initial state {state}")
+                raise
             self._progress[slot] = _Progress(start)
 
     def step_chunk(
@@ -183,7 +188,11 @@ class ChunkedEnv:
             self._begun(slot)
             assert out.images.shape == (len(self.spec.cameras), *self.spec.image_size, 3), out.images.shape
             assert out.state.shape == (self.spec.state_dim,), out.state.shape
-            self._sims.observe(slot, out)
+            try:
+                self._sims.observe(slot, out)
+            except Exception as error:
+                error.add_note(self._where(slot))
+                raise
 
     def instruction(self, slot: int) -> str:
         """Language instruction of the slot's current episode."""
@@ -200,7 +209,11 @@ class ChunkedEnv:
         self._sims.close()
 
     def _step(self, slot: int, progress: _Progress, action: FloatArray) -> tuple[float, SimStep]:
-        step = self._sims.step(slot, action)
+        try:
+            step = self._sims.step(slot, action)
+        except Exception as error:
+            error.add_note(self._where(slot))
+            raise
         if not math.isfinite(step.reward):
             raise EnvError(
                 f"{self._where(slot)}: the simulator returned reward {step.reward}, expected a finite number. "

@@ -65,7 +65,7 @@ class VideoRecorder:
                 self._writer = self._open()
             self._writer.append_data(picture)
         except _FAILURES as error:
-            self._fail(str(error).strip() or type(error).__name__, error)
+            self._fail(_first_line(error), error)
         self._frames += 1
         self._step = step
 
@@ -86,7 +86,7 @@ class VideoRecorder:
                 self._fail(f"only {written} of {self._frames} frames were written; is the disk full?")
             os.replace(self._partial, target)
         except _FAILURES as error:
-            self._fail(str(error).strip() or type(error).__name__, error)
+            self._fail(_first_line(error), error)
         return target
 
     def discard(self) -> None:
@@ -156,6 +156,11 @@ class VideoRecorder:
             else:
                 lines[-1] = longer
         return lines
+
+
+def _first_line(error: Exception) -> str:
+    """Imageio appends the whole ffmpeg command."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _count_frames(path: Path) -> int:

@@ -15,7 +15,7 @@ from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
 from embodyrl.config.schema import Config
 from embodyrl.envs.protocol import ENVS, Env, TextEnv
 from embodyrl.envs.video import VideoRecorder
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import ObservationOut, decode_instruction, encode_instruction
 from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrder, StepOrder, WorkerReady
 
@@ -121,6 +121,11 @@ class EnvWorker:
             with arena.write(target) as record:
                 out = ObservationOut(images=arena["images"][record], state=arena["observed_state"][record])
                 self._env.observe([slot], [out])
+                if not np.isfinite(out.state).all():
+                    raise EnvError(
+                        f"env '{self._env.spec.name}', slot {slot} ('{self._env.instruction(slot)}'): state "
+                        f"{out.state.tolist()}, expected finite numbers. Likely the physics diverged."
+                    )
                 row = arena["instruction"]
                 row[record] = encode_instruction(self._env.instruction(slot), row.shape[1])
         self._render_s += time.perf_counter() - started

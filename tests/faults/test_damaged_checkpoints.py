@@ -1,0 +1,89 @@
+"""Damaged checkpoints are refused by name, with the next older one; nothing falls back or starts over in silence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from toy_runs import resume_toy, rows, train_toy
+
+from embodyrl.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    return train_toy(tmp_path_factory.mktemp("healthy"), "runner.save_interval=1")
+
+
+def truncate(newest):
+    victim = next((newest / "policy").glob("*.safetensors"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    return victim.name
+
+
+def flip_a_bit(newest):
+    victim = next((newest / "policy").glob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[-100] ^= 1
+    victim.write_bytes(data)
+    return f"{victim.name}: sha256 differs"
+
+
+def remove(newest):
+    victim = next(newest.glob("training_state*.safetensors"))
+    victim.unlink()
+    return f"{victim.name} is missing"
+
+
+def add(newest):
+    (newest / "policy" / "pytorch_model.bin").write_bytes(b"surprise")
+    return "pytorch_model.bin is not listed"
+
+
+def empty_the_manifest(newest):
+    (newest / "manifest.json").write_text("")
+    return "manifest.json is damaged"
+
+
+def come_from_the_future(newest):
+    path = newest / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99, "version": "9.0"}))
+    return "newer than this one"
+
+
+def lead_out_of_the_folder(newest):
+    (newest / "loop.json").unlink()
+    (newest / "loop.json").symlink_to("/etc/hostname")
+    return "links and special files"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, flip_a_bit, remove, add, empty_the_manifest, come_from_the_future, lead_out_of_the_folder],
+)
+def test_resuming_refuses_it_and_names_the_next_older_one(healthy, tmp_path, damage):
+    run = tmp_path / "run"
+    shutil.copytree(healthy, run)
+    said = damage(run / "checkpoints" / "step_000002")
+    before = rows(run)
+    with pytest.raises(CheckpointError) as caught:
+        resume_toy(run, "runner.max_steps=3")
+    assert caught.value.exit_code == 6
+    assert said in str(caught.value)
+    assert f"next older complete checkpoint is {run}/checkpoints/step_000001" in str(caught.value)
+    assert rows(run) == before
+    assert not (run / "lock").exists()
+
+
+def test_half_a_checkpoint_does_not_count_and_is_cleaned_up(healthy, tmp_path):
+    """What a kill between the data and the manifest, or before the rename, leaves behind."""
+    run = tmp_path / "run"
+    shutil.copytree(healthy, run)
+    folder = run / "checkpoints"
+    (folder / "step_000002" / "manifest.json").unlink()
+    shutil.move(folder / "step_000002", folder / ".tmp-step_000002-999999999")
+    resume_toy(run)
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    assert rows(run)[1]["train/return"] == rows(healthy)[1]["train/return"]
+    assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]

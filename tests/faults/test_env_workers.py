@@ -1,0 +1,133 @@
+"""Env workers that die, hang, crawl, flood or lie while the driver watches: real processes, exact counters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mixed_launcher import mixed_config
+from toy_runs import Stage, rows, running_crew
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.errors import WorkerError
+from embodyrl.runtime.episodes import train_plan
+from embodyrl.runtime.rollouts import Collection
+from embodyrl.runtime.train import train
+
+ECHO = ("env.kwargs.echo=true", "env.use_rel_reward=false", "algorithm.rollout_epoch=8", "launcher.env_workers=2")
+
+
+def fault(folder: Path, *settings: str) -> list[str]:
+    """A fault that one worker commits once."""
+    return [f"env.kwargs.{s}" for s in (*settings, f"once={folder}/marker")]
+
+
+def collect(stage: Stage) -> Collection:
+    plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+    return stage.crew.rollouts.collect(plan, version=0)
+
+
+def collect_with(folder: Path, *words: str) -> tuple[Collection, Sequence[str], int]:
+    """A rollout of an echo env; every action must have met its own reward, and every record must be free again."""
+    with running_crew(folder, cfg=mixed_config(folder, *ECHO, *words)) as stage:
+        rollout = collect(stage)
+        assert len(rollout.episodes) + rollout.dropped == 32
+        for e in rollout.episodes:
+            np.testing.assert_array_equal(e.reward, stage.crew.arena["action"][e.records][..., 0])
+        stage.crew.rollouts.release(rollout)
+        assert stage.crew.arena.num_free == stage.crew.arena.capacity
+        return rollout, stage.said, stage.crew.fleet.restarts
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("kind", "where", "said"),
+    [
+        ("segv", "step", "died with SIGSEGV"),
+        ("kill", "observe", "died with SIGKILL"),
+        ("raise", "step", ", task 0 ('go right'), initial state"),
+        ("nonfinite", "observe", "state [nan], expected finite numbers"),
+    ],
+)
+def test_a_crash_mispairs_nothing(tmp_path, kind, where, said):
+    words = fault(tmp_path, f"fault={kind}", f"where={where}", "at=6")
+    rollout, lines, restarts = collect_with(tmp_path, *words)
+    assert restarts == 1
+    assert 1 <= rollout.dropped <= 2
+    assert len(lines) == 1
+    assert "worker env_" in lines[0]
+    assert said in lines[0]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("kind", "where"), [("hang", "reset"), ("hang", "observe"), ("spin", "step")])
+def test_a_hang_is_ended_by_its_deadline_with_a_stack_dump(tmp_path, kind, where):
+    """`spin` never gives the interpreter lock back: no Python code of the worker can run any more."""
+    words = fault(tmp_path, f"fault={kind}", f"where={where}", "at=3")
+    rollout, lines, restarts = collect_with(tmp_path, *words, "faults.step_timeout_s=1")
+    assert restarts == 1
+    assert 1 <= rollout.dropped <= 2
+    assert "gave no answer for" in lines[0]
+    logs = "".join(p.read_text() for p in tmp_path.glob("env_*.log"))
+    assert "_maybe_misbehave" in logs
+
+
+@pytest.mark.integration
+def test_a_hang_while_starting_ends_at_its_deadline(tmp_path):
+    words = ("env.kwargs.fault=hang", "env.kwargs.where=init", "faults.start_timeout_s=4", "launcher.env_workers=1")
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"env_0 gave no answer for 4 s"):  # noqa: SIM117
+        with running_crew(tmp_path, cfg=mixed_config(tmp_path, *words)):
+            pass
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.integration
+def test_a_slow_worker_is_waited_for(tmp_path):
+    """Every step takes 50 ms; nothing is restarted or lost, and the wait is visible."""
+    words = ("env.kwargs.fault=slow", "algorithm.rollout_epoch=1", "launcher.env_workers=2")
+    with running_crew(tmp_path, cfg=mixed_config(tmp_path, *words)) as stage:
+        rollout = collect(stage)
+        assert (rollout.dropped, len(rollout.episodes), stage.crew.fleet.restarts) == (0, 4, 0)
+        assert rollout.sim_s >= 0.05 * rollout.env_steps
+        stage.crew.rollouts.release(rollout)
+
+
+@pytest.mark.integration
+def test_a_flood_of_output_blocks_nothing_and_does_not_fill_the_disk(tmp_path):
+    words = fault(tmp_path, "fault=flood", "at=3")
+    rollout, _, restarts = collect_with(tmp_path, *words)
+    assert (rollout.dropped, restarts) == (0, 0)
+    logs = list(tmp_path.glob("env_*.log"))
+    assert sum(p.stat().st_size for p in logs) < 20 * 2**20
+    assert any(b"bytes were dropped here" in p.read_bytes()[:100] for p in logs)
+
+
+@pytest.mark.integration
+def test_a_worker_beyond_its_budget_leaves_the_last_checkpoint_intact(tmp_path, capsys):
+    words = ("env.kwargs.fault=raise", "env.kwargs.at=40", "launcher.env_workers=1", "runner.max_steps=9")
+    words += ("faults.max_restarts_per_worker=1", "runner.save_interval=1")
+    with pytest.raises(WorkerError, match=r"restarted 1 times already") as caught:
+        train(mixed_config(tmp_path, *words))
+    assert caught.value.exit_code == 4
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    latest = store.latest()
+    assert latest is not None
+    store.verify(latest)
+    done = rows(tmp_path / "run")
+    assert store.steps()[-1] == done[-1]["step"] >= 1
+    assert done[-1]["env/restarts"] == 1
+    assert "restarting it (1 of 1)" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.integration
+def test_env_workers_never_load_torch(tmp_path):
+    """What is not loaded cannot initialise CUDA, and costs no memory."""
+    with running_crew(tmp_path, cfg=mixed_config(tmp_path, "launcher.env_workers=1")) as stage:
+        pid = stage.crew.fleet._launcher.pid("env_0")
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    assert "numpy" in maps
+    assert "libtorch" not in maps

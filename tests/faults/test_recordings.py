@@ -1,0 +1,74 @@
+"""Recordings that fail: training goes on and says so once, evaluation stops where it is told to, no half file stays."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_runs import toy_config, train_toy
+
+from embodyrl.envs.video import VideoError, VideoRecorder
+from embodyrl.errors import EmbodyError
+from embodyrl.runtime.evaluate import evaluate
+
+FRAME = np.zeros((64, 64, 3), np.uint8)
+
+
+def encoders() -> list[int]:
+    """Processes of ffmpeg that this process started."""
+    me, found = os.getpid(), []
+    for entry in Path("/proc").iterdir():
+        try:
+            name, _, rest = (entry / "stat").read_text().rpartition(")")
+        except (OSError, ValueError):
+            continue
+        if "ffmpeg" in name and int(rest.split()[1]) == me and rest.split()[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def record_until_it_fails(recorder: VideoRecorder) -> None:
+    for step in range(2, 500):
+        recorder.add(np.random.default_rng(step).integers(0, 255, (64, 64, 3), dtype=np.uint8), step, False)
+    recorder.finish("fail")
+
+
+def test_a_killed_encoder_is_an_error_and_leaves_no_file(tmp_path):
+    recorder = VideoRecorder(tmp_path / "film", 20, "go", False)
+    recorder.add(FRAME, 1, False)
+    (encoder,) = encoders()
+    os.kill(encoder, signal.SIGKILL)
+    with pytest.raises(VideoError, match=r"was not written.*video=none"):
+        record_until_it_fails(recorder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_vanishes_while_recording(tmp_path):
+    recorder = VideoRecorder(tmp_path / "films" / "film", 20, "go", False)
+    recorder.add(FRAME, 1, False)
+    shutil.rmtree(tmp_path / "films")
+    with pytest.raises(VideoError, match="was not written"):
+        record_until_it_fails(recorder)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def no_encoder(monkeypatch):
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/nonexistent/ffmpeg")
+
+
+def test_without_an_encoder_training_goes_on(tmp_path, no_encoder):
+    words = ("video=all", "runner.val_check_interval=1", "eval.episodes=2", "runner.max_steps=1")
+    run = train_toy(tmp_path, *words)
+    assert (run / "checkpoints" / "step_000001").is_dir()
+    assert not list((tmp_path / "videos").rglob("*.mp4"))
+
+
+def test_without_an_encoder_evaluation_stops_when_told_to(tmp_path, no_encoder):
+    words = ("video=all", "eval.episodes=2", "faults.on_video_error=stop")
+    with pytest.raises(EmbodyError, match=r"was not written.*faults\.on_video_error=warn"):
+        evaluate(toy_config(tmp_path, *words, command="eval"))

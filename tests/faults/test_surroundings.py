@@ -1,0 +1,195 @@
+"""Hostile surroundings: nothing is left behind, nothing outside the run is needed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from processes import Command, command_environment, start_cli, wait_until, workers_of
+from toy_runs import resume_toy, rows, toy_words
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Field, RecordLayout
+from embodyrl.launch.local import LocalLauncher
+from embodyrl.monitor import RunInfo, build_monitor
+from embodyrl.workers.lifecycle import WorkerSpec
+
+INLINE = ("launcher=inline", "runner.max_steps=1")
+
+
+@pytest.fixture
+def start():
+    commands: list[Command] = []
+
+    def begin(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Command:
+        commands.append(start_cli("train", *words, cwd=cwd, env=env))
+        return commands[-1]
+
+    yield begin
+    for command in commands:
+        command.stop()
+
+
+@pytest.mark.integration
+def test_kill_9_of_the_whole_group_leaves_nothing_and_the_run_goes_on(start, tmp_path):
+    """Nobody is left to clean up, not even Python's resource tracker."""
+    gate = tmp_path / "gate"
+    words = toy_words(tmp_path, f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=40")
+    command = start(*words, "runner.save_interval=1", "launcher.env_workers=1", cwd=tmp_path)
+    shared = set(os.listdir("/dev/shm"))
+    command.wait_for(gate, deadline_s=100)
+    pids = list(workers_of(command.pid).values())
+    assert len(pids) == 2
+    command.signal_group(signal.SIGKILL)
+    command.wait()
+    assert wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), 5.0)
+    assert set(os.listdir("/dev/shm")) <= shared
+    resume_toy(tmp_path / "run", "launcher.name=inline", "launcher.env_workers=auto")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.integration
+def test_odd_paths_no_home_no_locale_and_hardly_any_shared_memory(tmp_path):
+    """A folder with blanks and umlauts behind a link, a /dev/shm of 64 KiB, an unwritable home, the C locale."""
+    if os.geteuid() != 0:
+        pytest.skip("a private /dev/shm needs root")
+    real = tmp_path / "Bär & Söhne" / "läufe"
+    real.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(real)
+    hostile = {"HOME": "/proc/nowhere", "LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    words = [sys.executable, "-m", "embodyrl.cli.main", "train", *toy_words(tmp_path / "link", "runner.max_steps=1")]
+    mounted = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh"]
+    done = subprocess.run(
+        [*mounted, *words],
+        cwd=tmp_path / "link",
+        env=command_environment(tmp_path, hostile),
+        capture_output=True,
+        timeout=110,
+        check=False,
+    )
+    if b"unshare failed" in done.stderr or b"mount:" in done.stderr:
+        pytest.skip(f"no private mounts here: {done.stderr!r}")
+    assert done.returncode == 0, done.stderr
+    assert len(rows(real / "run")) == 1
+
+
+@pytest.mark.integration
+def test_two_runs_at_once_with_the_usual_port_taken(start, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        folders = [tmp_path / "a", tmp_path / "b"]
+        commands = []
+        for folder in folders:
+            folder.mkdir()
+            commands.append(start(*toy_words(tmp_path, *INLINE, name=folder.name), cwd=folder, env=env))
+        for command in commands:
+            assert command.wait(100) == 0, command.printed
+    assert [len(rows(tmp_path / name)) for name in "ab"] == [1, 1]
+
+
+@pytest.mark.integration
+def test_a_reader_that_closes_the_pipe_does_not_end_the_run(tmp_path):
+    """`embodyrl train ... | head -1`."""
+    words = [sys.executable, "-m", "embodyrl.cli.main", "train", *toy_words(tmp_path, *INLINE)]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env=command_environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(100) == 0
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+    assert len(rows(tmp_path / "run")) == 1
+    assert (tmp_path / "run" / "checkpoints" / "step_000001" / "manifest.json").is_file()
+
+
+class Sleeper:
+    def __init__(self, init: str) -> None:
+        pass
+
+    def ready(self) -> str:
+        return "ready"
+
+    def handle(self, order: str) -> list[str]:
+        if order == "exit":
+            os._exit(7)
+        return [order]
+
+    def close(self) -> None:
+        pass
+
+
+def _cycle(folder: Path, end: str) -> None:
+    launcher = LocalLauncher(folder)
+    launcher.start(WorkerSpec(name="w", entry=f"{__name__}:Sleeper", init=""), timeout_s=60)
+    assert wait_until(lambda: launcher.wait(1.0), 60)
+    if end == "kill":
+        os.kill(launcher.pid("w"), signal.SIGKILL)
+    if end != "stop":
+        launcher.send("w", "exit", timeout_s=60)
+        assert wait_until(lambda: launcher.wait(1.0), 60)
+    launcher.stop()
+
+
+@pytest.mark.integration
+def test_starting_and_stopping_leaks_nothing(tmp_path):
+    layout = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(256, 256, 3)),))
+
+    def held() -> tuple[int, int, set[str]]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), set(os.listdir("/dev/shm"))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def use_memory() -> None:
+        arena = Arena.create(layout, 50)
+        arena["image"][:] = 1
+        arena.close()
+        del arena
+        gc.collect()
+
+    use_memory()
+    _cycle(tmp_path, "stop")
+    before, memory = held(), resident()
+    for end in ("stop", "kill", "exit", "stop"):
+        _cycle(tmp_path, end)
+    for _ in range(50):
+        use_memory()
+    assert held() == before
+    assert resident() - memory < 5 * 2**20
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A real file system without a free byte, and a file on it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    made = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(made, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_loggers_on_a_full_disk_are_dropped_with_one_warning(full_disk, caplog):
+    monitor = build_monitor(["jsonl", "tensorboard"])
+    monitor.open(full_disk, RunInfo(run_id="full"))
+    monitor.log(1, {"train/return": 1.0})
+    free = shutil.disk_usage(full_disk).free
+    (full_disk / "ballast").write_bytes(bytes(free))
+    for step in range(2, 400):
+        monitor.log(step, {f"train/{name}": 1.0 for name in range(50)})
+    assert "jsonl" not in monitor.names()
+    assert sum("'jsonl' failed" in r.getMessage() for r in caplog.records) == 1
+    monitor.close()

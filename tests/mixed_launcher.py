@@ -1,0 +1,47 @@
+"""Env workers as real processes, the policy in this process, where everything it needs is imported already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toy_runs import toy_words
+
+from embodyrl.config.load import load_config
+from embodyrl.config.schema import Config
+from embodyrl.launch.inline import InlineLauncher
+from embodyrl.launch.local import LocalLauncher
+from embodyrl.launch.protocol import Event
+from embodyrl.workers.lifecycle import WorkerSpec
+
+
+class MixedLauncher:
+    def __init__(self, log_dir: Path) -> None:
+        self._local, self._inline = LocalLauncher(log_dir), InlineLauncher(log_dir)
+
+    def _of(self, worker: str) -> Any:
+        return self._local if worker.startswith("env_") else self._inline
+
+    def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        self._of(spec.name).start(spec, timeout_s=timeout_s)
+
+    def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
+        self._of(worker).send(worker, order, timeout_s=timeout_s)
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        events = self._inline.wait(0.0)
+        return events + self._local.wait(0.0 if events else timeout_s)
+
+    def pid(self, worker: str) -> int:
+        return self._of(worker).pid(worker)
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        self._local.stop(grace_s=grace_s)
+        self._inline.stop(grace_s=grace_s)
+
+
+def mixed_config(folder: Path, *overrides: str, name: str = "run") -> Config:
+    """Config of a toy run with real env workers that prints and logs to files."""
+    cfg = load_config("train", toy_words(folder, "runner.logger.backends=[console,jsonl]", *overrides, name=name))
+    cfg.launcher.name = "mixed_launcher:MixedLauncher"
+    return cfg
