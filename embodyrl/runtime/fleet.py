@@ -103,7 +103,7 @@ class Fleet:
                 f"worker {name} {died.reason}; it was restarted {count} times already "
                 f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
             )
-        delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** (count - 1)
+        delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
         self._restarts[name] = count + 1
         self._starting.add(name)
         self._restart_at[name] = time.monotonic() + delay

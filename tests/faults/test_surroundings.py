@@ -91,10 +91,10 @@ def test_two_runs_at_once_with_the_usual_port_taken(start, tmp_path):
         commands = []
         for folder in folders:
             folder.mkdir()
-            commands.append(start(*toy_words(tmp_path, *INLINE, name=folder.name), cwd=folder, env=env))
+            commands.append(start(*toy_words(tmp_path, *INLINE, name=f"run_{folder.name}"), cwd=folder, env=env))
         for command in commands:
             assert command.wait(100) == 0, command.printed
-    assert [len(rows(tmp_path / name)) for name in "ab"] == [1, 1]
+    assert [len(rows(tmp_path / f"run_{name}")) for name in "ab"] == [1, 1]
 
 
 @pytest.mark.integration
@@ -114,25 +114,9 @@ def test_a_reader_that_closes_the_pipe_does_not_end_the_run(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "step_000001" / "manifest.json").is_file()
 
 
-class Sleeper:
-    def __init__(self, init: str) -> None:
-        pass
-
-    def ready(self) -> str:
-        return "ready"
-
-    def handle(self, order: str) -> list[str]:
-        if order == "exit":
-            os._exit(7)
-        return [order]
-
-    def close(self) -> None:
-        pass
-
-
 def _cycle(folder: Path, end: str) -> None:
     launcher = LocalLauncher(folder)
-    launcher.start(WorkerSpec(name="w", entry=f"{__name__}:Sleeper", init=""), timeout_s=60)
+    launcher.start(WorkerSpec(name="w", entry="light_worker:LightWorker", init=""), timeout_s=60)
     assert wait_until(lambda: launcher.wait(1.0), 60)
     if end == "kill":
         os.kill(launcher.pid("w"), signal.SIGKILL)
@@ -162,7 +146,7 @@ def test_starting_and_stopping_leaks_nothing(tmp_path):
     use_memory()
     _cycle(tmp_path, "stop")
     before, memory = held(), resident()
-    for end in ("stop", "kill", "exit", "stop"):
+    for end in ("kill", "exit", "stop"):
         _cycle(tmp_path, end)
     for _ in range(50):
         use_memory()

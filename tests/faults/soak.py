@@ -1,0 +1,167 @@
+"""A soak: env workers are killed at random every five seconds, and nothing may be lost, mixed up or left behind.
+
+    PYTHONPATH=tests:. python tests/faults/soak.py --seconds 600 --compare
+
+First an echo environment, whose reward is its action: every record must hold a pair. Then training on tabletop: the run
+must count each kill, end in order at Ctrl-C, and leave nothing. `--compare` repeats the training without kills and asks
+whether the mean success differs by more than three standard errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mixed_launcher import mixed_config
+from processes import MARK, marked_processes, start_cli, wait_until, workers_of
+from toy_runs import rows, running_crew
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.runtime.episodes import train_plan
+
+PERIOD_S = 5.0
+ECHO = (
+    "env.kwargs.echo=true",
+    "env.use_rel_reward=false",
+    "algorithm.rollout_epoch=16",
+    "launcher.env_workers=2",
+    "faults.max_restarts_per_worker=100000",
+)
+TABLETOP = (
+    "env=tabletop",
+    "model=openvla_oft_tiny",
+    "env.train.total_num_envs=4",
+    "algorithm.group_size=2",
+    "env.train.max_episode_steps=24",
+    "launcher.env_workers=2",
+    "actor.global_batch_size=8",
+    "faults.max_restarts_per_worker=100000",
+    "runner.save_interval=5",
+)
+
+
+class Killer(threading.Thread):
+    """Kills a random env worker of a process every `PERIOD_S`."""
+
+    def __init__(self, driver: int, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.kills = 0
+        self._driver, self._choose, self._stop_now = driver, random.Random(seed), threading.Event()
+
+    def run(self) -> None:
+        while not self._stop_now.wait(PERIOD_S):
+            victims = sorted(pid for name, pid in workers_of(self._driver).items() if name.startswith("env_"))
+            if victims:
+                os.kill(self._choose.choice(victims), signal.SIGKILL)
+                self.kills += 1
+
+    def end(self) -> int:
+        self._stop_now.set()
+        self.join()
+        return self.kills
+
+
+def soak_echo(folder: Path, seconds: float, seed: int) -> None:
+    """Rollouts under fire; every action must meet its own reward."""
+    with running_crew(folder, cfg=mixed_config(folder, *ECHO)) as stage:
+        crew, killer = stage.crew, Killer(os.getpid(), seed)
+        files = len(os.listdir("/proc/self/fd"))
+        killer.start()
+        end, steps, chunks, dropped = time.monotonic() + seconds, 0, 0, 0
+        while time.monotonic() < end:
+            plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, steps, counts_chunk_steps=False)
+            rollout = crew.rollouts.collect(plan, version=steps)
+            for e in rollout.episodes:
+                np.testing.assert_array_equal(e.reward, crew.arena["action"][e.records][..., 0])
+                assert (crew.arena["version"][e.records] == steps).all()
+                chunks += len(e.records)
+            assert len(rollout.episodes) + rollout.dropped == plan.num_episodes
+            crew.rollouts.release(rollout)
+            assert crew.arena.num_free == crew.arena.capacity
+            steps, dropped = steps + 1, dropped + rollout.dropped
+        kills = killer.end()
+        assert wait_until(lambda: crew.fleet.pump(0.1) or crew.fleet.restarts == kills, 60), (
+            f"{kills} kills, {crew.fleet.restarts} restarts"
+        )
+        assert wait_until(lambda: crew.fleet.pump(0.1) or len(workers_of(os.getpid())) == 2, 60)
+        leaked = len(os.listdir("/proc/self/fd")) - files
+        assert leaked <= 0, f"{leaked} file descriptors more than before"
+    print(f"echo: {kills} kills = restarts, {steps} steps, {chunks} chunks paired, {dropped} episodes dropped, 0 leaks")
+
+
+def soak_training(folder: Path, seconds: float, seed: int) -> Path:
+    """Training under fire; returns the run."""
+    places = (f"runner.output_dir={folder}", "runner.experiment_name=soak", "runner.max_steps=100000")
+    command = start_cli("train", *TABLETOP, *places, cwd=folder)
+    run = folder / "soak"
+    try:
+        command.wait_for(run / "metrics.jsonl", lines=1, deadline_s=300)
+        killer = Killer(command.pid, seed)
+        killer.start()
+        time.sleep(seconds)
+        assert command.process.poll() is None, command.printed
+        kills = killer.end()
+        named = lambda: " ".join(command.printed.split()).count("; restarting it")  # noqa: E731
+        assert wait_until(lambda: named() == kills, 60), f"{kills} kills, {named()} restarts"
+        command.signal_group(signal.SIGINT)
+        assert command.wait(120) == 130, command.printed
+    finally:
+        command.stop()
+    CheckpointStore(run / "checkpoints").verify(sorted((run / "checkpoints").iterdir())[-1])
+    done = rows(run)
+    dropped = sum(row["env/dropped_episodes"] for row in done)
+    assert all(row["train/episodes"] + row["env/dropped_episodes"] == 4 for row in done)
+    print(f"tabletop: {kills} kills = restarts, {len(done)} steps, {dropped:.0f} episodes dropped, exit 130")
+    return run
+
+
+def compare(folder: Path, soaked: Path) -> None:
+    """The same number of steps without kills: is the mean success the same within its noise?"""
+    steps = len(rows(soaked))
+    places = (f"runner.output_dir={folder}", "runner.experiment_name=calm", f"runner.max_steps={steps}")
+    command = start_cli("train", *TABLETOP, *places, cwd=folder)
+    assert command.wait(3600) == 0, command.printed
+    curves = [
+        np.array([r["train/success_once"] for r in rows(run) if "train/success_once" in r])
+        for run in (soaked, folder / "calm")
+    ]
+    means = [float(c.mean()) for c in curves]
+    error = math.sqrt(sum(float(c.var()) / len(c) for c in curves))
+    assert abs(means[0] - means[1]) <= 3 * error + 1e-9, (means, error)
+    print(f"success with kills {means[0]:.3f}, without {means[1]:.3f}, standard error {error:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0, help="a third on echo, the rest on tabletop")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", action="store_true")
+    args = parser.parse_args()
+    os.environ[MARK] = str(os.getpid())
+    shared = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "echo").mkdir()
+        soak_echo(folder / "echo", args.seconds / 3, args.seed)
+        run = soak_training(folder, args.seconds * 2 / 3, args.seed)
+        if args.compare:
+            compare(folder, run)
+    assert wait_until(lambda: not marked_processes(), 5.0), f"left behind: {marked_processes()}"
+    assert set(os.listdir("/dev/shm")) <= shared
+    print("nothing left behind")
+
+
+if __name__ == "__main__":
+    main()
