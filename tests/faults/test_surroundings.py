@@ -25,6 +25,11 @@ from embodyrl.workers.lifecycle import WorkerSpec
 INLINE = ("launcher=inline", "runner.max_steps=1")
 
 
+def shared_memory() -> set[str]:
+    """Segments of ours; other programs of the host come and go."""
+    return {name for name in os.listdir("/dev/shm") if "embodyrl" in name}
+
+
 @pytest.fixture
 def start():
     commands: list[Command] = []
@@ -44,14 +49,14 @@ def test_kill_9_of_the_whole_group_leaves_nothing_and_the_run_goes_on(start, tmp
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=40")
     command = start(*words, "runner.save_interval=1", "launcher.env_workers=1", cwd=tmp_path)
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     command.wait_for(gate, deadline_s=100)
     pids = list(workers_of(command.pid).values())
     assert len(pids) == 2
     command.signal_group(signal.SIGKILL)
     command.wait()
     assert wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), 5.0)
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert shared_memory() <= shared
     resume_toy(tmp_path / "run", "launcher.name=inline", "launcher.env_workers=auto")
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
@@ -131,7 +136,7 @@ def test_starting_and_stopping_leaks_nothing(tmp_path):
     layout = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(256, 256, 3)),))
 
     def held() -> tuple[int, int, set[str]]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), set(os.listdir("/dev/shm"))
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), shared_memory()
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
