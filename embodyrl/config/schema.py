@@ -70,6 +70,8 @@ class RunnerConfig:
     """What to do if the run folder exists."""
     deterministic: bool = False
     """Same seed, same numbers, whatever the number of workers (costs inference on padded batches)."""
+    trace: bool = False
+    """Write who worked when to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 

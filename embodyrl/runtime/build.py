@@ -21,6 +21,7 @@ from embodyrl.runtime.fleet import Callback, Fleet
 from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
 from embodyrl.runtime.texts import fit_lengths, sampling_problems, with_task
+from embodyrl.runtime.timeline import Timeline
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -64,10 +65,14 @@ class Crew:
     arena: Arena
     rollouts: Rollouts
     policy: PolicyClient
+    trace: Path | None = None
+    """Where the timeline goes at the end."""
 
     def close(self) -> None:
-        """End all workers and free the arena."""
+        """End all workers, write the trace and free the arena."""
         self.fleet.stop()
+        if self.trace is not None:
+            self.fleet.timeline.write(self.trace)
         self.arena.close()
 
 
@@ -180,7 +185,9 @@ def start_crew(
     """Create the arena, start all workers and wait until they are ready."""
     cfg, algorithm = blueprint.cfg, blueprint.algorithm
     arena = Arena.create(blueprint.layout, blueprint.capacity)
-    fleet = Fleet(LAUNCHERS.get(cfg.launcher.name)(log_dir), cfg.faults, say)
+    names = [seat.name for seat in blueprint.seats]
+    timeline = Timeline(num_slots=blueprint.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
+    fleet = Fleet(LAUNCHERS.get(cfg.launcher.name)(log_dir), cfg.faults, say, timeline)
     policy = PolicyClient(fleet, POLICY_WORKER, timeout_s=cfg.faults.update_timeout_s)
     rules = RolloutRules(
         stages=cfg.rollout.pipeline_stage_num,
@@ -202,7 +209,8 @@ def start_crew(
         fleet.stop()
         arena.close()
         raise
-    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy)
+    trace = log_dir / "trace.json" if cfg.runner.trace else None
+    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy, trace=trace)
 
 
 def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> WorkerSpec:

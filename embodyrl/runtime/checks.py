@@ -34,7 +34,7 @@ _UNREAD: dict[str, tuple[str, ...]] = {
     ),
     "sft": (
         *("collect", "reward", "env", "algorithm", "rollout", "launcher", "actor.max_tokens_per_mbs"),
-        *("eval", "faults", "video", "video_cfg", "ckpt"),
+        *("runner.trace", "eval", "faults", "video", "video_cfg", "ckpt"),
     ),
 }
 """Groups and keys that a command never looks at: setting them would be a mistake."""

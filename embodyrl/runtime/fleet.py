@@ -11,6 +11,7 @@ from embodyrl.config.schema import FaultsConfig, OnEnvCrash
 from embodyrl.errors import EmbodyError, NonFiniteError, WorkerError
 from embodyrl.launch.protocol import Launcher, WorkerDied
 from embodyrl.runtime.signals import StopRequest
+from embodyrl.runtime.timeline import Timeline
 from embodyrl.workers.lifecycle import WorkerSpec
 from embodyrl.workers.messages import WorkerReady
 
@@ -22,10 +23,13 @@ _BACKOFF_S = 0.5
 class Fleet:
     """Start, feed and supervise the workers; only the driver thread uses it."""
 
-    def __init__(self, launcher: Launcher, faults: FaultsConfig, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, launcher: Launcher, faults: FaultsConfig, say: Callable[[str], None], timeline: Timeline
+    ) -> None:
         self._launcher = launcher
         self._faults = faults
         self._say = say
+        self.timeline = timeline
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
         self._starting: set[str] = set()
@@ -59,6 +63,7 @@ class Fleet:
 
     def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
         """Send an order; its reply reaches the worker's callback from `pump`."""
+        self.timeline.sent(worker, order)
         self._launcher.send(worker, order, timeout_s=timeout_s)
 
     def pump(self, timeout_s: float) -> None:
@@ -80,10 +85,13 @@ class Fleet:
         for event in sorted(self._launcher.wait(timeout_s), key=lambda e: isinstance(e.message, WorkerDied)):
             if isinstance(event.message, WorkerDied):
                 self._check_stop()
+                self.timeline.died(event.worker)
                 self._mourn(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
                 self._starting.discard(event.worker)
                 self.info[event.worker] = event.message.info
+            else:
+                self.timeline.answered(event.worker, event.message)
             self._callbacks[event.worker](event.message)
 
     def _check_stop(self) -> None:

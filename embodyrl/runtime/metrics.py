@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from embodyrl.runtime.rollouts import Collection
+from embodyrl.runtime.timeline import CLOCK_METRICS
 from embodyrl.types import Episode
 
-_CLOCK_DEPENDENT = frozenset({"env/steps_per_s", "rollout/infer_batch_size"})
+_CLOCK_DEPENDENT = CLOCK_METRICS | {"env/steps_per_s", "rollout/infer_batch_size"}
 """Depend on the machine's speed; in deterministic mode they move below `time/`, where nothing is compared."""
 
 

@@ -116,6 +116,7 @@ class _Training:
         session, algorithm = self.session, self.algorithm
         for step in range(session.step, session.total):
             started = time.perf_counter()
+            crew.fleet.timeline.begin()
             plan = train_plan(self.cfg, self.blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
             total = plan.num_slots * len(plan.waves) if algorithm.counts_chunk_steps else plan.num_episodes
             done = [0]
@@ -138,7 +139,7 @@ class _Training:
                 restarts=crew.fleet.restarts,
                 components=self.blueprint.env.components,
             )
-            metrics |= batch.metrics
+            metrics |= crew.fleet.timeline.metrics() | batch.metrics
             metrics["time/update"] = result.pop("seconds")
             metrics |= {f"actor/{name}": value for name, value in result.items()}
             metrics["time/step"] = time.perf_counter() - started

@@ -1,0 +1,164 @@
+"""Who worked when, as the driver sees it: metrics of a step, and a trace for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from embodyrl.channels.arena import Arena
+from embodyrl.files import write_atomically
+from embodyrl.workers.messages import Done, EnvOrders, EnvReport, InferOrder, UpdateOrder
+
+_TRACE_LIMIT = 500_000
+"""Spans kept for the trace; about 100 MB of JSON."""
+
+CLOCK_METRICS = frozenset(
+    f"rollout/{name}"
+    for name in ("slot_occupancy", "policy_busy", "env_busy", "policy_waits_for_env", "env_waits_for_policy")
+)
+
+
+class Span(NamedTuple):
+    """One order of one worker, in seconds since the timeline began."""
+
+    worker: str
+    name: str
+    start: float
+    end: float
+    size: int
+    """Slots (or observations, records) that the order is about."""
+    detail: dict[str, float]
+
+
+class Timeline:
+    """Spans of all orders; a worker carries out one order at a time, so a span begins when the one before ended."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        env_workers: Sequence[str],
+        arena: Arena,
+        keep: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._num_slots = num_slots
+        self._env_workers = env_workers
+        self._arena = arena
+        self._clock = clock
+        self._zero = clock()
+        self._open: dict[str, deque[tuple[str, float, int]]] = {}
+        self._free_since: dict[str, float] = {}
+        self._step: list[Span] = []
+        self._staleness: Counter[int] = Counter()
+        self._trace: list[Span] | None = [] if keep else None
+
+    def begin(self) -> None:
+        """Start a new step."""
+        self._step.clear()
+        self._staleness.clear()
+
+    def sent(self, worker: str, order: Any) -> None:
+        """An order is on its way."""
+        name, size = _describe(order)
+        self._open.setdefault(worker, deque()).append((name, self._now(), size))
+        if isinstance(order, UpdateOrder):
+            version = self._arena["version"]
+            self._staleness.update(order.step - int(version[ticket.record]) for ticket in order.tickets)
+
+    def answered(self, worker: str, message: Any) -> None:
+        """A worker replied to its oldest order (or said something that no order asked for)."""
+        if isinstance(message, EnvReport):
+            detail = {"sim_s": message.sim_s, "render_s": message.render_s, "reset_s": message.reset_s}
+        elif isinstance(message, Done):
+            detail = {"seconds": message.seconds}
+        else:
+            return
+        if not self._open.get(worker):
+            return
+        name, asked, size = self._open[worker].popleft()
+        now = self._now()
+        self._add(Span(worker, name, max(asked, self._free_since.get(worker, 0.0)), now, size, detail))
+        self._free_since[worker] = now
+
+    def died(self, worker: str) -> None:
+        """A worker is gone, and its orders with it."""
+        for name, asked, size in self._open.pop(worker, ()):
+            self._add(Span(worker, f"{name} (died)", asked, self._now(), size, {}))
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of the step's rollout, from its first env order to its last chunk; staleness of what was trained on.
+
+        `policy_waits_for_env`: the policy had nothing to do while some env worker was busy. `env_waits_for_policy`: the
+        average env worker had nothing to do while the policy acted. `staleness/k`: share of chunks that were k weight
+        versions old when they were trained on.
+        """
+        total = self._staleness.total()
+        result = {f"rollout/staleness/{age}": n / total for age, n in sorted(self._staleness.items())}
+        env = {w: [(s.start, s.end) for s in self._step if s.worker == w] for w in self._env_workers}
+        if not any(env.values()):
+            return result
+        start = min(a for spans in env.values() for a, _ in spans)
+        end = max(b for spans in env.values() for _, b in spans)
+        wall, workers = max(end - start, 1e-9), len(self._env_workers)
+        inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
+        acting = [(s.start, s.end) for s in inside if s.name == "infer"]
+        working = [s for s in inside if s.name == "infer" or s.worker in env]
+        any_env = _union(span for spans in env.values() for span in spans)
+        idle = [_total(_union([*env[w], *acting])) - _total(_union(env[w])) for w in self._env_workers]
+        return result | {
+            "rollout/slot_occupancy": sum(s.size * (s.end - s.start) for s in working) / (self._num_slots * wall),
+            "rollout/policy_busy": _total(acting) / wall,
+            "rollout/env_busy": sum(_total(spans) for spans in env.values()) / (workers * wall),
+            "rollout/policy_waits_for_env": (_total(_union([*any_env, *acting])) - _total(acting)) / wall,
+            "rollout/env_waits_for_policy": sum(idle) / (workers * wall),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write all spans in the Chrome trace format: one track per worker, microseconds."""
+        assert self._trace is not None
+        tracks = {name: k for k, name in enumerate(sorted({s.worker for s in self._trace}), start=1)}
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": name}} for name, k in tracks.items()
+        ]
+        for s in self._trace:
+            start, end = round(s.start * 1e6), round(s.end * 1e6)
+            place = {"pid": 1, "tid": tracks[s.worker], "ts": start, "dur": end - start}
+            events.append({"ph": "X", "name": s.name, **place, "args": {"size": s.size, **s.detail}})
+        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+    def _now(self) -> float:
+        return self._clock() - self._zero
+
+    def _add(self, span: Span) -> None:
+        self._step.append(span)
+        if self._trace is not None and len(self._trace) < _TRACE_LIMIT:
+            self._trace.append(span)
+
+
+def _describe(order: Any) -> tuple[str, int]:
+    """Name and size of an order: new kinds of orders get their class's name."""
+    if isinstance(order, EnvOrders):
+        return "chunk" if order.steps else "reset", len(order.steps) + len(order.resets)
+    if isinstance(order, InferOrder):
+        return "infer", len(order.items)
+    return type(order).__name__.removesuffix("Order").lower(), len(getattr(order, "tickets", ()))
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Merge spans that overlap."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _total(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)
