@@ -180,7 +180,7 @@ class ChunkedEnv:
                 if ended or out_of_time:
                     progress.over = True
                     break
-        return ChunkResult(reward=reward, **flags)
+        return ChunkResult(reward=reward, components=None, **flags)
 
     def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
         """Write the current observation of each slot into its views (also of an episode that is over)."""
