@@ -53,12 +53,14 @@ class Timeline:
         self._zero = clock()
         self._open: dict[str, deque[tuple[str, float, int]]] = {}
         self._free_since: dict[str, float] = {}
+        self._begun = 0.0
         self._step: list[Span] = []
         self._staleness: Counter[int] = Counter()
         self._trace: list[Span] | None = [] if keep else None
 
     def begin(self) -> None:
         """Start a new step."""
+        self._begun = self._now()
         self._step.clear()
         self._staleness.clear()
 
@@ -99,13 +101,15 @@ class Timeline:
         """
         total = self._staleness.total()
         result = {f"rollout/staleness/{age}": n / total for age, n in sorted(self._staleness.items())}
-        env = {w: [(s.start, s.end) for s in self._step if s.worker == w] for w in self._env_workers}
-        if not any(env.values()):
+        chunks = [s for s in self._step if s.name == "chunk"]
+        if not chunks:
             return result
-        start = min(a for spans in env.values() for a, _ in spans)
-        end = max(b for spans in env.values() for _, b in spans)
-        wall, workers = max(end - start, 1e-9), len(self._env_workers)
+        # Orders of the step before may have been answered in this one, and resets of the next step are on their way.
+        start = max(self._begun, min(s.start for s in self._step if s.worker in self._env_workers))
+        end = max(s.end for s in chunks)
         inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
+        wall, workers = max(end - start, 1e-9), len(self._env_workers)
+        env = {w: [(s.start, s.end) for s in inside if s.worker == w] for w in self._env_workers}
         acting = [(s.start, s.end) for s in inside if s.name == "infer"]
         working = [s for s in inside if s.name == "infer" or s.worker in env]
         any_env = _union(span for spans in env.values() for span in spans)

@@ -11,7 +11,16 @@ from toy_runs import rows, train_toy
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import Field, RecordLayout
 from embodyrl.runtime.timeline import CLOCK_METRICS, Timeline
-from embodyrl.workers.messages import Done, EnvOrders, EnvReport, InferItem, InferOrder, ResetOrder, UpdateOrder
+from embodyrl.workers.messages import (
+    Done,
+    EnvOrders,
+    EnvReport,
+    InferItem,
+    InferOrder,
+    ResetOrder,
+    StepOrder,
+    UpdateOrder,
+)
 
 
 class Clock:
@@ -28,8 +37,8 @@ def arena():
     arena.close()
 
 
-def resets(count):
-    return EnvOrders(sequence=1, stage=0, resets=tuple(object.__new__(ResetOrder) for _ in range(count)))
+def chunks(count):
+    return EnvOrders(sequence=1, stage=0, steps=tuple(object.__new__(StepOrder) for _ in range(count)))
 
 
 def inference(count):
@@ -48,13 +57,13 @@ def test_shares_of_a_step(arena):
     """
     clock = Clock()
     timeline = Timeline(num_slots=4, env_workers=["env_0", "env_1"], arena=arena, keep=False, clock=clock)
-    timeline.sent("env_0", resets(2))
-    timeline.sent("env_1", resets(2))
+    timeline.sent("env_0", chunks(2))
+    timeline.sent("env_1", chunks(2))
     for second, worker, answer, order in (
         (2, "env_0", REPORT, inference(2)),
         (3, "policy", DONE, None),
         (4, "env_1", REPORT, inference(4)),
-        (6, "policy", DONE, resets(2)),
+        (6, "policy", DONE, chunks(2)),
         (10, "env_0", REPORT, None),
     ):
         clock.now = second
@@ -67,6 +76,11 @@ def test_shares_of_a_step(arena):
     assert metrics["rollout/env_busy"] == pytest.approx((6 + 4) / 20)
     assert metrics["rollout/policy_waits_for_env"] == pytest.approx((2 + 1 + 4) / 10)
     assert metrics["rollout/env_waits_for_policy"] == pytest.approx((3 + 2) / 20)
+    early = EnvOrders(sequence=1, stage=0, resets=(object.__new__(ResetOrder),))
+    timeline.sent("env_1", early)
+    clock.now = 12
+    timeline.answered("env_1", REPORT)
+    assert timeline.metrics() == metrics, "resets of the next step are no part of this one"
     timeline.begin()
     assert timeline.metrics() == {}
 
