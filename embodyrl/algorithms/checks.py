@@ -18,7 +18,7 @@ COMMON_KEYS = frozenset(
         *("adv_type", "loss_type", "group_size", "rollout_epoch", "update_epoch", "loss_agg_func", "sampling_params"),
         *("kl_beta", "kl_penalty_type", "kl_in_reward", "kl_target", "kl_horizon", "logprob_type"),
         *("entropy_bonus", "entropy_type", "positive_nll_coef", "advantage_clip", "truncated_episodes"),
-        *("reward_scale", "reward_bias", "reward_clip", "reward_norm", "overlong_buffer", "overlong_penalty_factor"),
+        *("reward_scale", "reward_bias", "reward_clip", "reward_norm"),
         *("old_logprob", "behave_weight_threshold", "behave_weight_mode", "behave_weight_level", "m2_threshold"),
         *("off_policy_masking_delta", "early_stop_imp_ratio"),
     }
@@ -31,12 +31,6 @@ _WITHOUT: tuple[tuple[str, str, Callable[[AlgorithmConfig], bool]], ...] = (
     ("kl_in_reward", "kl_beta is 0; set kl_beta above 0", lambda c: c.kl_beta == 0),
     ("kl_target", "kl_in_reward is false; set it to true", lambda c: not c.kl_in_reward),
     ("kl_horizon", "kl_target is null; set it", lambda c: c.kl_target is None),
-    ("overlong_penalty_factor", "overlong_buffer is null; set it", lambda c: c.overlong_buffer is None),
-    (
-        "overlong_buffer",
-        "sampling_params.max_new_tokens is null; set it",
-        lambda c: c.sampling_params.max_new_tokens is None,
-    ),
     *(
         (
             key,

@@ -1,4 +1,4 @@
-"""From an environment's rewards to those that are credited: scale, clip, length penalty, KL to the reference."""
+"""From an environment's rewards to those that are credited: scale, clip, normalisation, KL to the reference."""
 
 from __future__ import annotations
 
@@ -23,17 +23,11 @@ REWARD_KL: dict[str, Callable[[FloatArray], npt.NDArray[np.floating]]] = {
 """Estimators that can be taken from rewards, of gap = log pi - log pi_ref within +-20; see `losses.kl`."""
 
 
-def overlong_penalty(length: float, *, longest: int, buffer: int, factor: float) -> float:
-    """min(-(e / buffer) factor, 0), e = length - (longest - buffer): DAPO's soft length limit (arXiv 2503.14476)."""
-    return min(-(length - (longest - buffer)) / buffer * factor, 0.0)
-
-
 def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Episode]:
     """Return the episodes with the rewards that estimators see.
 
-    Per action r = reward_scale r; then, on the last executed action, what changes the outcome R = sum r: the bias
-    and the overlong penalty, 0 for truncated episodes where asked for, the clip, and the normalisation over the batch
-    or group.
+    Per action r = reward_scale r; then, on the last executed action, what changes the outcome R = sum r: the bias,
+    0 for truncated episodes where asked for, the clip, and the normalisation over the batch or group.
     """
     outcome = np.array([_outcome(episode, cfg) for episode in episodes])
     if cfg.reward_norm != RewardNorm.none and episodes:
@@ -50,11 +44,6 @@ def _outcome(episode: Episode, cfg: AlgorithmConfig) -> float:
     total = (episode.episode_return + cfg.reward_bias) * cfg.reward_scale
     if cfg.reward_clip is not None:
         total = float(np.clip(total, -cfg.reward_clip, cfg.reward_clip))
-    longest = cfg.sampling_params.max_new_tokens
-    if cfg.overlong_buffer is not None and longest is not None:
-        total += overlong_penalty(
-            episode.length, longest=longest, buffer=cfg.overlong_buffer, factor=cfg.overlong_penalty_factor
-        )
     return total
 
 

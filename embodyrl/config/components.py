@@ -242,10 +242,6 @@ class AlgorithmConfig:
     """Shift and scale outcomes to mean 0 and standard deviation 1 over the group or the batch."""
     truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
     """Episodes that hit a limit: train on them, mask (leave out of the update), or zero_reward."""
-    overlong_buffer: int | None = None
-    """Actions (tokens) before max_new_tokens over which a length penalty grows; null: no penalty."""
-    overlong_penalty_factor: float = 1.0
-    """Length penalty at max_new_tokens."""
     reward_type: RewardLevel = RewardLevel.chunk_level
     """Credit per chunk or per action."""
     logprob_type: TokenLevel = TokenLevel.token_level

@@ -103,7 +103,7 @@ RULES: dict[str, Rule] = {
     **{
         f"algorithm.{key}": _number(lambda v: v > 0, "greater than 0")
         for key in (
-            *("kl_target", "kl_horizon", "reward_scale", "reward_clip", "overlong_buffer", "overlong_penalty_factor"),
+            *("kl_target", "kl_horizon", "reward_scale", "reward_clip"),
             *("ratio_max", "sapo_tau_pos", "sapo_tau_neg", "step_advantage_weight", "m2_threshold"),
             *("off_policy_masking_delta", "behave_weight_threshold"),
         )

@@ -56,7 +56,6 @@ def test_consumed_keys_of_an_unknown_name():
         ({"kl_in_reward": True, "kl_beta": 0.1, "kl_penalty_type": "k3+"}, "is a form for the loss"),
         ({"m2_threshold": 0.1}, "old_logprob=recompute"),
         ({"behave_weight_mode": WeightMode.truncate}, "behave_weight_threshold is null"),
-        ({"overlong_buffer": 4}, "max_new_tokens is null"),
     ],
 )
 def test_problems(changes: dict, message: str):

@@ -4,8 +4,8 @@ from algorithm_cases import LENGTHS, OLD_LOGPROB, REF_LOGPROB, REWARDS, VALID, m
 
 from embodyrl.algorithms import build_algorithm
 from embodyrl.algorithms.protocol import Scores
-from embodyrl.algorithms.shaping import adapted_beta, overlong_penalty, shape_rewards
-from embodyrl.config.schema import AlgorithmConfig, RewardNorm, SamplingParams, TruncatedEpisodes
+from embodyrl.algorithms.shaping import adapted_beta, shape_rewards
+from embodyrl.config.schema import AlgorithmConfig, RewardNorm, TruncatedEpisodes
 
 REFERENCE = Scores(
     logprob=tuple(OLD_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
@@ -42,17 +42,6 @@ def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():
 )
 def test_reward_norm(norm: RewardNorm, expected):
     np.testing.assert_allclose(outcomes(AlgorithmConfig(reward_norm=norm)), expected, atol=1e-5)
-
-
-def test_overlong_reference():
-    penalties = [overlong_penalty(n, longest=10, buffer=4, factor=1.0) for n in (5, 6, 7, 9, 10, 12)]
-    assert penalties == [0, 0, -0.25, -0.75, -1, -1.5]
-
-
-def test_overlong_penalty_counts_executed_actions():
-    cfg = AlgorithmConfig(overlong_buffer=4, sampling_params=SamplingParams(max_new_tokens=5))
-    expected = [r - max(length - 1, 0) / 4 for r, length in zip(REWARDS, LENGTHS, strict=True)]
-    np.testing.assert_allclose(outcomes(cfg), expected)
 
 
 def test_truncated_episodes_are_masked_or_cost_their_reward():
