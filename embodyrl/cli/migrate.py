@@ -109,7 +109,7 @@ def read_source(path: Path, overrides: list[str]) -> dict[str, Any]:
     try:
         if path.suffix == ".toml":
             raw = OmegaConf.create(tomllib.loads(path.read_text(encoding="utf-8")))
-        elif "defaults" in (plain := yaml.safe_load(path.read_text(encoding="utf-8")) or {}):
+        elif "defaults" in (plain := dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})):
             with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
                 raw = compose(path.stem)
             OmegaConf.set_struct(raw, False)
@@ -141,7 +141,7 @@ def _leaves(raw: Any) -> dict[str, Any]:
             try:
                 value = node[name]
             except OmegaConfBaseException:
-                value = OmegaConf.to_container(node, resolve=False)[name]
+                value = dict(OmegaConf.to_container(node, resolve=False))[name]  # pyright: ignore
             if OmegaConf.is_dict(value) and len(value):
                 walk(value, f"{key}.")
             else:
@@ -231,7 +231,8 @@ def _apply(key: str, source: Mapping[str, Any], entry: Any, result: Migration, s
     Targets with @ are sizes, see `_settle_sizes`; a list of targets takes a list of values or one for all; `also` is
     set besides; `if` names keys of the source without which this one does nothing.
     """
-    value, rule = source[key], {"to": entry} if isinstance(entry, str) else entry
+    value = source[key]
+    rule: Mapping[str, Any] = {"to": entry} if isinstance(entry, str) else entry
     note = rule.get("note", "")
     chosen: dict[str, Any] | None = {}
     if value is None or value == "":
@@ -252,8 +253,7 @@ def _apply(key: str, source: Mapping[str, Any], entry: Any, result: Migration, s
         elif target.startswith("group/"):
             result.groups[target.removeprefix("group/")] = setting
         else:
-            known = all_keys().get(target)
-            result.settings[target] = _first(setting) if known is None or known.base is str else setting
+            result.settings[target] = _typed_for(target, setting)
     return Verdict(key=key, value=value, state=state, to=tuple(chosen), note=note)
 
 
@@ -272,9 +272,13 @@ def _chosen(value: Any, rule: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**dict(zip(targets, values, strict=True)), **rule.get("also", {})}
 
 
-def _first(value: Any) -> Any:
-    """Return the entry of a list of one, as some systems write paths and betas."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+def _typed_for(target: str, value: Any) -> Any:
+    """Take the only entry of a list, and whole numbers as such, where the target wants them."""
+    known = all_keys().get(target)
+    base = str if known is None else known.base
+    if base is str and isinstance(value, list) and len(value) == 1:
+        return value[0]
+    return int(value) if base is int and isinstance(value, float) and value.is_integer() else value
 
 
 def _settle_sizes(result: Migration, sizes: Mapping[str, float]) -> None:
