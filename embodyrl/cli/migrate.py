@@ -109,18 +109,18 @@ def read_source(path: Path, overrides: list[str]) -> dict[str, Any]:
     try:
         if path.suffix == ".toml":
             raw = OmegaConf.create(tomllib.loads(path.read_text(encoding="utf-8")))
-        elif "defaults" in (plain := dict(yaml.safe_load(path.read_text(encoding="utf-8")) or {})):
+        elif "defaults" in (plain := OmegaConf.load(path)):
             with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
                 raw = compose(path.stem)
             OmegaConf.set_struct(raw, False)
             raw = OmegaConf.merge(raw, {key: plain[key] for key in ("defaults", "hydra") if key in plain})
         else:
-            raw = OmegaConf.create(plain)
+            raw = plain
         for word in overrides:
             key, equals, value = word.lstrip("+").partition("=")
             if not equals:
                 raise ConfigError(f"'{word}': after the file come overrides of it, key=value.")
-            OmegaConf.update(raw, key, yaml.safe_load(value), force_add=True)
+            OmegaConf.update(raw, key, OmegaConf.create(f"v: {value}").v, force_add=True)
     except (yaml.YAMLError, tomllib.TOMLDecodeError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: not readable: {str(error).splitlines()[0]}") from error
     except HydraException as error:

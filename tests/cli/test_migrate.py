@@ -53,7 +53,8 @@ def test_every_key_is_accounted_for_and_the_result_is_accepted(
     words = [f"{name}={path}" for name, path in here.items()]
     if {"override /env": "libero_10"} in groups:
         pytest.importorskip("libero")
-        words = ["model=openvla_oft_tiny", "model.path=null", "model.lora.path=null", "model.num_action_chunks=8"]
+        words = ["model.path=assets/openvla_oft_tiny", "model.unnorm_key=libero_10_no_noops"]
+        words += ["model.is_lora=false", "model.lora.path=null"]
     word = [f"experiment={source.stem}", "--config-dir", str(tmp_path)]
     assert main(["train", *word, *words, "--dry-run"]) == 0, capsys.readouterr().err
 
