@@ -38,6 +38,7 @@ SURFACE = {
     "doctor": {"--json", "--config-dir"},
     "check-env": {"--json", "--config-dir"},
     "new": set(),
+    "migrate": {"--from", "--to", "--json"},
 }
 """Scripts rely on these. Add to it; a name that goes away or changes needs a major version."""
 
