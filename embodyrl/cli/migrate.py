@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embodyrl.config.keys import all_keys, spell
@@ -107,15 +107,16 @@ def read_source(path: Path, overrides: list[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file.")
     try:
-        if path.suffix == ".toml":
-            raw = OmegaConf.create(tomllib.loads(path.read_text(encoding="utf-8")))
-        elif "defaults" in (plain := OmegaConf.load(path)):
+        toml = path.suffix == ".toml"
+        raw = OmegaConf.create(tomllib.loads(path.read_text(encoding="utf-8"))) if toml else OmegaConf.load(path)
+        if not isinstance(raw, DictConfig):
+            raise ConfigError(f"{path}: not readable: it holds a list, not keys.")
+        if "defaults" in raw:
+            own = OmegaConf.masked_copy(raw, [key for key in ("defaults", "hydra") if key in raw])
             with initialize_config_dir(config_dir=str(path.parent.resolve()), version_base="1.3"):
                 raw = compose(path.stem)
             OmegaConf.set_struct(raw, False)
-            raw = OmegaConf.merge(raw, {key: plain[key] for key in ("defaults", "hydra") if key in plain})
-        else:
-            raw = plain
+            raw.merge_with(own)
         for word in overrides:
             key, equals, value = word.lstrip("+").partition("=")
             if not equals:
