@@ -133,12 +133,15 @@ def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    from embodyrl.cli.sweep import expand
     from embodyrl.config.load import load_config
 
     for name in ("train", "eval"):
         for example in COMMANDS[name].examples:
-            words = [w for w in example.split()[2:] if "=" in w]
-            load_config(name, words)
+            typed = example.split()[2:]
+            words = [w for w in typed if "=" in w]
+            for job in expand(words) if "-m" in typed else [words]:
+                load_config(name, job)
 
 
 def saved_config(folder: Path) -> Path:
