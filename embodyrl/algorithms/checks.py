@@ -20,16 +20,17 @@ COMMON_KEYS = frozenset(
         *("entropy_bonus", "entropy_type", "positive_nll_coef", "advantage_clip", "truncated_episodes"),
         *("reward_scale", "reward_bias", "reward_clip", "reward_norm"),
         *("old_logprob", "behave_weight_threshold", "behave_weight_mode", "behave_weight_level", "m2_threshold"),
-        *("off_policy_masking_delta", "early_stop_imp_ratio"),
+        *("off_policy_masking_delta", "early_stop_imp_ratio", "max_staleness"),
     }
 )
 VALUE_KEYS = frozenset({"value_clip", "huber_delta", "value_coef", "critic_warmup"})
-GROUP_KEYS = frozenset({"filter_rewards"})
+GROUP_KEYS = frozenset({"filter_rewards", "filter_refills"})
 
 _WITHOUT: tuple[tuple[str, str, Callable[[AlgorithmConfig], bool]], ...] = (
     ("kl_penalty_type", "kl_beta is 0; set kl_beta above 0", lambda c: c.kl_beta == 0),
     ("kl_in_reward", "kl_beta is 0; set kl_beta above 0", lambda c: c.kl_beta == 0),
     ("kl_target", "kl_in_reward is false; set it to true", lambda c: not c.kl_in_reward),
+    ("filter_refills", "filter_rewards is null; set its bounds", lambda c: c.filter_rewards is None),
     ("kl_horizon", "kl_target is null; set it", lambda c: c.kl_target is None),
     *(
         (

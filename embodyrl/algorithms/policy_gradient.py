@@ -76,7 +76,7 @@ class PolicyGradient:
             _require_finite(episode, "value", episode.value)
             _require_finite(episode, "bootstrap value", episode.bootstrap_value)
         shaped, metrics = self._shape(episodes, scores)
-        keep = self._filter(shaped)
+        keep = self.select(shaped)
         kept = [shaped[i] for i in keep]
         scores = Scores(states=tuple(scores.states[i] for i in keep) if self.needs_states else ())
         credits = self._estimator.compute(kept, scores, self._cfg) if kept else []
@@ -237,7 +237,7 @@ class PolicyGradient:
         share = _mean_share(units, weight)
         return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share
 
-    def _filter(self, episodes: Sequence[Episode]) -> list[int]:
+    def select(self, episodes: Sequence[Episode]) -> list[int]:
         """Return the indices of the episodes that enter the update."""
         mask = self._cfg.truncated_episodes == TruncatedEpisodes.mask
         able = [i for i, episode in enumerate(episodes) if not (mask and episode.truncated and not episode.cut)]

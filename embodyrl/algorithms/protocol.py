@@ -94,6 +94,10 @@ class Algorithm(Protocol):
         """Go on from what `state` returned."""
         ...
 
+    def select(self, episodes: Sequence[Episode]) -> list[int]:
+        """Return the indices of the episodes that may enter the update."""
+        ...
+
     def prepare(self, episodes: Sequence[Episode], scores: Scores) -> PreparedBatch:
         """Turn finished episodes into advantages and value targets.
 

@@ -250,8 +250,10 @@ class AlgorithmConfig:
     """Level at which entropy is averaged."""
     filter_rewards: list[float] | None = None
     """[low, high]: groups whose mean success lies outside do not enter the update."""
+    filter_refills: int = 0
+    """Rounds of further groups in place of filtered ones; if none is left after them, the weights stay as they are."""
     max_staleness: int = 0
-    """0: synchronous."""
+    """Versions by which the oldest data of an update may lag behind its weights; 0: synchronous."""
     old_logprob: OldLogprob = OldLogprob.rollout
     """Denominator of the ratio: log-probabilities of the rollout, or recomputed by the actor before it trains."""
     behave_weight_threshold: float | None = None

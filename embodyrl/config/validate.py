@@ -115,6 +115,7 @@ RULES: dict[str, Rule] = {
     "algorithm.filter_rewards": _list(
         lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1, "two numbers [low,high] with 0 <= low < high <= 1, or null"
     ),
+    "algorithm.filter_refills": _NOT_NEGATIVE,
     "algorithm.max_staleness": _NOT_NEGATIVE,
     "algorithm.sampling_params.temperature": _POSITIVE,
     "algorithm.sampling_params.top_k": _COUNT_OR_NEVER,
@@ -176,7 +177,6 @@ UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
     "actor.fsdp.size": ((-1, 1), _ONE_GPU),
     "actor.fsdp.reshard_after_forward": ((True,), _ONE_GPU),
     "actor.fsdp.cpu_offload": ((False,), _NO_OFFLOAD),
-    "algorithm.max_staleness": ((0,), "asynchronous training is not available in this version"),
     "algorithm.sampling_params.do_sample": ((True,), "training samples its actions; greedy ones carry no gradient"),
 }
 """Keys that nothing consumes yet: their legal values and the reason. Delete a row when its feature arrives."""
@@ -203,7 +203,7 @@ def find_invalid(cfg: Config) -> list[str]:
 
 def find_conflicts(cfg: Config) -> list[str]:
     """Return one line for each combination of (single valid) values that contradicts itself."""
-    return [text for check in (_groups, _workers, _batches, _resume, _sampling) if (text := check(cfg))]
+    return [text for check in (_groups, _workers, _batches, _resume, _sampling, _async) if (text := check(cfg))]
 
 
 def _groups(cfg: Config) -> str | None:
@@ -265,4 +265,13 @@ def _sampling(cfg: Config) -> str | None:
     return (
         f"eval.sampling_params.temperature={chosen.temperature} has no effect on greedy evaluation. "
         "Set eval.sampling_params.do_sample=true, or remove it."
+    )
+
+
+def _async(cfg: Config) -> str | None:
+    if not (cfg.algorithm.max_staleness and cfg.runner.deterministic):
+        return None
+    return (
+        f"algorithm.max_staleness={cfg.algorithm.max_staleness}: which weights an asynchronous rollout acts "
+        "with depends on the clock, so runner.deterministic=true cannot hold. Set one of them back."
     )

@@ -10,8 +10,8 @@ import numpy as np
 
 from embodyrl.algorithms.protocol import Algorithm, Scores
 from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.runtime.jobs import Collection
 from embodyrl.runtime.policy_client import PolicyClient
-from embodyrl.runtime.rollouts import Collection
 from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import LoadOrder, SaveOrder, ScoreOrder, UpdateOrder
 
@@ -21,10 +21,12 @@ ALGORITHM_FILE = "algorithm.json"
 class Actors:
     """Scores, trains, saves and loads; replay batches are tickets, their contents stay in the arena."""
 
-    def __init__(self, policy: PolicyClient, arena: Arena, algorithm: Algorithm) -> None:
+    def __init__(self, policy: PolicyClient, arena: Arena, algorithm: Algorithm, *, in_parts: bool) -> None:
+        """Join; `in_parts`: the policy acts between the micro-batches of an update."""
         self._policy = policy
         self._arena = arena
         self._algorithm = algorithm
+        self._in_parts = in_parts
 
     def score(self, collection: Collection) -> Scores:
         """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""
@@ -60,6 +62,7 @@ class Actors:
             step=step,
             tickets=tuple(by_record[int(record)] for record in batch.records),
             episode=tuple(int(e) for e in batch.episode),
+            in_parts=self._in_parts,
         )
         done = self._policy.call(order)
         return done.metrics | {"seconds": done.seconds}

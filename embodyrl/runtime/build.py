@@ -323,7 +323,7 @@ def _capacity(cfg: Config, env: EnvSpec, algorithm: Algorithm | None, num_slots:
         shortest = 1 if env.may_truncate else cfg.env.train.max_episode_steps
         per_episode = -(-shortest // cfg.model.num_action_chunks)
         finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch
-    return samples + finals + in_flight
+    return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight
 
 
 def _total_steps(cfg: Config, env: EnvSpec) -> int:

@@ -16,6 +16,7 @@ from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.monitor import Fanout
 from embodyrl.runtime.build import Blueprint, Crew, count_env_workers, deal_slots, draw_blueprint, start_crew
 from embodyrl.runtime.episodes import demonstration_plan, selected_tasks
+from embodyrl.runtime.jobs import Job
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import RunFolder, locked, open_run, resolve_weights
 from embodyrl.runtime.session import announce, screen_only
@@ -198,18 +199,18 @@ class _Collecting:
             wanted = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
             trial = trials[episode.spec.episode_id][1]
             ended[episode.spec.episode_id] = _copy(crew.arena, episode, trial) if wanted else None
-            crew.rollouts.release_episode(episode)
+            crew.rollouts.release(job.out, [episode])
             write(all_that_came=False)
             self.monitor.progress(sum(self.kept.values()), self.cfg.collect.episodes, "kept episodes")
 
         plan = demonstration_plan(self.cfg, self.blueprint.env, trials)
         for task, _ in trials:
             self.next_trial[task] += 1
-        greedy = not self.cfg.eval.sampling_params.do_sample
+        job = Job(plan, greedy=not self.cfg.eval.sampling_params.do_sample, on_episode=note)
         try:
-            collection = crew.rollouts.collect(plan, version=0, greedy=greedy, on_episode=note)
+            collection = crew.rollouts.collect(job)
             self.dropped += collection.dropped
-            self.wall_s += collection.wall_s
+            self.wall_s += collection.tally.wall_s
         finally:
             write(all_that_came=True)
         writer.flush()

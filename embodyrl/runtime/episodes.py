@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import overload
 
 import numpy as np
 
@@ -19,7 +21,7 @@ _EVAL_SEED = 1000
 class Wave:
     """Episodes that may run at the same time; a wave starts when the one before has ended."""
 
-    queues: tuple[tuple[EpisodeSpec, ...], ...]
+    queues: tuple[Sequence[EpisodeSpec], ...]
     """One queue per slot, or a single queue that all slots share."""
     quota_chunks: int | None = None
     """Chunk steps per slot; the running episode is cut when they are used up."""
@@ -117,6 +119,17 @@ def train_plan(cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool
     )
 
 
+def refill_plan(cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int) -> RolloutPlan:
+    """Plan further groups for training step `step`, in place of those that were filtered out."""
+    ids, size = selected_reset_ids(env, cfg.env.train), cfg.algorithm.group_size
+    first = (attempt + 1) * groups_per_step(cfg)
+    episodes = []
+    for group in range(first, first + groups):
+        reset_id = ids[derive(cfg.seed, "refill", step, group) % len(ids)]
+        episodes += [_train_episode(cfg, env, step, group * size + m, group, reset_id) for m in range(size)]
+    return _list_plan(cfg, cfg.env.train, episodes)
+
+
 def eval_plan(cfg: Config, env: EnvSpec) -> RolloutPlan:
     """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed."""
     split = cfg.env.eval
@@ -139,14 +152,7 @@ def eval_plan(cfg: Config, env: EnvSpec) -> RolloutPlan:
         )
     # Episodes of one task run together, so that a worker loads few simulators.
     episodes.sort(key=lambda e: (tasks.index(e.task_id), e.episode_id))
-    slots = min(split.total_num_envs, total)
-    wave = Wave(queues=(tuple(episodes),))
-    return RolloutPlan(
-        num_slots=slots,
-        max_episode_steps=split.max_episode_steps,
-        ignore_terminations=split.ignore_terminations,
-        waves=(_deal(wave, slots) if cfg.runner.deterministic else wave,),
-    )
+    return _list_plan(cfg, split, episodes)
 
 
 def demonstration_plan(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> RolloutPlan:
@@ -171,6 +177,11 @@ def demonstration_plan(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, in
                 noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
             )
         )
+    return _list_plan(cfg, split, episodes)
+
+
+def _list_plan(cfg: Config, split: EnvSplitConfig, episodes: Sequence[EpisodeSpec]) -> RolloutPlan:
+    """Run these episodes in their order, in as many slots as there are."""
     slots = min(split.total_num_envs, len(episodes))
     wave = Wave(queues=(tuple(episodes),))
     return RolloutPlan(
@@ -201,18 +212,34 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
     quota = -(-steps // cfg.model.num_action_chunks)
     per_slot = quota if split.auto_reset else 1
-    choices = selected_reset_ids(env, split)
-    queues = []
-    for slot, fixed in enumerate(reset_ids):
-        lane = epoch * len(reset_ids) + slot
-        queue = []
-        for j in range(per_slot):
-            reset_id = fixed
-            if not split.use_fixed_reset_state_ids:
-                reset_id = choices[derive(cfg.seed, "free-reset", step, lane, j) % len(choices)]
-            queue.append(_train_episode(cfg, env, step, lane * per_slot + j, lane // size, reset_id))
-        queues.append(tuple(queue))
-    return Wave(queues=tuple(queues), quota_chunks=quota)
+    choices = () if split.use_fixed_reset_state_ids else selected_reset_ids(env, split)
+
+    def episode(lane: int, fixed: int, j: int) -> EpisodeSpec:
+        reset_id = choices[derive(cfg.seed, "free-reset", step, lane, j) % len(choices)] if choices else fixed
+        return _train_episode(cfg, env, step, lane * per_slot + j, lane // size, reset_id)
+
+    first = epoch * len(reset_ids)
+    lanes = [_Lane(partial(episode, first + slot, fixed), per_slot) for slot, fixed in enumerate(reset_ids)]
+    return Wave(queues=tuple(lanes), quota_chunks=quota)
+
+
+class _Lane(Sequence[EpisodeSpec]):
+    """Episodes that are made when they are looked at: few of those that outlast a quota ever start."""
+
+    def __init__(self, make: Callable[[int], EpisodeSpec], length: int) -> None:
+        self._make = make
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> EpisodeSpec: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[EpisodeSpec]: ...
+    def __getitem__(self, index: int | slice) -> EpisodeSpec | list[EpisodeSpec]:
+        chosen = range(self._length)[index]
+        return self._make(chosen) if isinstance(chosen, int) else [self._make(j) for j in chosen]
 
 
 def _train_episode(cfg: Config, env: EnvSpec, step: int, index: int, group: int, reset_id: int) -> EpisodeSpec:

@@ -15,7 +15,8 @@ from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_rows
 from embodyrl.monitor.intervals import wilson
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.episodes import RolloutPlan, eval_plan
-from embodyrl.runtime.rollouts import Collection, VideoChoice, require_videos
+from embodyrl.runtime.jobs import Collection, Job, VideoChoice
+from embodyrl.runtime.rollouts import require_videos
 from embodyrl.types import Episode, EpisodeSpec
 
 
@@ -100,15 +101,15 @@ def run_evaluation(
             log.flush()
             progress(len(rows), plan.num_episodes, "eval")
 
-        collection = crew.rollouts.collect(
+        job = Job(
             plan.without({row.episode for row in rows}),
-            version=step,
             greedy=not cfg.eval.sampling_params.do_sample,
             temperature=cfg.eval.sampling_params.temperature,
-            keep_records=False,
+            keep=False,
             video=video_choice(cfg.video, plan, blueprint, videos, step),
             on_episode=note,
         )
+        collection = crew.rollouts.collect(job)
     if collection.video_problems and cfg.faults.on_video_error == OnVideoError.stop:
         require_videos(collection.video_problems)
     for problem in collection.video_problems[:3]:
@@ -166,8 +167,8 @@ def _summarise(rows: Sequence[EpisodeRow], collection: Collection, tasks: Sequen
         dropped=collection.dropped,
         folder=folder,
         recordings=tuple((row.episode, row.video) for row in rows if row.video),
-        wall_s=collection.wall_s,
-        env_steps=collection.env_steps,
+        wall_s=collection.tally.wall_s,
+        env_steps=collection.tally.env_steps,
     )
 
 

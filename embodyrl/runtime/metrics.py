@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from embodyrl.runtime.rollouts import Collection
+from embodyrl.runtime.jobs import Collection
 from embodyrl.runtime.timeline import CLOCK_METRICS
 from embodyrl.types import Episode
 
@@ -18,22 +18,24 @@ def rollout_metrics(
     collection: Collection, *, num_workers: int, restarts: int, components: Sequence[str] = ()
 ) -> dict[str, float]:
     """Success, return and length of the finished episodes; how fast and where the time went."""
-    c = collection
+    tally = collection.tally
     # Episodes cut by the quota say nothing about success, unless there are no others.
-    finished = [e for e in c.episodes if not e.cut] or c.episodes
+    every = collection.episodes + collection.filtered
+    finished = [e for e in every if not e.cut] or every
     metrics = {
         "train/episodes": float(len(finished)),
-        "env/steps_per_s": c.env_steps / c.wall_s if c.wall_s else 0.0,
-        "env/steps": float(c.env_steps),
+        "train/groups_refilled": float(collection.refills),
+        "env/steps_per_s": tally.env_steps / tally.wall_s if tally.wall_s else 0.0,
+        "env/steps": float(tally.env_steps),
         "env/restarts": float(restarts),
-        "env/dropped_episodes": float(c.dropped),
-        "rollout/infer_batch_size": c.inferred / c.inferences if c.inferences else 0.0,
-        "time/rollout": c.wall_s,
+        "env/dropped_episodes": float(collection.dropped),
+        "rollout/infer_batch_size": tally.inferred / tally.inferences if tally.inferences else 0.0,
+        "time/rollout": tally.wall_s,
         # Seconds of the average env worker, so that they compare with wall time.
-        "time/simulate": c.sim_s / num_workers,
-        "time/render": c.render_s / num_workers,
-        "time/reset": c.reset_s / num_workers,
-        "time/infer": c.infer_s,
+        "time/simulate": tally.sim_s / num_workers,
+        "time/render": tally.render_s / num_workers,
+        "time/reset": tally.reset_s / num_workers,
+        "time/infer": tally.infer_s,
     }
     if finished:
         metrics |= _episode_metrics(finished, "train")

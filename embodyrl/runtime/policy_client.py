@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from embodyrl.runtime.fleet import Fleet
-from embodyrl.workers.messages import Done
+from embodyrl.workers.messages import ContinueOrder, Done
 
 OnDone = Callable[[Done], None]
 
@@ -21,6 +21,8 @@ class PolicyClient:
         self._timeout_s = timeout_s
         self._sequence = 0
         self._open: list[tuple[int, OnDone]] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What else there is to do while somebody waits for a reply."""
 
     @property
     def busy(self) -> bool:
@@ -33,12 +35,19 @@ class PolicyClient:
         self._fleet.send(self._worker, replace(order, sequence=self._sequence), timeout_s=self._timeout_s)
 
     def call(self, order: Any) -> Done:
-        """Send an order and wait for its reply."""
+        """Send an order and wait for its reply; an order that is carried out in parts lets others in between."""
         replies: list[Done] = []
         self.submit(order, replies.append)
-        while not replies:
-            self._fleet.pump(1.0)
-        return replies[0]
+        seconds = 0.0
+        while True:
+            while not replies:
+                self._fleet.pump(1.0)
+                self.meanwhile()
+            done = replies.pop()
+            seconds += done.seconds
+            if done.finished:
+                return replace(done, seconds=seconds)
+            self.submit(ContinueOrder(sequence=0), replies.append)
 
     def on_message(self, message: Any) -> None:
         """Callback for `Fleet`."""

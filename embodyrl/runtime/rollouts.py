@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Arena
 from embodyrl.errors import EmbodyError
 from embodyrl.launch.protocol import WorkerDied
-from embodyrl.runtime.episodes import RolloutPlan, Wave
 from embodyrl.runtime.fleet import Fleet
+from embodyrl.runtime.jobs import Collection, Job, Tally
 from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.slots import Phase, Slot
-from embodyrl.types import Episode, EpisodeSpec, EpisodeStart, decode_instruction
+from embodyrl.types import Episode, EpisodeStart, decode_instruction
 from embodyrl.workers.messages import (
     Done,
     EnvOrders,
@@ -32,9 +31,6 @@ from embodyrl.workers.messages import (
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
 _PATIENCE_S = 1.0
-
-VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
-"""Returns (file stem, which outcomes to keep) for an episode that is recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +51,6 @@ class RolloutRules:
     step_timeout_s: float
     total_slots: int
     value_dim: int
-
-
-@dataclass
-class Collection:
-    """What a rollout produced."""
-
-    episodes: list[Episode] = field(default_factory=list)
-    tickets: dict[int, list[Ticket]] = field(default_factory=dict)
-    """Records of each episode by episode id; empty if they were not kept."""
-    dropped: int = 0
-    env_steps: int = 0
-    wall_s: float = 0.0
-    sim_s: float = 0.0
-    render_s: float = 0.0
-    reset_s: float = 0.0
-    infer_s: float = 0.0
-    inferences: int = 0
-    inferred: int = 0
-    video_problems: list[str] = field(default_factory=list)
 
 
 class Rollouts:
@@ -98,59 +75,61 @@ class Rollouts:
         self._down: set[str] = {seat.name for seat in seats}
         self._task_limits: dict[str, int | None] = {}
         self._sequence = 0
-        self._plan: RolloutPlan | None = None
         self._version = 0
-        self._greedy = False
-        self._temperature: float | None = None
-        self._keep = True
-        self._video: VideoChoice | None = None
-        self._out = Collection()
+        self._jobs: list[Job] = []
+        self._tally = Tally()
         self._ready_since = 0.0
+        policy.meanwhile = self.advance
 
-    def collect(
-        self,
-        plan: RolloutPlan,
-        *,
-        version: int,
-        greedy: bool = False,
-        temperature: float | None = None,
-        keep_records: bool = True,
-        video: VideoChoice | None = None,
-        on_episode: Callable[[Episode], None] | None = None,
-    ) -> Collection:
-        """Run all episodes of a plan.
+    def publish(self, version: int) -> None:
+        """The policy acts with these weights from now on; running episodes go on with them."""
+        self._version = version
 
-        Episodes come back in plan order, not in the order in which they ended. Without `keep_records` the arena is
-        free again at the end and only the episodes' small arrays remain. `temperature` replaces the training one.
+    def open(self, job: Job, *, first: bool = False) -> Job:
+        """Let slots start the job's episodes as they get free: after those of earlier jobs, or `first`."""
+        self._jobs.insert(0 if first else len(self._jobs), job)
+        self.advance()
+        return job
+
+    def finish(self, job: Job) -> Collection:
+        """Work on all open jobs until this one is done.
+
+        Its episodes come back in plan order, not in the order in which they ended; its tally holds all that was done
+        since the last call.
         """
-        self._plan, self._version, self._greedy, self._keep, self._video = plan, version, greedy, keep_records, video
-        self._temperature = temperature
-        self._on_episode = on_episode
-        self._out = Collection()
         started = time.perf_counter()
-        for wave in plan.waves:
-            self._begin(wave, plan.num_slots)
-            while any(slot.phase is not Phase.IDLE or slot.has_next for slot in self._slots):
-                self._dispatch_env()
-                self._dispatch_inference()
-                self._check_progress()
-                self._fleet.pump(_SHORT_WAIT_S if self._waiting_for_batch else _PATIENCE_S)
-        if self._rules.needs_values and keep_records:
-            self._bootstrap()
-        out = self._out
+        while not job.done:
+            self.advance()
+            self._check_progress()
+            self._fleet.pump(_SHORT_WAIT_S if self._waiting_for_batch else _PATIENCE_S)
+        self._jobs.remove(job)
+        out = job.out
+        if self._rules.needs_values and job.keep:
+            self._bootstrap(out)
         out.episodes.sort(key=lambda e: e.spec.episode_id)
-        out.wall_s = time.perf_counter() - started
+        out.tally, self._tally = self._tally, Tally()
+        out.tally.wall_s = time.perf_counter() - started
         return out
 
-    def release(self, collection: Collection) -> None:
-        """Give the records of a collection back to the arena."""
-        for tickets in collection.tickets.values():
-            self._arena.free(tickets)
-        collection.tickets.clear()
+    def collect(self, job: Job) -> Collection:
+        """Run a job before all others."""
+        return self.finish(self.open(job, first=True))
 
-    def release_episode(self, episode: Episode) -> None:
-        """Give one finished episode's records back while the collection still runs; for use in `on_episode`."""
-        self._arena.free(self._out.tickets.pop(episode.spec.episode_id))
+    def advance(self) -> None:
+        """Send out all orders that can be sent now; called again whenever something came back."""
+        if self._jobs:
+            self._dispatch_env()
+            self._dispatch_inference()
+
+    def abandon(self) -> None:
+        """Send no more orders: the run is about to end."""
+        self._jobs.clear()
+
+    def release(self, collection: Collection, episodes: Iterable[Episode] | None = None) -> None:
+        """Give the records of a collection, or of some of its episodes, back to the arena."""
+        chosen = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
+        for episode_id in chosen:
+            self._arena.free(collection.tickets.pop(episode_id))
 
     def on_message(self, worker: str, message: Any) -> None:
         """Callback for `Fleet`: reports and deaths of env workers."""
@@ -164,27 +143,17 @@ class Rollouts:
 
     # --- dispatch ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, wave: Wave, num_slots: int) -> None:
-        shared = deque(wave.queues[0]) if len(wave.queues) == 1 else None
-        for slot in self._slots:
-            if shared is not None:
-                slot.queue = shared if slot.index < num_slots else deque()
-            else:
-                slot.queue = deque(wave.queues[slot.index]) if slot.index < len(wave.queues) else deque()
-            slot.quota = wave.quota_chunks
-
     def _dispatch_env(self) -> None:
         """Send each idle stage its work: a stage steps as a whole, but resets do not wait for inference."""
         for key, slots in self._stages.items():
             if key in self._busy or key[0] in self._down:
                 continue
             acted = [s for s in slots if s.phase is Phase.ACTED]
-            waiting = any(s.phase in (Phase.READY, Phase.INFERRING) for s in slots)
-            starters = [s for s in slots if s.phase is Phase.IDLE and s.has_next]
-            if acted and waiting:
+            if acted and any(s.phase is Phase.INFERRING or self._may_act(s) for s in slots):
                 acted = []
             steps = tuple(self._step_order(s) for s in acted)
-            resets = tuple(self._reset_order(s) for s in starters if self._may_start(s))
+            starters = [s for s in slots if s.phase is Phase.IDLE]
+            resets = tuple(self._reset_order(s, job) for s in starters if (job := self._next_job(s)))
             if not steps and not resets:
                 continue
             self._sequence += 1
@@ -193,13 +162,23 @@ class Rollouts:
             timeout = self._rules.step_timeout_s * (len(steps) + len(resets))
             self._fleet.send(key[0], orders, timeout_s=timeout)
 
-    def _may_start(self, slot: Slot) -> bool:
-        """Whether the slot's next episode can run now: a worker that holds few simulators takes few tasks at once."""
-        if not slot.has_next:
-            return False
-        limit = self._task_limits.get(slot.worker)
-        active = {s.episode.task_id for s in self._slots if s.worker == slot.worker and s.episode is not None}
-        return limit is None or len(active | {slot.queue[0].task_id}) <= limit
+    def _next_job(self, slot: Slot) -> Job | None:
+        """The first job whose next episode this slot can run now.
+
+        A worker that holds few simulators takes few tasks at once; it then waits rather than take a later job's.
+        """
+        for job in self._jobs:
+            spec = job.upcoming(slot.index)
+            if spec is None:
+                continue
+            limit = self._task_limits.get(slot.worker)
+            active = {s.episode.task_id for s in self._slots if s.worker == slot.worker and s.episode is not None}
+            return job if limit is None or len(active | {spec.task_id}) <= limit else None
+        return None
+
+    def _may_act(self, slot: Slot) -> bool:
+        """Whether the policy may look at the slot's observation with the present weights."""
+        return slot.phase is Phase.READY and slot.job is not None and slot.job.not_before <= self._version
 
     def _step_order(self, slot: Slot) -> StepOrder:
         assert slot.current is not None
@@ -207,18 +186,17 @@ class Rollouts:
         slot.phase = Phase.STEPPING
         return StepOrder(slot=slot.local, source=slot.current, target=slot.target)
 
-    def _reset_order(self, slot: Slot) -> ResetOrder:
-        assert self._plan is not None
+    def _reset_order(self, slot: Slot, job: Job) -> ResetOrder:
         target = self._arena.allocate()
-        spec = slot.begin(target)
-        choice = self._video(spec) if self._video is not None else None
+        spec = slot.begin(job, target)
+        choice = job.video(spec) if job.video is not None else None
         return ResetOrder(
             slot=slot.local,
             start=EpisodeStart(
                 reset_id=spec.reset_id,
                 seed=spec.seed,
-                max_episode_steps=self._plan.max_episode_steps,
-                ignore_terminations=self._plan.ignore_terminations,
+                max_episode_steps=job.plan.max_episode_steps,
+                ignore_terminations=job.plan.ignore_terminations,
             ),
             target=target,
             video_stem=choice[0] if choice else None,
@@ -227,13 +205,14 @@ class Rollouts:
 
     @property
     def _waiting_for_batch(self) -> bool:
-        return not self._policy.busy and any(s.phase is Phase.READY for s in self._slots)
+        return not self._policy.busy and any(self._may_act(s) for s in self._slots)
 
     def _dispatch_inference(self) -> None:
         """Batch whatever is ready: at the target size, after a short wait, or when nothing else can arrive."""
-        ready = [s for s in self._slots if s.phase is Phase.READY]
-        if not ready or self._policy.busy:
+        ready = [s for s in self._slots if self._may_act(s)]
+        if not ready:
             self._ready_since = 0.0
+        if not ready or self._policy.busy:
             return
         now = time.monotonic()
         self._ready_since = self._ready_since or now
@@ -242,17 +221,20 @@ class Rollouts:
         if len(ready) < target and self._busy and now - self._ready_since < _SHORT_WAIT_S:
             return
         self._ready_since = 0.0
-        for slot in ready:
+        job = ready[0].job
+        assert job is not None
+        batch = [s for s in ready if s.job is not None and s.job.mode == job.mode]
+        for slot in batch:
             slot.phase = Phase.INFERRING
         order = InferOrder(
             sequence=0,
-            items=tuple(self._infer_item(s) for s in ready),
-            greedy=self._greedy,
-            temperature=self._temperature,
+            items=tuple(self._infer_item(s) for s in batch),
+            greedy=job.greedy,
+            temperature=job.temperature,
             version=self._version,
             padded_size=self._rules.total_slots if self._rules.deterministic else 0,
         )
-        self._policy.submit(order, partial(self._on_inferred, ready))
+        self._policy.submit(order, partial(self._on_inferred, batch))
 
     def _infer_item(self, slot: Slot) -> InferItem:
         assert slot.current is not None and slot.episode is not None
@@ -261,16 +243,15 @@ class Rollouts:
 
     def _check_progress(self) -> None:
         """A scheduler that waits for nobody would wait for ever."""
-        stuck = not self._busy and not self._policy.busy and not self._down
-        if stuck and any(s.phase is not Phase.IDLE or s.has_next for s in self._slots):
-            assert any(s.phase is Phase.READY for s in self._slots), f"rollout is stuck: {self._slots}"
+        idle = not self._busy and not self._policy.busy and not self._down
+        assert not idle or any(self._may_act(s) for s in self._slots), f"rollout is stuck: {self._slots}"
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
     def _on_inferred(self, slots: Sequence[Slot], done: Done) -> None:
-        self._out.infer_s += done.seconds
-        self._out.inferences += 1
-        self._out.inferred += len(slots)
+        self._tally.infer_s += done.seconds
+        self._tally.inferences += 1
+        self._tally.inferred += len(slots)
         for slot in slots:
             if slot.doomed:
                 self._arena.free(slot.drop())
@@ -282,23 +263,26 @@ class Rollouts:
         orders = self._busy.pop(key, None)
         assert orders is not None, f"{worker} reports stage {report.stage}, which was not asked"
         assert orders.sequence == report.sequence, f"{worker}: reply {report.sequence} to order {orders.sequence}"
-        out = self._out
-        out.sim_s += report.sim_s
-        out.render_s += report.render_s
-        out.reset_s += report.reset_s
-        recordings = {r.slot: r for r in report.recordings}
-        out.video_problems += [r.problem for r in report.recordings if r.problem]
+        self._tally.sim_s += report.sim_s
+        self._tally.render_s += report.render_s
+        self._tally.reset_s += report.reset_s
         slots = {s.local: s for s in self._stages[key]}
+        recordings = {r.slot: r for r in report.recordings}
+        for recording in report.recordings:
+            job = slots[recording.slot].job
+            if recording.problem and job is not None:
+                job.out.video_problems.append(recording.problem)
         for order in orders.steps:
             self._on_stepped(slots[order.slot], recordings.get(order.slot))
         for order in orders.resets:
             slots[order.slot].advance()
 
     def _on_stepped(self, slot: Slot, recording: Recording | None) -> None:
-        terminated, truncated = slot.take_chunk(self._arena, keep=self._keep)
-        self._out.env_steps += int(slot.chunks[-1].valid.sum())
-        cut = slot.quota == 0 and not (terminated or truncated)
-        if not (terminated or truncated or cut):
+        job = slot.job
+        assert job is not None
+        terminated, truncated, spent = slot.take_chunk(self._arena)
+        self._tally.env_steps += int(slot.chunks[-1].valid.sum())
+        if not (terminated or truncated or spent):
             slot.advance()
             return
         final, slot.target = slot.target, None
@@ -309,37 +293,36 @@ class Rollouts:
             self._rules.value_dim,
             terminated=terminated,
             truncated=truncated,
-            cut=cut,
+            cut=not (terminated or truncated),
             video=recording.path if recording else None,
         )
-        if self._keep and self._rules.needs_values and not terminated:
+        if job.keep and self._rules.needs_values and not terminated:
             # The observation after a time limit or a cut is not an action's: it is kept for its value.
             tickets.append(final)
             episode = replace(episode, final_record=final.record)
         else:
             self._arena.free([final])
-        self._out.episodes.append(episode)
-        if self._keep:
-            self._out.tickets[episode.spec.episode_id] = tickets
-        if self._on_episode is not None:
-            self._on_episode(episode)
+        job.out.episodes.append(episode)
+        if job.keep:
+            job.out.tickets[episode.spec.episode_id] = tickets
+        if job.on_episode is not None:
+            job.on_episode(episode)
 
     def _on_death(self, worker: str) -> None:
         """Drop the running episodes of a dead worker; the policy may still be reading some of their records."""
         self._down.add(worker)
         self._busy = {key: orders for key, orders in self._busy.items() if key[0] != worker}
         for slot in self._slots:
-            if slot.worker != worker or slot.phase is Phase.IDLE or slot.doomed:
+            if slot.worker != worker or slot.job is None or slot.doomed:
                 continue
-            self._out.dropped += 1
+            slot.job.out.dropped += 1
             if slot.phase is Phase.INFERRING:
                 slot.doomed = True
             else:
                 self._arena.free(slot.drop())
 
-    def _bootstrap(self) -> None:
+    def _bootstrap(self, out: Collection) -> None:
         """Fetch the values of the observations after truncated and cut episodes."""
-        out = self._out
         pending = [(i, e) for i, e in enumerate(out.episodes) if e.final_record >= 0]
         if not pending:
             return

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
 
 from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.runtime.jobs import Job
 from embodyrl.types import Episode, EpisodeSpec
 
 
@@ -46,10 +46,8 @@ class Slot:
     index: int
     """Index over all workers."""
     phase: Phase = Phase.IDLE
-    queue: deque[EpisodeSpec] = field(default_factory=deque)
-    """Own episodes, or the queue that all slots share."""
-    quota: int | None = None
-    """Chunk steps left in this wave; None: no quota."""
+    job: Job | None = None
+    """What the running episode belongs to."""
     episode: EpisodeSpec | None = None
     current: Ticket | None = None
     """Record of the current observation."""
@@ -62,14 +60,11 @@ class Slot:
     doomed: bool = False
     """Its worker died while the policy was reading its record."""
 
-    @property
-    def has_next(self) -> bool:
-        return bool(self.queue) and self.quota != 0
-
-    def begin(self, target: Ticket) -> EpisodeSpec:
-        """Take the next episode of the queue."""
+    def begin(self, job: Job, target: Ticket) -> EpisodeSpec:
+        """Take the job's next episode."""
         assert self.phase is Phase.IDLE
-        self.episode = self.queue.popleft()
+        self.job = job
+        self.episode = job.take(self.index)
         self.target = target
         self.taken, self.chunks = [], []
         self.started = time.perf_counter()
@@ -81,9 +76,9 @@ class Slot:
         self.current, self.target = self.target, None
         self.phase = Phase.READY
 
-    def take_chunk(self, arena: Arena, *, keep: bool) -> tuple[bool, bool]:
-        """Collect the results of the chunk that was just executed; return (terminated, truncated)."""
-        assert self.current is not None
+    def take_chunk(self, arena: Arena) -> tuple[bool, bool, bool]:
+        """Collect the results of the chunk that was just executed; return (terminated, truncated, quota used up)."""
+        assert self.current is not None and self.job is not None
         record = self.current.record
         self.chunks.append(
             Chunk(
@@ -94,15 +89,13 @@ class Slot:
                 components=arena["components"][record].copy(),
             )
         )
-        ends = bool(arena["terminated"][record].any()), bool(arena["truncated"][record].any())
-        if keep:
+        terminated, truncated = bool(arena["terminated"][record].any()), bool(arena["truncated"][record].any())
+        if self.job.keep:
             self.taken.append(self.current)
         else:
             arena.free([self.current])
         self.current = None
-        if self.quota is not None:
-            self.quota -= 1
-        return ends
+        return terminated, truncated, self.job.count_chunk(self.index)
 
     def finish(
         self, instruction: str, value_dim: int, *, terminated: bool, truncated: bool, cut: bool, video: str | None
@@ -126,15 +119,19 @@ class Slot:
             video=video,
         )
         tickets, self.taken, self.chunks = self.taken, [], []
-        self.episode = None
-        self.phase = Phase.IDLE
+        self._rest()
         return episode, tickets
 
     def drop(self) -> list[Ticket]:
         """Forget the running episode; returns the tickets to free."""
         tickets = [t for t in (self.current, self.target) if t is not None] + self.taken
-        self.current = self.target = self.episode = None
+        self.current = self.target = None
         self.taken, self.chunks = [], []
-        self.phase = Phase.IDLE
         self.doomed = False
+        self._rest()
         return tickets
+
+    def _rest(self) -> None:
+        assert self.job is not None
+        job, self.job, self.episode, self.phase = self.job, None, None, Phase.IDLE
+        job.ended()

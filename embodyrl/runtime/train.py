@@ -13,12 +13,12 @@ from embodyrl.config.schema import Config
 from embodyrl.errors import Interrupted
 from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
-from embodyrl.runtime.episodes import train_plan
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
 from embodyrl.runtime.metrics import rollout_metrics, settle
 from embodyrl.runtime.outcome import changes, compare_recordings
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import RunFolder, open_run, resolve_weights
+from embodyrl.runtime.sampling import Sampler
 from embodyrl.runtime.session import Session
 from embodyrl.types import PreparedBatch
 
@@ -91,7 +91,7 @@ class _Training:
             self.monitor.close()
 
     def _train(self, crew: Crew, start: Path | None) -> TrainResult:
-        actors = Actors(crew.policy, crew.arena, self.algorithm)
+        actors = Actors(crew.policy, crew.arena, self.algorithm, in_parts=self.cfg.algorithm.max_staleness > 0)
         try:
             if start is not None:
                 actors.load(start)
@@ -101,6 +101,7 @@ class _Training:
             self._loop(crew, actors)
             checkpoint = self._save(crew, actors)
         except Interrupted as interruption:
+            crew.rollouts.abandon()
             raise self.session.farewell(interruption, self._save(crew, actors)) from None
         self._report(checkpoint)
         return TrainResult(
@@ -114,25 +115,22 @@ class _Training:
     def _loop(self, crew: Crew, actors: Actors) -> None:
         """Rollout, score, advantages, update, log, save: the order in which data flows."""
         session, algorithm = self.session, self.algorithm
+        sampler = Sampler(self.blueprint, crew, algorithm)
+        crew.rollouts.publish(session.step)
         for step in range(session.step, session.total):
             started = time.perf_counter()
             crew.fleet.timeline.begin()
-            plan = train_plan(self.cfg, self.blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
-            total = plan.num_slots * len(plan.waves) if algorithm.counts_chunk_steps else plan.num_episodes
-            done = [0]
-
-            def note(_: object, done: list[int] = done, total: int = total) -> None:
-                done[0] += 1
-                self.monitor.progress(min(done[0], total), total, "rollout")
-
-            rollout = crew.rollouts.collect(plan, version=step, on_episode=note)
+            rollout = sampler.collect(step, lambda done, total: self.monitor.progress(done, total, "rollout"))
             with crew.fleet.shield():
+                if not self._validates_after(step):
+                    sampler.ahead(step + 1)
                 scores = actors.score(rollout)
                 # All episodes may have been lost to crashed env workers.
                 batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _NOTHING
                 result = actors.update(step, rollout, batch)
                 crew.rollouts.release(rollout)
                 session.step = step + 1
+                crew.rollouts.publish(session.step)
             metrics = rollout_metrics(
                 rollout,
                 num_workers=len(self.blueprint.seats),
@@ -158,6 +156,11 @@ class _Training:
     @property
     def _validates(self) -> bool:
         return self.cfg.runner.val_check_interval != -1
+
+    def _validates_after(self, step: int) -> bool:
+        """A validation uses the slots: nothing may wait in them."""
+        interval = self.cfg.runner.val_check_interval
+        return step + 1 == self.session.total or (interval != -1 and (step + 1) % interval == 0)
 
     def _validate(self, crew: Crew) -> EvalResult:
         session = self.session

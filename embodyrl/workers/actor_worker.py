@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import ScoreOrder, UpdateOrder
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.training import Optimization, micro_batches
+
+T = TypeVar("T")
+InParts = Generator[None, None, T]
+"""Pauses where an inference may come in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +69,20 @@ class ActorWorker:
                 scores = self._reference.score(read_observation(self._arena, records), self._arena["tokens"][records])
             self._arena["ref_logprob"][records] = scores.logprob.float().cpu().numpy()
 
-    def update(self, order: UpdateOrder) -> dict[str, float]:
-        """Train on the batch; returns metrics averaged over optimizer steps (maxima for names ending in _max)."""
+    def update(self, order: UpdateOrder) -> InParts[dict[str, float]]:
+        """Train on the batch, pausing after each micro-batch.
+
+        Returns metrics averaged over optimizer steps (maxima for names ending in _max).
+        """
         records = self._arena.read(order.tickets)
         batch = self._batch(records, np.asarray(order.episode, dtype=np.int64))
-        proximal = self._proximal(batch)
+        proximal = yield from self._proximal(batch)
         warming_up = order.step < self._rules.critic_warmup
         limit = self._rules.early_stop_imp_ratio or math.inf
         steps: list[dict[str, float]] = []
         skipped = 0
         for samples in self._samples(len(records), order.step):
-            metrics = self._optimizer_step(batch, samples, proximal, values_only=warming_up)
+            metrics = yield from self._optimizer_step(batch, samples, proximal, values_only=warming_up)
             skipped += metrics is None
             if metrics:
                 steps.append(metrics)
@@ -100,7 +108,7 @@ class ActorWorker:
                 yield order[start : start + size].tolist()
                 start += size
 
-    def _proximal(self, batch: PreparedBatch) -> _Proximal:
+    def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
         """Score the batch with the present weights if the algorithm asks for it; else take the rollout's numbers."""
         behaviour = torch.from_numpy(self._arena["logprob"][batch.records])
         if not self._algorithm.recomputes_logprob:
@@ -111,6 +119,7 @@ class ActorWorker:
             with torch.no_grad():
                 scores = self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
             parts.append(scores.logprob.float().cpu())
+            yield
         logprob = torch.cat(parts)
         correction, metrics = self._algorithm.correct(logprob, behaviour, torch.from_numpy(batch.valid))
         return _Proximal(logprob=logprob, correction=correction, metrics=metrics)
@@ -128,7 +137,7 @@ class ActorWorker:
 
     def _optimizer_step(
         self, batch: PreparedBatch, samples: Sequence[int], proximal: _Proximal, *, values_only: bool
-    ) -> dict[str, float] | None:
+    ) -> InParts[dict[str, float] | None]:
         """Accumulate gradients over micro-batches and step.
 
         Returns None if a non-finite gradient was skipped, and nothing at all if no sample can contribute a gradient.
@@ -153,6 +162,7 @@ class ActorWorker:
                 return self._refuse(f"loss {float(loss)}")
             loss.backward()
             parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())})
+            yield
         grad_norm = self.optimization.step(values_only=values_only)
         if not math.isfinite(grad_norm):
             return self._refuse(f"gradient norm {grad_norm}")

@@ -134,6 +134,15 @@ class UpdateOrder:
     tickets: tuple[Ticket, ...]
     episode: tuple[int, ...]
     """Episode id of each ticket."""
+    in_parts: bool = False
+    """Reply after each micro-batch and wait for a ContinueOrder, so that inferences get their turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinueOrder:
+    """Carry out the next part of the last update."""
+
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,3 +168,5 @@ class Done:
     sequence: int
     seconds: float
     metrics: dict[str, float]
+    finished: bool = True
+    """False: a part of an order; the rest waits for a ContinueOrder."""

@@ -15,8 +15,9 @@ from embodyrl.algorithms.protocol import build_algorithm
 from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.config.schema import Config
 from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
-from embodyrl.workers.actor_worker import ActorWorker
+from embodyrl.workers.actor_worker import ActorWorker, InParts
 from embodyrl.workers.messages import (
+    ContinueOrder,
     Done,
     InferOrder,
     LoadOrder,
@@ -58,6 +59,7 @@ class PolicyHost:
         self._policy = self._build()
         self._rollout = RolloutWorker(self._policy, self._arena, init.request.env.gripper)
         self._actor: ActorWorker | None = None
+        self._update: InParts[dict[str, float]] | None = None
         if init.request.trainable:
             algorithm = build_algorithm(cfg.algorithm)
             reference = None
@@ -84,9 +86,11 @@ class PolicyHost:
         """Carry out one order and report how long it took."""
         started = time.perf_counter()
         metrics = self._carry_out(order)
-        yield Done(sequence=order.sequence, seconds=time.perf_counter() - started, metrics=metrics)
+        seconds = time.perf_counter() - started
+        yield Done(sequence=order.sequence, seconds=seconds, metrics=metrics or {}, finished=metrics is not None)
 
-    def _carry_out(self, order: Any) -> dict[str, float]:
+    def _carry_out(self, order: Any) -> dict[str, float] | None:
+        """Return metrics, or None if this was a part only."""
         match order:
             case InferOrder():
                 self._rollout.infer(order)
@@ -95,7 +99,10 @@ class PolicyHost:
             case ScoreOrder():
                 self._trainer.score(order)
             case UpdateOrder():
-                return self._trainer.update(order)
+                self._update = self._trainer.update(order)
+                return self._go_on(in_parts=order.in_parts)
+            case ContinueOrder():
+                return self._go_on(in_parts=True)
             case SaveOrder():
                 self._trainer.optimization.save(Path(order.folder), self._policy)
             case LoadOrder():
@@ -103,6 +110,17 @@ class PolicyHost:
             case _:
                 raise AssertionError(f"unknown order {order!r}")
         return {}
+
+    def _go_on(self, *, in_parts: bool) -> dict[str, float] | None:
+        assert self._update is not None, "no update to go on with"
+        while True:
+            try:
+                next(self._update)
+            except StopIteration as end:
+                self._update = None
+                return end.value
+            if in_parts:
+                return None
 
     @property
     def _trainer(self) -> ActorWorker:

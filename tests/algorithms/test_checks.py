@@ -27,14 +27,14 @@ def test_consumed_keys_are_keys_of_the_schema():
 
 def test_every_key_of_the_schema_is_read_by_some_choice():
     read = {key for name in ADVANTAGES.names() for loss in LOSSES.names() for key in consumed_keys(name, loss)}
-    assert {field.name for field in fields(AlgorithmConfig)} - read == {"max_staleness"}
+    assert {field.name for field in fields(AlgorithmConfig)} == read
 
 
 def test_consumed_keys_follow_the_estimator():
     only_gae = {"gamma", "gae_lambda", "reward_type", "value_clip", "huber_delta", "value_coef", "critic_warmup"}
     grpo, gae = consumed_keys("grpo", "ppo_clip"), consumed_keys("gae", "ppo_clip")
     assert gae - grpo == only_gae
-    assert grpo - gae == {"filter_rewards", "std_unbiased"}
+    assert grpo - gae == {"filter_rewards", "filter_refills", "std_unbiased"}
 
 
 def test_consumed_keys_of_an_unknown_name():

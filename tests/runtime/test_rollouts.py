@@ -8,14 +8,15 @@ from toy_runs import Stage, running_crew
 
 from embodyrl.errors import WorkerError
 from embodyrl.runtime.episodes import train_plan
-from embodyrl.runtime.rollouts import Collection
+from embodyrl.runtime.jobs import Collection, Job
 
 
 def collect(stage: Stage, step: int = 0) -> Collection:
     algorithm = stage.blueprint.algorithm
     assert algorithm is not None
     plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
-    return stage.crew.rollouts.collect(plan, version=step)
+    stage.crew.rollouts.publish(step)
+    return stage.crew.rollouts.collect(Job(plan))
 
 
 def assert_all_free(stage: Stage, rollout: Collection) -> None:
@@ -36,7 +37,7 @@ def test_all_planned_episodes_come_back_in_order_and_their_records_are_freed(tmp
             rollout = collect(stage, step)
             assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
             assert rollout.dropped == 0
-            assert rollout.env_steps == sum(e.length for e in rollout.episodes)
+            assert rollout.tally.env_steps == sum(e.length for e in rollout.episodes)
             held = [t.record for tickets in rollout.tickets.values() for t in tickets]
             assert sorted(held) == sorted(r for e in rollout.episodes for r in e.records)
             assert len(set(held)) == len(held)
@@ -123,7 +124,7 @@ def test_a_small_task_limit_is_never_exceeded(tmp_path):
             together.append(set(running.values()))
 
         plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
-        rollout = stage.crew.rollouts.collect(plan, version=0, on_episode=look)
+        rollout = stage.crew.rollouts.collect(Job(plan, on_episode=look))
         assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
         assert len({e.spec.task_id for e in rollout.episodes}) > 1
         assert all(len(tasks) <= 1 for tasks in together)

@@ -6,6 +6,7 @@ import numpy as np
 from toy_runs import running_crew
 
 from embodyrl.runtime.episodes import train_plan
+from embodyrl.runtime.jobs import Job
 from embodyrl.types import GripperConvention
 from embodyrl.workers.rollout_worker import convert_gripper
 
@@ -44,7 +45,7 @@ def test_padding_to_a_fixed_batch_changes_nothing_but_rounding(tmp_path):
     for deterministic in ("true", "false"):
         with running_crew(tmp_path, f"runner.deterministic={deterministic}", "env.kwargs.echo=true") as stage:
             plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
-            rollout = stage.crew.rollouts.collect(plan, version=0)
+            rollout = stage.crew.rollouts.collect(Job(plan))
             first = [e.records[0] for e in rollout.episodes]
             arena = stage.crew.arena
             seen.append((arena["tokens"][first].copy(), arena["logprob"][first].copy()))
