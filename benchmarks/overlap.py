@@ -1,0 +1,221 @@
+"""How well simulation and inference overlap: the scheduler against the ideal max(simulator, policy), and against steps
+in lock-step, with a simulator and a policy that cost a known time and do nothing else.
+
+Costs are sleeps, so that a few cores can play many simulators and an accelerator: what is measured is the scheduling,
+its messages and its wake-ups. Each of `--workers` processes holds four slots and steps them one after the other,
+`--sim` seconds a chunk; an inference costs that divided by the number of workers for each of its observations, so that
+simulators and policy are balanced. A straggler is a worker that takes five times as long, or any chunk now and then.
+
+    python benchmarks/overlap.py --json overlap.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.config.load import load_config
+from embodyrl.config.schema import EnvConfig, ModelConfig
+from embodyrl.envs.chunked import ChunkedEnv, SimStep
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.untrained import UntrainedFactory, UntrainedPolicy
+from embodyrl.runtime import build
+from embodyrl.runtime.episodes import RolloutPlan, Wave
+from embodyrl.runtime.jobs import Job
+from embodyrl.runtime.rollouts import Rollouts
+from embodyrl.runtime.slots import Phase
+from embodyrl.types import EnvSpec, Episode, EpisodeSpec, FloatArray, Observation, ObservationOut, PolicyOutput
+
+SLOTS = 4
+"""Slots of a worker."""
+STRAGGLER = 5.0
+"""How many times as long a straggler takes."""
+SLOWNESS = (0.0, 1.0, 1.0 / 48.0)
+"""Share of slow chunks of each initial state: never, always, now and then."""
+EPISODE = 4
+"""Chunks of an episode."""
+
+
+class SleepySims:
+    """A simulator whose steps cost `kwargs.sim` seconds; the reset id says how often they take five times as long."""
+
+    def __init__(self, spec: EnvSpec, cost: float) -> None:
+        self.spec = spec
+        self.task_limit = None
+        self._cost = cost
+        self._slowness: dict[int, float] = {}
+        self._rng = np.random.default_rng(os.getpid())
+
+    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+        self._slowness[slot] = SLOWNESS[reset_id]
+
+    def step(self, slot: int, action: FloatArray) -> SimStep:
+        slow = self._rng.random() < self._slowness[slot]
+        time.sleep(self._cost * (STRAGGLER if slow else 1.0))
+        return SimStep(reward=0.0, terminated=False, success=False)
+
+    def observe(self, slot: int, out: ObservationOut) -> None:
+        out.images[...] = 0
+
+    def instruction(self, slot: int) -> str:
+        return "wait"
+
+    def close(self) -> None:
+        pass
+
+
+class SleepyEnv:
+    """`EnvFactory` of `SleepySims`."""
+
+    consumes = frozenset({"kwargs"})
+
+    def validate(self, cfg: EnvConfig) -> list[str]:
+        return []
+
+    def spec(self, cfg: EnvConfig) -> EnvSpec:
+        return EnvSpec(
+            name="sleepy", action_dim=1, tasks=("wait",), states_per_task=(3,), cameras=("front",),
+            image_size=(64, 64), max_episode_steps=10**6,
+        )  # fmt: skip
+
+    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
+        sims = SleepySims(self.spec(cfg), float(cfg.kwargs["sim"]))
+        return ChunkedEnv(sims, num_slots, use_rel_reward=False, reward_coef=1.0)
+
+
+class SleepyPolicy(UntrainedPolicy):
+    """Random actions after `OVERLAP_POLICY` seconds for each observation."""
+
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        time.sleep(float(os.environ["OVERLAP_POLICY"]) * len(obs))
+        return super().act(obs, noise=noise, temperature=temperature)
+
+
+class SleepyPolicyFactory(UntrainedFactory):
+    """Builds `SleepyPolicy`."""
+
+    def build(self, cfg: ModelConfig, request: PolicyRequest) -> SleepyPolicy:
+        return SleepyPolicy(self.spec(cfg, request.env, 0), None)
+
+
+ENV = SleepyEnv()
+POLICY = SleepyPolicyFactory(name="sleepy", scripted=False, consumes=frozenset({"num_action_chunks"}))
+
+
+class LockStep(Rollouts):
+    """The usual loop: everybody simulates, then everybody is inferred."""
+
+    def _dispatch_inference(self) -> None:
+        if all(slot.phase in (Phase.READY, Phase.IDLE) for slot in self._slots):
+            super()._dispatch_inference()
+
+
+def start(workers: int, sim: float) -> build.Crew:
+    """Start the real launcher, workers and policy process."""
+    os.environ["OVERLAP_POLICY"] = str(sim / workers)
+    slots = workers * SLOTS
+    words = [
+        "launcher=local", f"launcher.env_workers={workers}", f"env.eval.total_num_envs={slots}",
+        f"eval.episodes={slots}",
+        f"env.train.total_num_envs={slots}", "algorithm.group_size=1", "env.env_type=overlap:ENV",
+        "env.task_suite_name=null", f"env.kwargs={{sim:{sim}}}", "model=random", "model.model_type=overlap:POLICY",
+        "model.num_action_chunks=1", "model.action_dim=1", f"env.eval.max_episode_steps={EPISODE}",
+    ]  # fmt: skip
+    blueprint = build.draw_blueprint(load_config("eval", words), training=False)
+    return build.start_crew(blueprint, Path(tempfile.mkdtemp()), print)
+
+
+def scheduler(crew: build.Crew, stages: int, *, lock_step: bool) -> Rollouts:
+    """Give the running workers another scheduler."""
+    old = crew.rollouts
+    seats = build.deal_slots(len(old._slots), len({slot.worker for slot in old._slots}))
+    kind = LockStep if lock_step else Rollouts
+    new = kind(crew.fleet, crew.arena, seats, crew.policy, replace(old._rules, stages=stages))
+    for seat in seats:
+        crew.fleet._callbacks[seat.name] = partial(new.on_message, seat.name)
+    new._down.clear()
+    return new
+
+
+def chunks_per_second(rollouts: Rollouts, straggle: str, chunks: int) -> float:
+    """Rate from the first end of an episode until the fastest slot begins its last one."""
+    slots = len(rollouts._slots)
+
+    def queue(slot: int) -> tuple[EpisodeSpec, ...]:
+        kind = {"none": 0, "one": int(slot < SLOTS), "random": 2}[straggle]
+        return tuple(
+            EpisodeSpec(
+                episode_id=i * slots + slot, reset_id=kind, task_id=0, group_id=0, member=0, seed=0, noise_seed=slot
+            )
+            for i in range(chunks // EPISODE)
+        )
+
+    wave = Wave(queues=tuple(queue(slot) for slot in range(slots)))
+    plan = RolloutPlan(num_slots=slots, max_episode_steps=EPISODE, ignore_terminations=True, waves=(wave,))
+    seen: list[tuple[float, int]] = []
+    ended: Counter[int] = Counter()
+
+    def note(episode: Episode) -> None:
+        before = max(ended.values(), default=0)
+        ended[episode.spec.episode_id % slots] += 1
+        if max(ended.values()) > before:
+            seen.append((time.perf_counter(), rollouts._tally.env_steps))
+
+    rollouts.collect(Job(plan, keep=False, on_episode=note))
+    (begin, first), (end, last) = seen[0], seen[-2]
+    return (last - first) / (end - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--sim", type=float, default=0.1, help="seconds of a chunk")
+    parser.add_argument("--chunks", type=int, default=24, help="chunks of each slot")
+    args = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    crew = start(args.workers, args.sim)
+
+    def run(what: str, stages: int, straggle: str = "none", *, lock_step: bool = False) -> float:
+        speed = chunks_per_second(scheduler(crew, stages, lock_step=lock_step), straggle, args.chunks)
+        print(f"{what:46} {speed:8.1f} chunks/s", flush=True)
+        return speed
+
+    def row(what: str, ours: float, against: str, theirs: float, goal: float | None) -> None:
+        ratio = round(ours / theirs, 3)
+        print(f"{what:46} {ratio:8.3f} x {against}", flush=True)
+        rows.append(
+            {"what": what, "unit": "chunks/s", "ours": round(ours, 2), "against": against, "theirs": round(theirs, 2),
+             "ratio": ratio, "goal": goal}
+        )  # fmt: skip
+
+    try:
+        lock = run("lock-step", 1, lock_step=True)
+        speeds = {stages: run(f"ready queue, {stages} stages", stages) for stages in (1, 2, 4)}
+        for stages, speed in speeds.items():
+            row(f"{stages} stages", speed, "ideal max(simulator, policy)", args.workers / args.sim, 0.9)
+        row("2 stages", speeds[2], "lock-step", lock, None)
+        for straggle, name in (("one", "one straggler at 5x"), ("random", "random stragglers at 5x")):
+            slow = run(f"ready queue, {name}", 2, straggle)
+            slow_lock = run(f"lock-step, {name}", 1, straggle, lock_step=True)
+            row(f"2 stages, {name}", slow, "2 stages without", speeds[2], 0.9)
+            row(f"lock-step, {name}", slow_lock, "lock-step without", lock, None)
+    finally:
+        crew.close()
+    if args.json:
+        machine = {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
