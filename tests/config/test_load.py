@@ -76,7 +76,7 @@ BAD = [
     ("rollout.backend=sglang", ["one of hf, vllm"]),
     ("env.eval.enable_offload=true", ["not available"]),
     ("actor.fsdp.size=2", ["FSDP2", "actor.fsdp.size=-1 or 1"]),
-    ("algorithm.max_staleness=1", ["asynchronous"]),
+    ("algorithm.max_staleness=-1", ["0 or more"]),
     ("cluster.num_nodes=2", ["more than one host"]),
     ("cluster.component_placement={env: 0-3}", ["placement is not available"]),
     ("algorithm.sampling_params.do_sample=false", ["greedy"]),
