@@ -17,23 +17,44 @@ find_python() {
     return 1
 }
 
-# Software rendering needs libOSMesa. With root it is installed; without, its package is named and the set-up goes on.
+# LIBERO renders with libOSMesa, ManiSkill with lavapipe (Vulkan on the CPU). What cannot be installed is named, and the
+# set-up goes on: the tests that need it are then skipped.
 system_libraries() {
-    if ldconfig -p 2>/dev/null | grep -q 'libOSMesa\.so'; then
-        return
+    if ! ldconfig -p 2>/dev/null | grep -q 'libOSMesa\.so'; then
+        install_packages libosmesa6 || say "LIBERO cannot render yet. Ask for: apt-get install libosmesa6"
     fi
-    local packages=(libosmesa6)
+    if [[ $EXTRAS == *maniskill* ]] && ! lavapipe_works; then
+        install_lavapipe && lavapipe_works || say "ManiSkill cannot start yet: it needs mesa-vulkan-drivers 25 or newer and libvulkan1"
+    fi
+}
+
+install_packages() {
     local as_root=()
-    if [ "$(id -u)" -ne 0 ]; then
-        if sudo -n true 2>/dev/null; then as_root=(sudo); else as_root=(false); fi
+    [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
+    command -v apt-get >/dev/null && "${as_root[@]}" true 2>/dev/null || return 1
+    say "installing system packages: $*"
+    "${as_root[@]}" apt-get update -qq &&
+        DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+# Older versions lack what SAPIEN asks of a Vulkan device.
+lavapipe_works() {
+    local version
+    ldconfig -p 2>/dev/null | grep -q 'libvulkan\.so\.1' &&
+        version=$(dpkg-query -W -f='${Version}' mesa-vulkan-drivers 2>/dev/null) &&
+        dpkg --compare-versions "$version" ge 25
+}
+
+# Debian 12 has it in its backports, taken from the mirror that the machine uses already.
+install_lavapipe() {
+    local packages=(libvulkan1 mesa-vulkan-drivers) suite=bookworm-backports mirror
+    if grep -qs '^VERSION_CODENAME=bookworm' /etc/os-release; then
+        mirror=$(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' | awk '$2 == "bookworm" { print $1; exit }')
+        [ "$(id -u)" -eq 0 ] && [ -n "$mirror" ] || return 1
+        echo "deb $mirror $suite main" >/etc/apt/sources.list.d/embodyrl-backports.list
+        packages=(libvulkan1 {mesa-vulkan-drivers,libdrm2,libdrm-common,libdrm-amdgpu1}/$suite)
     fi
-    if [ "${as_root[0]:-}" = false ] || ! command -v apt-get >/dev/null; then
-        say "missing system package: ${packages[*]} (no root here). Ask for: apt-get install ${packages[*]}"
-        return
-    fi
-    say "installing system packages: ${packages[*]}"
-    "${as_root[@]}" apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+    install_packages "${packages[@]}"
 }
 
 python_packages() {

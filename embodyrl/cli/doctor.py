@@ -9,7 +9,7 @@ from pathlib import Path
 
 from embodyrl.cli import probes
 from embodyrl.cli.probes import Finding
-from embodyrl.cli.rendering import probe_rendering, probe_video
+from embodyrl.cli.rendering import probe_rendering, probe_video, probe_vulkan
 from embodyrl.config.load import load_config
 from embodyrl.config.schema import Config
 from embodyrl.errors import ConfigError
@@ -27,6 +27,7 @@ def doctor(args: argparse.Namespace) -> int:
         *probes.probe_folders(folders),
         *probes.probe_extras(),
         probe_rendering(),
+        probe_vulkan(),
         probe_video(),
         *_probe_config(cfg),
     ]

@@ -1,4 +1,4 @@
-"""Two probes of `doctor` that start a program: render one real frame, run the video encoder."""
+"""Probes of `doctor` that start a program: render one real frame, start Vulkan, run the video encoder."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from importlib import metadata
 
 from embodyrl.cli.probes import Finding
+from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, vulkan_problem
 
 _TIMEOUT_S = 60.0
 _APT = {
@@ -53,6 +54,18 @@ def probe_rendering() -> Finding:
     if "distinct values: 1\n" in done.stdout:
         return Finding("rendering", "FAIL", f"{name} renders a frame of one colour", fix)
     return Finding("rendering", "ok", f"{name} renders")
+
+
+def probe_vulkan() -> Finding:
+    """Start SAPIEN's renderer, without which ManiSkill does not even simulate."""
+    try:
+        version = metadata.version("sapien")
+    except metadata.PackageNotFoundError:
+        return Finding("vulkan", "warn", "sapien is not installed, which ManiSkill needs", INSTALL)
+    problem = vulkan_problem()
+    if problem:
+        return Finding("vulkan", "warn", f"sapien {version} cannot start, so ManiSkill cannot: {problem}", VULKAN_CURE)
+    return Finding("vulkan", "ok", f"sapien {version} draws")
 
 
 def probe_video() -> Finding:

@@ -20,3 +20,4 @@ TruncatedEpisodes = StrEnum("TruncatedEpisodes", ["train", "mask", "zero_reward"
 OldLogprob = StrEnum("OldLogprob", ["rollout", "recompute"])
 WeightMode = StrEnum("WeightMode", ["mask", "truncate"])
 WeightLevel = StrEnum("WeightLevel", ["token", "sequence", "geometric"])
+ObsMode = StrEnum("ObsMode", ["rgb", "state"])

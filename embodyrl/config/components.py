@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodyrl.config.choices import (
+    ObsMode,
     OldLogprob,
     Precision,
     RenderProfile,
@@ -66,6 +67,12 @@ class EnvConfig:
     """Tools that a text reply may call: calculator, python, or package.module:function of a text."""
     wrappers: list[str] = field(default_factory=list)
     """Wrappers around a Gymnasium environment, innermost first: package.module:attr of a callable env -> env."""
+    obs_mode: ObsMode = ObsMode.rgb
+    """rgb: camera images and proprioception; state: all that the task observes, no images (maniskill)."""
+    control_mode: str | None = None
+    """How actions drive the robot; default: the task's own (maniskill)."""
+    reward_mode: str | None = None
+    """normalized_dense, dense, sparse or none (success counts); default: the task's own (maniskill)."""
     use_rel_reward: bool = True
     """Reward is the change of the simulator's reward, so that a return telescopes to its last value."""
     reward_coef: float = 1.0

@@ -11,6 +11,7 @@ from typing import Any
 from embodyrl.config.choices import (  # re-exported: the schema is one import for its readers
     EpisodeFilter,
     FrameFormat,
+    ObsMode,
     OldLogprob,
     OnEnvCrash,
     OnExisting,

@@ -8,26 +8,20 @@ published benchmark, what happens does not.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import os
-import tempfile
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from embodyrl.envs.libero.decimate import decimate, read_mesh
-from embodyrl.errors import EnvError
+from embodyrl.envs.decimate import decimate, read_mesh
+from embodyrl.envs.small_copies import small_copy
 
 MAX_FACES = 2000
 """Triangles per mesh; a scene of the benchmark has 70 to 110 meshes, the biggest of 100 000 triangles."""
 
 MAX_TEXTURE = 512
 """Longer side of a texture, pixels; the benchmark's are up to 4096."""
-
-_VERSION = 2
-"""Part of the cache key; raise it when the same settings give other files."""
 
 
 def lean_xml(xml: str) -> str:
@@ -81,11 +75,11 @@ def _physical_meshes(root: ET.Element) -> set[str]:
 
 
 def _small_mesh(path: Path) -> Path:
-    return _cached(path, f"{MAX_FACES} faces", ".msh", lambda: decimate(read_mesh(path), MAX_FACES).to_msh())
+    return small_copy(path, f"{MAX_FACES} faces", ".msh", lambda: decimate(read_mesh(path), MAX_FACES).to_msh())
 
 
 def _small_texture(path: Path) -> Path:
-    return _cached(path, f"{MAX_TEXTURE} px", ".png", lambda: _shrink(path))
+    return small_copy(path, f"{MAX_TEXTURE} px", ".png", lambda: _shrink(path))
 
 
 def _shrink(path: Path) -> bytes:
@@ -100,39 +94,3 @@ def _shrink(path: Path) -> bytes:
         buffer = io.BytesIO()
         image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(buffer, "PNG", pnginfo=marks)
     return buffer.getvalue()
-
-
-def cache_folder() -> Path:
-    """Where small copies are kept; may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "libero_lean"
-
-
-def _cached(source: Path, setting: str, suffix: str, make: Callable[[], bytes]) -> Path:
-    """Path of the copy of `source`; made under another name first, so that no process ever sees half a file.
-
-    A process that is killed while it writes may leave a `.new-*` file, which nothing reads.
-    """
-    stat = source.stat()
-    key = f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns} {setting} {_VERSION}"
-    folder = cache_folder()
-    target = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{suffix}"
-    if target.is_file():
-        return target
-    content = make()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".new-", delete=False) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.replace(file.name, target)
-            except BaseException:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(file.name)
-                raise
-    except OSError as error:
-        raise EnvError(
-            f"env.render_profile=lean: its cache {folder} cannot be written: {error}. "
-            "Cure: free some space (60 MB), or set XDG_CACHE_HOME to a writable folder."
-        ) from error
-    return target

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.envs.libero.install import INSTALL
 from embodyrl.errors import MissingDependencyError
 
 _NORMAL_WEIGHT = 0.5
@@ -80,7 +79,7 @@ def read_mesh(path: Path) -> VisualMesh:
     textured = len(model.mesh_texcoord) > 0
     texcoord = model.mesh_texcoord.copy() if textured else np.zeros((1, 2), np.float32)
     texcoord_faces = model.mesh_facetexcoord.copy() if textured else np.zeros_like(model.mesh_face)
-    return _weld(position, model.mesh_face.copy(), texcoord, texcoord_faces, textured)
+    return weld(position, model.mesh_face.copy(), texcoord, texcoord_faces, textured)
 
 
 def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
@@ -99,7 +98,7 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
     return mesh.subset(faces)
 
 
-def _weld(
+def weld(
     position: _Floats, faces: np.ndarray, texcoord: _Floats, texcoord_faces: np.ndarray, textured: bool
 ) -> VisualMesh:
     """One vertex per different (position, texture coordinate); normals are shared by all vertices at a position."""
@@ -144,8 +143,8 @@ def _simplifiers() -> tuple[_Simplifier, _Simplifier]:
         from meshoptimizer import _loader  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingDependencyError(
-            f"env.render_profile=lean needs meshoptimizer, which cannot be imported: {error}. Cure: {INSTALL}, "
-            "or env.render_profile=full"
+            f"env.render_profile=lean needs meshoptimizer, which cannot be imported: {error}. "
+            "Cure: pip install meshoptimizer==0.2.30a0, or env.render_profile=full"
         ) from error
     library = ctypes.CDLL(_loader.lib._name)
     floats, indices, size = ctypes.POINTER(ctypes.c_float), ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t

@@ -1,0 +1,98 @@
+"""Checks, description and construction of ManiSkill tasks; light until `make` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from embodyrl.config.schema import EnvConfig, ObsMode
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.maniskill.install import Description, describe_apart
+from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, DEMONSTRATED, EE_DELTA_POSE, SEEDS, instruction
+from embodyrl.errors import ConfigError
+from embodyrl.registry import closest
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
+
+
+class ManiSkillFactory:
+    """Builds the task that `env.id` names."""
+
+    consumes = frozenset(
+        {
+            *("id", "kwargs", "obs_mode", "control_mode", "reward_mode", "render_profile"),
+            *("init_params", "use_rel_reward", "reward_coef"),
+        }
+    )
+
+    def validate(self, cfg: EnvConfig) -> list[str]:
+        """Return config problems, one line each; imports nothing of the simulator."""
+        return list(_problems(cfg))
+
+    def spec(self, cfg: EnvConfig) -> EnvSpec:
+        """Describe the task; it is built once in another process, which takes some seconds.
+
+        Raises:
+            MissingDependencyError: ManiSkill, its Vulkan driver or an asset is missing.
+            ConfigError: the task is unknown, refuses its settings, or lacks a camera.
+        """
+        return _spec(cfg, describe_apart(cfg))
+
+    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
+        """Build the environment with `num_slots` simulators in this process, each at its first reset.
+
+        Raises:
+            EmbodyError: see `spec`.
+        """
+        from embodyrl.envs.maniskill.simulator import build, describe
+        from embodyrl.envs.maniskill.sims import ManiSkillSims
+
+        sims = ManiSkillSims(
+            _spec(cfg, describe(cfg)), cfg.obs_mode, partial(build, cfg, cfg.obs_mode), rewarded=_rewarded(cfg)
+        )
+        return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
+
+
+def _rewarded(cfg: EnvConfig) -> bool:
+    """Tasks on Bridge data have no reward of their own."""
+    return cfg.reward_mode != "none" and cfg.id not in BRIDGE_EPISODES
+
+
+def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
+    name = cfg.id
+    assert name is not None, "validate first"
+    cameras = tuple(cfg.init_params.camera_names) if cfg.obs_mode is ObsMode.rgb else ()
+    for camera in cameras:
+        if camera not in found.cameras:
+            raise ConfigError(
+                f"env.init_params.camera_names: env.id={name} has no camera '{camera}'."
+                f"{closest(camera, found.cameras)} It has: {', '.join(found.cameras)}."
+            )
+    poses = found.control_mode == EE_DELTA_POSE
+    bridge = name in BRIDGE_EPISODES
+    return EnvSpec(
+        name=name,
+        action_dim=len(found.action_low),
+        tasks=(instruction(name),),
+        states_per_task=(BRIDGE_EPISODES.get(name, SEEDS),),
+        cameras=cameras,
+        image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths) if cameras else (0, 0),
+        state_dim=found.state_dim,
+        gripper=GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None,
+        unnorm_key="bridge_orig" if bridge else "maniskill" if poses else None,
+        max_episode_steps=found.max_episode_steps or max(cfg.train.max_episode_steps, cfg.eval.max_episode_steps),
+        expert_tasks=(0,) if poses and name in DEMONSTRATED else (),
+        action_space=ActionSpace(kind=ActionKind.box, low=found.action_low, high=found.action_high),
+    )
+
+
+def _problems(cfg: EnvConfig) -> Iterator[str]:
+    if cfg.id is None:
+        yield "env.id is not set: it wants the id of a ManiSkill task, for example env.id=PushCube-v1."
+    if cfg.task_suite_name is not None:
+        yield f"env.task_suite_name={cfg.task_suite_name} has no meaning for ManiSkill; choose the task with env.id."
+    names = cfg.init_params.camera_names
+    if len(set(names)) < len(names):
+        yield f"env.init_params.camera_names={list(names)} names a camera twice."
+    reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {*cfg.kwargs}
+    for key in sorted(reserved):
+        yield f"env.kwargs.{key}={cfg.kwargs[key]}: this is decided elsewhere; see env.{key} and env.train."

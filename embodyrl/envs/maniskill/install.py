@@ -1,0 +1,100 @@
+"""What ManiSkill needs of the machine, and a task's description, both found out in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from embodyrl.config.schema import EnvConfig
+from embodyrl.errors import EmbodyError, MissingDependencyError
+
+INSTALL = "pip install 'embodyrl[maniskill]'"
+
+VULKAN_CURE = (
+    "apt-get install libvulkan1 mesa-vulkan-drivers, in version 25 or newer (on Debian 12 from bookworm-backports; "
+    "scripts/setup.sh does it)"
+)
+
+_TIMEOUT_S = 180.0
+
+_START_RENDERER = "import sapien; sapien.render.RenderSystem(sapien.Device('cpu'))"
+
+_DESCRIBE = """
+import os, pickle, sys
+answer = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+from embodyrl.envs.maniskill.simulator import describe
+from embodyrl.errors import EmbodyError
+try:
+    found = describe(pickle.load(sys.stdin.buffer))
+except EmbodyError as error:
+    found = error
+pickle.dump(found, answer)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a built task says about itself."""
+
+    control_mode: str
+    action_low: tuple[float, ...]
+    """[A]"""
+    action_high: tuple[float, ...]
+    """[A]"""
+    has_gripper: bool
+    """The last action dimension commands a gripper."""
+    state_dim: int
+    cameras: tuple[str, ...]
+    max_episode_steps: int
+    """The task's own time limit, env steps; 0: none."""
+
+
+def vulkan_problem() -> str | None:
+    """Start SAPIEN's renderer; None: it works."""
+    command = [sys.executable, "-c", _START_RENDERER]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_TIMEOUT_S:.0f} s"
+    lines = done.stderr.strip().splitlines()
+    return None if done.returncode == 0 else _last(lines, done.returncode)
+
+
+def describe_apart(cfg: EnvConfig) -> Description:
+    """Describe a task: importing and building it takes seconds, may crash in a driver, and must not ask questions.
+
+    Raises:
+        EmbodyError: the task cannot be built; the message says why.
+    """
+    if importlib.util.find_spec("mani_skill") is None or importlib.util.find_spec("sapien") is None:
+        raise MissingDependencyError(f"ManiSkill is not installed. Cure: {INSTALL}")
+    return _described(pickle.dumps(cfg))
+
+
+@functools.lru_cache(maxsize=8)
+def _described(pickled: bytes) -> Description:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _DESCRIBE], input=pickled, capture_output=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MissingDependencyError(
+            f"ManiSkill did not build its task within {_TIMEOUT_S:.0f} s, likely because of its Vulkan driver. "
+            f"Cure: {VULKAN_CURE}"
+        ) from error
+    if done.returncode:
+        reason = _last(done.stderr.decode(errors="replace").strip().splitlines(), done.returncode)
+        raise MissingDependencyError(f"ManiSkill failed to build its task: {reason}. Cure: {INSTALL}; {VULKAN_CURE}")
+    found = pickle.loads(done.stdout)
+    if isinstance(found, EmbodyError):
+        raise found
+    return found
+
+
+def _last(lines: list[str], code: int) -> str:
+    return f"it died of signal {-code}" if code < 0 or not lines else lines[-1]

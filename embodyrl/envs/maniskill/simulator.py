@@ -1,0 +1,161 @@
+"""Builds ManiSkill tasks in this process; what goes wrong becomes an error with a cure."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from embodyrl.config.schema import EnvConfig, ObsMode, RenderProfile
+from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, Description
+from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, HAND_CAMERA
+from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
+from embodyrl.registry import closest
+
+_PEOPLE_PIXELS = 320
+"""Side of a frame for people."""
+
+_HAND_CAMERA_PIXELS = 128
+
+_NO_VULKAN = ("ErrorIncompatibleDriver", "supported physical device", "rendering device", "createInstance")
+
+
+def build(cfg: EnvConfig, obs_mode: ObsMode) -> Any:
+    """Build one task, without Gymnasium's wrappers.
+
+    Raises:
+        MissingDependencyError: a package, asset or the Vulkan driver is missing.
+        UnknownNameError: no such task.
+        ConfigError: the task refuses its settings.
+    """
+    task = _task(cfg)
+    size = {"height": cfg.init_params.camera_heights, "width": cfg.init_params.camera_widths}
+    rgb = "rgb+segmentation" if cfg.id in BRIDGE_EPISODES else "rgb"
+    settings = {
+        "num_envs": 1,
+        "sim_backend": "physx_cpu",
+        "render_backend": "cpu",
+        "obs_mode": rgb if obs_mode is ObsMode.rgb else "state",
+        "control_mode": cfg.control_mode,
+        "reward_mode": cfg.reward_mode,
+        "sensor_configs": {**size, "shader_pack": "minimal"},
+        "human_render_camera_configs": {"height": _PEOPLE_PIXELS, "width": _PEOPLE_PIXELS, "shader_pack": "minimal"},
+    }
+    try:
+        with _quiet(), _lean(cfg):
+            return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs})
+    except (EOFError, SystemExit) as error:
+        raise MissingDependencyError(
+            f"env.id={cfg.id}: files of its robot are missing. Cure: python -m mani_skill.utils.download_asset {cfg.id}"
+        ) from error
+    except (RuntimeError, OSError, AssertionError, NotImplementedError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, EmbodyError):
+            raise
+        text = " ".join(str(error).split())[:300]
+        if any(mark in text for mark in _NO_VULKAN):
+            raise MissingDependencyError(f"ManiSkill needs a Vulkan driver: {text}. Cure: {VULKAN_CURE}") from error
+        raise ConfigError(
+            f"env.id={cfg.id} cannot be built with obs_mode={obs_mode.value}, control_mode={cfg.control_mode}, "
+            f"reward_mode={cfg.reward_mode}, kwargs={dict(cfg.kwargs)}: {text}."
+        ) from error
+
+
+def describe(cfg: EnvConfig) -> Description:
+    """Build the task, read what it declares, and close it again.
+
+    Raises:
+        EmbodyError: see `build`.
+    """
+    # Drawing would cost seconds; the tasks on Bridge data know no other mode.
+    env = build(cfg, ObsMode.rgb if cfg.id in BRIDGE_EPISODES else ObsMode.state)
+    try:
+        agent, space = env.agent, env.single_action_space
+        if not hasattr(space, "low"):
+            raise ConfigError(f"env.id={cfg.id}: its actions are {space}; only tasks with one robot can be played.")
+        return Description(
+            control_mode=agent.control_mode,
+            action_low=tuple(float(x) for x in space.low),
+            action_high=tuple(float(x) for x in space.high),
+            has_gripper="gripper" in getattr(agent.controller, "controllers", {}),
+            state_dim=len(state(env, cfg.obs_mode, env.get_info())),
+            cameras=tuple(env.scene.sensors),
+            max_episode_steps=_task(cfg).max_episode_steps or 0,
+        )
+    finally:
+        env.close()
+
+
+def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
+    """State vector [S], torch: all that the task observes, or beside images joint angles and the hand's pose."""
+    from mani_skill.utils import common  # pyright: ignore[reportMissingImports]
+
+    if mode is ObsMode.state:
+        return common.flatten_state_dict(env._get_obs_state_dict(info), use_torch=True)[0]
+    parts = {"joints": env.agent.robot.get_qpos()}
+    if (hand := getattr(env.agent, "tcp_pose", None)) is not None:
+        parts["hand"] = hand.raw_pose
+    return common.flatten_state_dict(parts, use_torch=True)[0]
+
+
+def _task(cfg: EnvConfig) -> Any:
+    """ManiSkill's entry of the task, whose files are there."""
+    try:
+        with _quiet():
+            import mani_skill.envs  # pyright: ignore[reportMissingImports]
+            from mani_skill.agents.robots import Panda  # pyright: ignore[reportMissingImports]
+            from mani_skill.utils import assets, registration  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingDependencyError(f"ManiSkill cannot be imported: {error}. Cure: {INSTALL}") from error
+    logging.getLogger("mani_skill").setLevel(logging.ERROR)
+    Panda._sensor_configs = property(_hand_camera)
+    name = cfg.id
+    assert name is not None, "validate first"
+    if name not in registration.REGISTERED_ENVS:
+        raise UnknownNameError(
+            f"env.id={name} is no ManiSkill task.{closest(name, registration.REGISTERED_ENVS)} "
+            "All: https://maniskill.readthedocs.io/en/latest/tasks/"
+        )
+    task = registration.REGISTERED_ENVS[name]
+    missing = [
+        source
+        for group in task.asset_download_ids or ()
+        for source in (
+            assets.expand_data_group_into_individual_data_source_ids(group) if group in assets.DATA_GROUPS else [group]
+        )
+        if not assets.is_data_source_downloaded(source)
+    ]
+    if missing:
+        raise MissingDependencyError(
+            f"env.id={name}: its assets {', '.join(missing)} are not below {assets.DATA_SOURCES[missing[0]].output_dir}."
+            f" Cure: python -m mani_skill.utils.download_asset {name}"
+        )
+    return task
+
+
+def _hand_camera(panda: Any) -> list[Any]:
+    """Cameras of the plain Panda: one at its wrist, where `panda_wristcam` has it, without the housing."""
+    import sapien  # pyright: ignore[reportMissingImports]
+    from mani_skill.sensors.camera import CameraConfig  # pyright: ignore[reportMissingImports]
+
+    pose = sapien.Pose(p=[0.0464982, -0.0200011, 0.0360011], q=[0, 0.70710678, 0, 0.70710678])
+    side, hand = _HAND_CAMERA_PIXELS, panda.robot.links_map["panda_hand"]
+    return [CameraConfig(uid=HAND_CAMERA, pose=pose, width=side, height=side, fov=1.5708, near=0.01, far=100, mount=hand)]
+
+
+def _lean(cfg: EnvConfig) -> contextlib.AbstractContextManager[None]:
+    if cfg.render_profile is not RenderProfile.lean:
+        return contextlib.nullcontext()
+    from embodyrl.envs.maniskill.lean import lean_visuals
+
+    return lean_visuals()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Swallow what ManiSkill prints and warns while it is imported and builds."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,74 @@
+"""What ManiSkill's factory refuses and says without a simulator."""
+
+from __future__ import annotations
+
+import pytest
+
+from embodyrl.config.load import load_config
+from embodyrl.config.schema import EnvConfig, InitParams, ObsMode
+from embodyrl.envs.maniskill import FACTORY
+from embodyrl.envs.maniskill import factory as described
+from embodyrl.envs.maniskill.install import Description
+from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, INSTRUCTIONS, instruction
+from embodyrl.errors import ConfigError
+
+PANDA = Description(
+    control_mode="pd_ee_delta_pose",
+    action_low=(-1.0,) * 7,
+    action_high=(1.0,) * 7,
+    has_gripper=True,
+    state_dim=16,
+    cameras=("base_camera", "hand_camera"),
+    max_episode_steps=50,
+)
+
+
+def config(**changes):
+    cameras = InitParams(camera_heights=96, camera_widths=128, camera_names=["base_camera"])
+    return EnvConfig(**{"env_type": "maniskill", "id": "PushCube-v1", "init_params": cameras, **changes})
+
+
+def test_the_preset_is_sound_and_keeps_train_and_eval_seeds_apart():
+    cfg = load_config("train", ["env=maniskill", "env.id=PushCube-v1"]).env
+    assert FACTORY.validate(cfg) == []
+    assert cfg.train.state_ids is not None and cfg.eval.state_ids is not None
+    assert cfg.train.state_ids[1] < cfg.eval.state_ids[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"id": None}, "env.id is not set"),
+        ({"task_suite_name": "libero_10"}, "env.task_suite_name=libero_10 has no meaning"),
+        ({"kwargs": {"control_mode": "pd_joint_pos"}}, "see env.control_mode"),
+        ({"init_params": InitParams(camera_names=["base_camera", "base_camera"])}, "names a camera twice"),
+    ],
+)
+def test_problems_are_named_without_importing_the_simulator(changes, words):
+    (line,) = FACTORY.validate(config(**changes))
+    assert words in line
+
+
+def test_a_missing_camera_is_named_with_the_nearest():
+    cfg = config(init_params=InitParams(camera_names=["bse_camera"]))
+    with pytest.raises(ConfigError, match=r"no camera 'bse_camera'\. Did you mean 'base_camera'\?"):
+        described._spec(cfg, PANDA)
+
+
+def test_images_and_states_are_declared_by_the_observation_mode():
+    rgb, state = (described._spec(config(obs_mode=mode), PANDA) for mode in (ObsMode.rgb, ObsMode.state))
+    assert (rgb.cameras, rgb.image_size, state.cameras, state.image_size) == (("base_camera",), (96, 128), (), (0, 0))
+    assert (rgb.unnorm_key, rgb.expert_tasks, rgb.num_reset_ids) == ("maniskill", (0,), 100_000)
+    assert rgb.gripper is not None and (rgb.gripper.open, rgb.gripper.closed) == (1.0, -1.0)
+
+
+def test_placements_of_the_bridge_tasks_are_numbered():
+    spec = described._spec(config(id="PutEggplantInBasketScene-v1"), PANDA)
+    assert (spec.num_reset_ids, spec.unnorm_key, spec.expert_tasks) == (64, "bridge_orig", ())
+
+
+def test_every_task_has_an_instruction():
+    assert set(BRIDGE_EPISODES) <= set(INSTRUCTIONS)
+    assert instruction("PushCube-v1") == "push the blue cube to the target"
+    assert instruction("RotateValveLevel0-v1") == "rotate valve level0"
+    assert instruction("MS-CartpoleBalance-v1") == "ms cartpole balance"
