@@ -31,7 +31,8 @@ def config(**changes):
 def test_the_preset_is_sound_and_keeps_train_and_eval_seeds_apart():
     cfg = load_config("train", ["env=maniskill", "env.id=PushCube-v1"]).env
     assert FACTORY.validate(cfg) == []
-    assert cfg.train.state_ids is not None and cfg.eval.state_ids is not None
+    assert cfg.train.state_ids is not None
+    assert cfg.eval.state_ids is not None
     assert cfg.train.state_ids[1] < cfg.eval.state_ids[0]
 
 
@@ -59,7 +60,8 @@ def test_images_and_states_are_declared_by_the_observation_mode():
     rgb, state = (described._spec(config(obs_mode=mode), PANDA) for mode in (ObsMode.rgb, ObsMode.state))
     assert (rgb.cameras, rgb.image_size, state.cameras, state.image_size) == (("base_camera",), (96, 128), (), (0, 0))
     assert (rgb.unnorm_key, rgb.expert_tasks, rgb.num_reset_ids) == ("maniskill", (0,), 100_000)
-    assert rgb.gripper is not None and (rgb.gripper.open, rgb.gripper.closed) == (1.0, -1.0)
+    assert rgb.gripper is not None
+    assert (rgb.gripper.open, rgb.gripper.closed) == (1.0, -1.0)
 
 
 def test_placements_of_the_bridge_tasks_are_numbered():

@@ -17,7 +17,6 @@ from embodyrl.envs.maniskill.install import vulkan_problem
 from embodyrl.errors import ConfigError, MissingDependencyError, UnknownNameError
 from embodyrl.types import EpisodeStart, ObservationOut
 
-
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(300)]
 
 
@@ -117,7 +116,7 @@ def test_demonstrators_reach_their_goals(env_id):
 
 def test_what_is_wrong_is_said_before_a_worker_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
-    with pytest.raises(MissingDependencyError, match="assets bridge_v2_real2sim are not below"):
+    with pytest.raises(MissingDependencyError, match=r"assets bridge_v2_real2sim are not below"):
         FACTORY.spec(config("PutCarrotOnPlateInScene-v1"))
     assert list(tmp_path.rglob("*")) == [], "no half-made folder"
     with pytest.raises(MissingDependencyError, match="files of its robot are missing"):
@@ -127,5 +126,5 @@ def test_what_is_wrong_is_said_before_a_worker_starts(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="pd_ee_pos not in supported modes"):
         FACTORY.spec(config(control_mode="pd_ee_pos"))
     monkeypatch.setenv("VK_ICD_FILENAMES", str(tmp_path / "none.json"))
-    with pytest.raises(MissingDependencyError, match="needs a Vulkan driver.*mesa-vulkan-drivers"):
+    with pytest.raises(MissingDependencyError, match=r"needs a Vulkan driver.*mesa-vulkan-drivers"):
         FACTORY.spec(config(reward_coef=2.0))

@@ -43,8 +43,8 @@ class ManiSkillFactory:
         Raises:
             EmbodyError: see `spec`.
         """
-        from embodyrl.envs.maniskill.simulator import build, describe
         from embodyrl.envs.maniskill.sims import ManiSkillSims
+        from embodyrl.envs.maniskill.simulator import build, describe
 
         sims = ManiSkillSims(
             _spec(cfg, describe(cfg)), cfg.obs_mode, partial(build, cfg, cfg.obs_mode), rewarded=_rewarded(cfg)

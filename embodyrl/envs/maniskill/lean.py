@@ -51,7 +51,11 @@ def _reduced(path: Path) -> bytes:
         texcoord = np.asarray(uv, np.float32) if textured else np.zeros((1, 2), np.float32)
         faces = np.asarray(part.faces)
         mesh = weld(
-            np.asarray(part.vertices, np.float32), faces, texcoord, faces if textured else np.zeros_like(faces), textured
+            np.asarray(part.vertices, np.float32),
+            faces,
+            texcoord,
+            faces if textured else np.zeros_like(faces),
+            textured,
         )
         small = decimate(mesh, MAX_FACES)
         visual = trimesh.visual.TextureVisuals(

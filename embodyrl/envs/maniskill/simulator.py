@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import logging
 import warnings
@@ -104,7 +105,7 @@ def _task(cfg: EnvConfig) -> Any:
     """ManiSkill's entry of the task, whose files are there."""
     try:
         with _quiet():
-            import mani_skill.envs  # pyright: ignore[reportMissingImports]
+            importlib.import_module("mani_skill.envs")  # registers the tasks
             from mani_skill.agents.robots import Panda  # pyright: ignore[reportMissingImports]
             from mani_skill.utils import assets, registration  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -129,8 +130,8 @@ def _task(cfg: EnvConfig) -> Any:
     ]
     if missing:
         raise MissingDependencyError(
-            f"env.id={name}: its assets {', '.join(missing)} are not below {assets.DATA_SOURCES[missing[0]].output_dir}."
-            f" Cure: python -m mani_skill.utils.download_asset {name}"
+            f"env.id={name}: assets {', '.join(missing)} are not below {assets.DATA_SOURCES[missing[0]].output_dir}. "
+            f"Cure: python -m mani_skill.utils.download_asset {name}"
         )
     return task
 
@@ -142,7 +143,9 @@ def _hand_camera(panda: Any) -> list[Any]:
 
     pose = sapien.Pose(p=[0.0464982, -0.0200011, 0.0360011], q=[0, 0.70710678, 0, 0.70710678])
     side, hand = _HAND_CAMERA_PIXELS, panda.robot.links_map["panda_hand"]
-    return [CameraConfig(uid=HAND_CAMERA, pose=pose, width=side, height=side, fov=1.5708, near=0.01, far=100, mount=hand)]
+    return [
+        CameraConfig(uid=HAND_CAMERA, pose=pose, width=side, height=side, fov=1.5708, near=0.01, far=100, mount=hand)
+    ]
 
 
 def _lean(cfg: EnvConfig) -> contextlib.AbstractContextManager[None]:
