@@ -1,0 +1,468 @@
+"""Simulators against how they are usually driven: chunks per second, resets, memory per environment.
+
+    pip install stable-baselines3; python benchmarks/simulators.py --json simulators.json
+    python benchmarks/simulators.py --parts maniskill --turns 1
+
+LIBERO: the peers' loop is the benchmark's own OffScreenRenderEnv, which draws its cameras at every sub-step, is rebuilt
+at each reset and then settles for 15 drawn steps. ManiSkill: the registered environment, which draws at every step.
+Candidates run one after another, each in a process of its own with one thread; figures are per second of CPU time,
+which other programs on the machine do not change much, and memory is the process's own (USS).
+
+Cheap environments: steps per second of wall time, environments spread over as many worker processes as there are
+cores (ours) or one process each (gymnasium's AsyncVectorEnv with shared memory, Stable-Baselines3's SubprocVecEnv).
+Candidates take turns; a figure is the best of its turns. Ours is the path of a rollout: orders, workers, the shared arena.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")}
+os.environ.setdefault("MUJOCO_GL", "osmesa")
+
+import gymnasium
+import numpy as np
+
+CHUNK = 8
+PIXELS = 224
+SUITE, TASK = "libero_spatial", 0
+LIBERO_CAMERAS = ("agentview", "robot0_eye_in_hand")
+SETTLE_STEPS = 15
+SLOTS = 4
+"""Environments per process where ours share one."""
+MANISKILL_PIXELS = 128
+CORES = len(os.sched_getaffinity(0))
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def per_second(step: Callable[[], Any], seconds: float) -> float:
+    """Calls per second of CPU time, after one that is not counted."""
+    step()
+    count, start = 0, time.process_time()
+    while (spent := time.process_time() - start) < seconds or count < 3:
+        step()
+        count += 1
+    return count / spent
+
+
+def own_memory() -> float:
+    """Memory that belongs to this process alone, MB."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+def apart(call: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
+    """Run a measurement in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(call, *args).result(timeout=1800)
+
+
+def row(
+    what: str, unit: str, ours: float, against: str, theirs: float, *, goal: float | None, less: bool = False
+) -> dict:
+    ratio = (theirs / ours) if less else (ours / theirs)
+    print(
+        f"{what:52} {ours:10.2f} {unit:14} {against:34} {theirs:10.2f}  {ratio:7.2f}x  goal {goal or '-'}", flush=True
+    )
+    return {
+        "what": what, "unit": unit, "ours": round(ours, 4), "against": against, "theirs": round(theirs, 4),
+        "ratio": round(ratio, 3), "goal": goal,
+    }  # fmt: skip
+
+
+# --- LIBERO ---------------------------------------------------------------------------------------------------------
+
+
+def libero_files() -> tuple[Path, Any]:
+    from embodyrl.envs.libero import install
+
+    install.prepare_process()
+    entry = install.suite_tasks(SUITE)[TASK]
+    path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
+    return path, install.suite_init_states(SUITE, TASK)
+
+
+def actions(rng: np.random.Generator) -> np.ndarray:
+    return rng.uniform(-0.3, 0.3, (CHUNK, 7)).astype(np.float32)
+
+
+def libero_stock(cameras: tuple[str, ...], seconds: float) -> dict[str, float]:
+    """One environment, as LIBERO's SubprocVectorEnv holds one per process."""
+    path, states = libero_files()
+    from libero.libero.envs import OffScreenRenderEnv
+
+    env: Any = OffScreenRenderEnv(
+        bddl_file_name=str(path), camera_heights=PIXELS, camera_widths=PIXELS, camera_names=list(cameras)
+    )
+    rng = np.random.default_rng(0)
+
+    def reset() -> None:
+        env.reset()
+        env.set_init_state(states[0])
+        for _ in range(SETTLE_STEPS):
+            env.step([0, 0, 0, 0, 0, 0, -1])
+
+    def chunk() -> None:
+        for action in actions(rng):
+            env.step(action)
+
+    resets = per_second(reset, 0.5)
+    reset()
+    return {"chunks": per_second(chunk, seconds), "resets": resets, "memory": own_memory()}
+
+
+def libero_ours(cameras: tuple[str, ...], profile: str, fast: bool, seconds: float) -> dict[str, float]:
+    from embodyrl.config.schema import EnvConfig, InitParams, RenderProfile
+
+    cfg = EnvConfig(
+        task_suite_name=SUITE, render_profile=RenderProfile(profile), fast_physics=fast,
+        init_params=InitParams(camera_heights=PIXELS, camera_widths=PIXELS, camera_names=list(cameras)),
+    )  # fmt: skip
+    return ours(cfg, seconds)
+
+
+def ours(cfg: Any, seconds: float, chunk_length: int = CHUNK) -> dict[str, float]:
+    """Slots in one process; a chunk and one observation of its end."""
+    from embodyrl.envs import ENVS
+    from embodyrl.types import EpisodeStart, ObservationOut
+
+    env = ENVS.get(cfg.env_type).make(cfg, SLOTS)
+    spec = env.spec
+    out = ObservationOut(
+        images=np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8), state=np.zeros(spec.state_dim, np.float32)
+    )
+    start = EpisodeStart(reset_id=0, seed=0, max_episode_steps=10**6, ignore_terminations=True)
+    rng = np.random.default_rng(0)
+
+    def reset() -> None:
+        env.reset([0], [start])
+        env.observe([0], [out])
+
+    def chunk() -> None:
+        env.step_chunk([0], actions(rng)[None, :chunk_length])
+        env.observe([0], [out])
+
+    env.reset(list(range(SLOTS)), [start] * SLOTS)
+    resets = per_second(reset, 0.5)
+    return {"chunks": per_second(chunk, seconds), "resets": resets, "memory": own_memory() / SLOTS}
+
+
+def libero_physics(seconds: float) -> dict[str, float]:
+    """The limit: nothing but MuJoCo's own steps."""
+    import mujoco
+
+    from embodyrl.envs.libero.simulator import TaskSimulator
+
+    path, states = libero_files()
+    sim: Any = TaskSimulator(path)
+    sim.reset(states[0], 0)
+    model, data = sim._model, sim._data
+    return {"chunks": per_second(lambda: mujoco.mj_step(model, data, nstep=25 * CHUNK), seconds)}
+
+
+def libero(seconds: float) -> Iterator[dict]:
+    lean_fast: dict[str, float] = {}
+    for cameras in (LIBERO_CAMERAS[:1], LIBERO_CAMERAS):
+        eyes = f"{len(cameras)} camera{'s' * (len(cameras) - 1)} {PIXELS}"
+        theirs = apart(libero_stock, cameras, seconds)
+        for name, profile, fast, goal in (
+            ("full", "full", False, 5),
+            ("lean", "lean", False, None),
+            ("lean + fast", "lean", True, 20),
+        ):
+            found = apart(libero_ours, cameras, profile, fast, seconds)
+            against = "OffScreenRenderEnv, every sub-step"
+            yield row(f"LIBERO {name}, {eyes}", "chunks/CPU-s", found["chunks"], against, theirs["chunks"], goal=goal)
+            yield row(
+                f"LIBERO {name} reset, {eyes}",
+                "resets/CPU-s",
+                found["resets"],
+                "rebuild + 15 drawn steps",
+                theirs["resets"],
+                goal=10,
+            )
+            yield row(
+                f"LIBERO {name} memory, {eyes}",
+                "MB per env",
+                found["memory"],
+                "a process each",
+                theirs["memory"],
+                goal=2,
+                less=True,
+            )
+            lean_fast = found
+    limit = apart(libero_physics, seconds)
+    yield row(
+        f"LIBERO lean + fast, {eyes}", "chunks/CPU-s", lean_fast["chunks"], "mj_step alone", limit["chunks"], goal=None
+    )
+
+
+# --- ManiSkill ------------------------------------------------------------------------------------------------------
+
+
+def maniskill_stock(env_id: str, seconds: float) -> dict[str, float]:
+    import mani_skill.envs  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+    size = {"width": MANISKILL_PIXELS, "height": MANISKILL_PIXELS}
+    env: Any = gymnasium.make(
+        env_id, obs_mode="rgb", render_backend="cpu", sim_backend="cpu", control_mode="pd_ee_delta_pose",
+        sensor_configs={**size, "shader_pack": "minimal"}, max_episode_steps=10**6,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    env.reset(seed=0)
+
+    def chunk() -> None:
+        for action in actions(rng):
+            env.step(action)
+
+    resets = per_second(lambda: env.reset(seed=0), 0.3)
+    return {"chunks": per_second(chunk, seconds), "resets": resets, "memory": own_memory()}
+
+
+def maniskill_ours(env_id: str, profile: str, length: int, seconds: float) -> dict[str, float]:
+    import torch
+
+    from embodyrl.config.schema import EnvConfig, InitParams, RenderProfile
+
+    torch.set_num_threads(1)
+    cameras = InitParams(camera_heights=MANISKILL_PIXELS, camera_widths=MANISKILL_PIXELS, camera_names=["base_camera"])
+    cfg = EnvConfig(
+        env_type="maniskill", id=env_id, control_mode="pd_ee_delta_pose", render_profile=RenderProfile(profile),
+        init_params=cameras,
+    )  # fmt: skip
+    return ours(cfg, seconds, length)
+
+
+def maniskill(seconds: float) -> Iterator[dict]:
+    for env_id in ("PickCube-v1", "PushCube-v1"):
+        theirs = apart(maniskill_stock, env_id, seconds)
+        for profile, goal in (("full", None), ("lean", 3)):
+            for length in (CHUNK, 1):
+                found = apart(maniskill_ours, env_id, profile, length, seconds)
+                what = f"ManiSkill {env_id} rgb {MANISKILL_PIXELS}, {profile}, chunks of {length}"
+                mine, stock = found["chunks"] * length, theirs["chunks"] * CHUNK
+                yield row(what, "steps/CPU-s", mine, "stock, every step drawn", stock, goal=goal)
+        yield row(
+            f"ManiSkill {env_id} lean memory",
+            "MB per env",
+            found["memory"],
+            "a process each",
+            theirs["memory"],
+            goal=2,
+            less=True,
+        )
+
+
+# --- cheap environments ---------------------------------------------------------------------------------------------
+
+
+class Pixels(gymnasium.Env):
+    """A 96x96 picture that costs nothing to make."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (96, 96, 3), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        self._picture = self.np_random.integers(0, 255, (96, 96, 3), np.uint8)
+        return self._picture, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        self._picture[0, 0] += 1
+        return self._picture, 0.0, False, False, {}
+
+
+class Busy(Pixels):
+    """Four numbers after 2 ms of computing."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        start = time.thread_time()
+        while time.thread_time() - start < 0.002:
+            pass
+        return np.zeros(4, np.float32), 0.0, False, False, {}
+
+
+CHEAP: dict[str, Callable[[], gymnasium.Env]] = {
+    "CartPole-v1": lambda: gymnasium.make("CartPole-v1"),
+    "pixels 96x96": Pixels,
+    "2 ms of work": Busy,
+}
+
+
+class OurVector:
+    """Env workers and the arena, ordered about as a rollout orders them, with actions from a table."""
+
+    def __init__(self, name: str, count: int) -> None:
+        from embodyrl.channels.arena import Arena
+        from embodyrl.channels.layout import record_layout
+        from embodyrl.config.load import load_config
+        from embodyrl.envs import ENVS
+        from embodyrl.launch.local import LocalLauncher
+        from embodyrl.policies import POLICIES
+        from embodyrl.runtime.build import deal_slots
+        from embodyrl.workers.env_worker import EnvWorkerInit
+        from embodyrl.workers.lifecycle import WorkerSpec
+
+        classes = {"CartPole-v1": "CartPole-v1", "pixels 96x96": "simulators:Pixels", "2 ms of work": "simulators:Busy"}
+        cfg = load_config("eval", ["env=gym", f"env.id={classes[name]}", "model=random"])
+        spec = ENVS.get("gym").spec(cfg.env)
+        policy = POLICIES.get("random").spec(cfg.model, spec, 0)
+        self.count = count
+        self._arena = Arena.create(record_layout(spec, policy), 2 * count)
+        self._folder = tempfile.TemporaryDirectory()
+        self._launcher = LocalLauncher(Path(self._folder.name))
+        self._seats = {seat.name: seat.slots for seat in deal_slots(count, min(CORES, count))}
+        for seat, slots in self._seats.items():
+            init = EnvWorkerInit(cfg=cfg, num_slots=len(slots), arena=self._arena.handle)
+            worker = WorkerSpec(name=seat, entry="embodyrl.workers.env_worker:EnvWorker", init=init)
+            self._launcher.start(worker, timeout_s=120.0)
+        self._answers(len(self._seats))
+        self._current = [self._arena.allocate() for _ in range(count)]
+        self._next = [self._arena.allocate() for _ in range(count)]
+        self._order({slot: None for slot in range(count)})
+
+    def step(self) -> None:
+        """One step of all environments; those that end begin anew."""
+        records = [ticket.record for ticket in self._current]
+        self._arena["action"][records] = np.random.randint(0, 2, (self.count, 1, 1))
+        self._order(dict(enumerate(self._current)))
+        done = self._arena["terminated"][records].any(1) | self._arena["truncated"][records].any(1)
+        self._current, self._next = self._next, self._current
+        if done.any():
+            self._order(dict.fromkeys(np.flatnonzero(done).tolist()), reuse=True)
+
+    def _order(self, work: dict[int, Any], reuse: bool = False) -> None:
+        from embodyrl.types import EpisodeStart
+        from embodyrl.workers.messages import EnvOrders, ResetOrder, StepOrder
+
+        sent = 0
+        targets = self._current if reuse or None in work.values() else self._next
+        for seat, slots in self._seats.items():
+            mine = {slot: source for slot, source in work.items() if slot in slots}
+            steps = tuple(
+                StepOrder(slot=slot - slots.start, source=source, target=targets[slot])
+                for slot, source in mine.items()
+                if source is not None
+            )
+            resets = tuple(
+                ResetOrder(
+                    slot=slot - slots.start,
+                    start=EpisodeStart(reset_id=slot, seed=0, max_episode_steps=10**6),
+                    target=targets[slot],
+                )
+                for slot, source in mine.items()
+                if source is None
+            )
+            if mine:
+                self._launcher.send(seat, EnvOrders(sequence=0, stage=0, steps=steps, resets=resets), timeout_s=60.0)
+                sent += 1
+        self._answers(sent)
+
+    def _answers(self, count: int) -> None:
+        from embodyrl.launch.protocol import WorkerDied
+
+        while count:
+            for event in self._launcher.wait(60.0):
+                assert not isinstance(event.message, WorkerDied), event.message
+                count -= 1
+
+    def close(self) -> None:
+        self._launcher.stop()
+        self._arena.close()
+        self._folder.cleanup()
+
+
+class TheirVector:
+    """A vector environment of gymnasium or Stable-Baselines3, which both reset by themselves."""
+
+    def __init__(self, env: Any, count: int) -> None:
+        self.count, self._env = count, env
+        env.reset()
+
+    def step(self) -> None:
+        self._env.step(np.random.randint(0, 2, self.count))
+
+    def close(self) -> None:
+        self._env.close()
+
+
+def async_vector(name: str, count: int) -> TheirVector:
+    return TheirVector(gymnasium.vector.AsyncVectorEnv([CHEAP[name]] * count, shared_memory=True), count)
+
+
+def subproc_vector(name: str, count: int) -> TheirVector:
+    from stable_baselines3.common.vec_env import SubprocVecEnv
+
+    return TheirVector(SubprocVecEnv([CHEAP[name]] * count, start_method="fork"), count)
+
+
+def cheap(seconds: float, turns: int) -> Iterator[dict]:
+    makers: dict[str, Callable[[str, int], Any]] = {
+        "ours": OurVector, "AsyncVectorEnv": async_vector, "SubprocVecEnv": subproc_vector,
+    }  # fmt: skip
+    for name in CHEAP:
+        for count in (8, 64):
+            best = dict.fromkeys(makers, 0.0)
+            for _ in range(turns):
+                for maker, make in makers.items():
+                    vector = make(name, count)
+                    vector.step()
+                    steps, start = 0, time.perf_counter()
+                    while time.perf_counter() - start < seconds:
+                        vector.step()
+                        steps += count
+                    best[maker] = max(best[maker], steps / (time.perf_counter() - start))
+                    vector.close()
+            for peer in ("AsyncVectorEnv", "SubprocVecEnv"):
+                goal = 1.5 if count == 64 and name != "2 ms of work" else 0.95
+                yield row(f"{name}, {count} envs", "steps/s", best["ours"], peer, best[peer], goal=goal)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--parts", nargs="+", choices=("libero", "maniskill", "cheap"), default=["libero", "maniskill", "cheap"]
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="CPU seconds per figure")
+    parser.add_argument("--turns", type=int, default=3)
+    args = parser.parse_args()
+    # Workers import the environments of this file by its name.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    sys.path.insert(0, str(Path(__file__).parent))
+    parts: dict[str, Callable[[], Iterator[dict]]] = {
+        "cheap": lambda: cheap(args.seconds / 2, args.turns),
+        "libero": lambda: libero(args.seconds),
+        "maniskill": lambda: maniskill(args.seconds),
+    }
+    rows = [found for name, part in parts.items() if name in args.parts for found in part()]
+    if args.json:
+        machine = {
+            "platform": platform.platform(), "cores": CORES, "python": platform.python_version(),
+            "numpy": np.__version__, "load": os.getloadavg()[0],
+        }  # fmt: skip
+        args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
