@@ -10,7 +10,7 @@ which other programs on the machine do not change much, and memory is the proces
 
 Cheap environments: steps per second of wall time, environments spread over as many worker processes as there are
 cores (ours) or one process each (gymnasium's AsyncVectorEnv with shared memory, Stable-Baselines3's SubprocVecEnv).
-Candidates take turns; a figure is the best of its turns. Ours is the path of a rollout: orders, workers, the shared arena.
+Candidates take turns; a figure is the best of its turns. Ours is the path of a rollout: orders, workers, the arena.
 """
 
 from __future__ import annotations
