@@ -85,6 +85,8 @@ class EnvSpec:
     """Tasks for which a scripted demonstrator exists."""
     action_space: ActionSpace | None = None
     """None: real numbers, by convention within -1..1."""
+    task_bytes: int = 0
+    """Memory that one loaded task takes, roughly, where a worker can only hold some of them; 0: no matter."""
     may_truncate: bool = False
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
     max_chunks: int = 0

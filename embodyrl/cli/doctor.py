@@ -48,7 +48,9 @@ def doctor(args: argparse.Namespace) -> int:
 def _probe_config(cfg: Config) -> list[Finding]:
     """Let the chosen environment and policy look for what they need on this machine."""
     from embodyrl.envs import ENVS
+    from embodyrl.runtime.build import count_env_workers
     from embodyrl.runtime.checks import check_components
+    from embodyrl.runtime.planning import memory_of_tasks
 
     try:
         check_components(cfg)
@@ -56,4 +58,8 @@ def _probe_config(cfg: Config) -> list[Finding]:
     except ConfigError as error:
         fix = "what that line says, or another choice: embodyrl list envs, embodyrl list models"
         return [Finding("config", "FAIL", problem, fix) for problem in error.problems]
-    return [Finding("config", "ok", f"env {spec.name} ({len(spec.tasks)} tasks) with model {cfg.model.model_type}")]
+    findings = [Finding("config", "ok", f"env {spec.name} ({len(spec.tasks)} tasks) with model {cfg.model.model_type}")]
+    if spec.task_bytes:
+        workers = count_env_workers(cfg, cfg.env.train.total_num_envs)
+        findings.append(Finding("simulators", "ok", memory_of_tasks(spec, cfg.env.train, workers)))
+    return findings

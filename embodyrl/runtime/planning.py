@@ -6,7 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from embodyrl.config.schema import Config
+from embodyrl.config.schema import Config, EnvSplitConfig
+from embodyrl.envs.memory import available_bytes, tasks_in_memory
 from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.episodes import eval_plan, train_plan
 from embodyrl.types import EnvSpec
@@ -55,6 +56,8 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
             f"chunk {policy.num_action_chunks} x {policy.action_dim}",
         ),
     ]
+    if env.task_bytes:
+        lines.append(("simulators", memory_of_tasks(env, split, len(blueprint.seats))))
     if blueprint.algorithm is not None:
         a = cfg.algorithm
         lines.append(
@@ -74,6 +77,16 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         )
     )
     return lines
+
+
+def memory_of_tasks(env: EnvSpec, split: EnvSplitConfig, workers: int) -> str:
+    """What loaded tasks cost, and how many of them each env worker keeps."""
+    wanted = len(split.task_ids or env.tasks)
+    kept = min(wanted, tasks_in_memory(env.task_bytes, workers))
+    return (
+        f"up to {env.task_bytes / 2**30:.1f} GiB per loaded task, {available_bytes() / 2**30:.1f} GiB free: each of "
+        f"{workers} workers keeps {kept} of {wanted} tasks"
+    )
 
 
 def _training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:

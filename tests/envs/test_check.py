@@ -124,7 +124,7 @@ def test_the_default_of_the_command_is_the_built_in_table(capsys):
         ("model=random", "model is a group of keys"),
         ("model.num_action_chunks=4", "`embodyrl check-env` does not read this key"),
         ("runner.max_steps=3", "`embodyrl check-env` does not read this key"),
-        ("env.id=x", "env.id=x has no meaning for tabletop"),
+        ("env.id=x", "env.id=x: env_type 'tabletop' does not read this key"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
     ],
 )

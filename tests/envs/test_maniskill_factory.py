@@ -40,7 +40,6 @@ def test_the_preset_is_sound_and_keeps_train_and_eval_seeds_apart():
     ("changes", "words"),
     [
         ({"id": None}, "env.id is not set"),
-        ({"task_suite_name": "libero_10"}, "env.task_suite_name=libero_10 has no meaning"),
         ({"kwargs": {"control_mode": "pd_joint_pos"}}, "see env.control_mode"),
         ({"init_params": InitParams(camera_names=["base_camera", "base_camera"])}, "names a camera twice"),
     ],

@@ -44,7 +44,7 @@ def random_actions(count, seed=0):
     [("libero_goal", 7), ("libero_object", 0), ("libero_spatial", 4), ("libero_10", 5), ("libero_90", 0)],
 )
 def test_lean_states_equal_full_ones_and_fast_ones_agree(suite, task):
-    actions = random_actions(60)
+    actions = random_actions(100)
     full = simulator(suite, task)
     expected, success = states(full, suite, task, actions)
     picture, proprio = image(full)

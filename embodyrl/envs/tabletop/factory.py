@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodyrl.config.schema import EnvConfig, RenderProfile
+from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.problems import camera_problems, task_problems
 from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims
 from embodyrl.envs.tabletop.views import MAX_SIZE
 from embodyrl.envs.tabletop.world import TASKS
-from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention
 
 STATES_PER_TASK = 4000
@@ -24,11 +24,15 @@ SMALLEST_IMAGE = 32
 class TabletopFactory:
     """Builds the tabletop environment."""
 
-    consumes = frozenset({"use_rel_reward", "reward_coef", "init_params", "render_profile"})
+    consumes = frozenset({"use_rel_reward", "reward_coef", "init_params"})
 
     def validate(self, cfg: EnvConfig) -> list[str]:
         """Return config problems, one line each."""
-        return [*_foreign_key_problems(cfg), *_task_problems(cfg), *_image_problems(cfg)]
+        return [
+            *task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20"),
+            *_size_problems(cfg),
+            *camera_problems(cfg, CAMERAS),
+        ]
 
     def spec(self, cfg: EnvConfig) -> EnvSpec:
         """Describe the environment."""
@@ -52,24 +56,7 @@ class TabletopFactory:
         return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
 
 
-def _foreign_key_problems(cfg: EnvConfig) -> Iterator[str]:
-    for key, value in (("task_suite_name", cfg.task_suite_name), ("id", cfg.id)):
-        if value is not None:
-            yield f"env.{key}={value} has no meaning for tabletop, choose tasks with env.train.task_ids; remove it."
-    if cfg.kwargs:
-        yield f"env.kwargs={dict(cfg.kwargs)} is not used by tabletop; remove it."
-    if cfg.render_profile is not RenderProfile.full:
-        yield "env.render_profile=lean is not for tabletop, which renders one way only; remove it."
-
-
-def _task_problems(cfg: EnvConfig) -> Iterator[str]:
-    for split, tasks in (("train", cfg.train.task_ids), ("eval", cfg.eval.task_ids)):
-        wrong = [task for task in tasks or () if not 0 <= task < len(TASKS)]
-        if wrong:
-            yield f"env.{split}.task_ids: {wrong} not in 0..{len(TASKS) - 1} (touch 0-2, push 3-11, put 12-20)."
-
-
-def _image_problems(cfg: EnvConfig) -> Iterator[str]:
+def _size_problems(cfg: EnvConfig) -> Iterator[str]:
     params = cfg.init_params
     for key, value in (("camera_heights", params.camera_heights), ("camera_widths", params.camera_widths)):
         if not SMALLEST_IMAGE <= value <= MAX_SIZE:
@@ -79,11 +66,3 @@ def _image_problems(cfg: EnvConfig) -> Iterator[str]:
             f"env.init_params: camera_heights={params.camera_heights} and camera_widths={params.camera_widths} differ; "
             "tabletop's cameras are square, set both to the same number."
         )
-    for name in params.camera_names:
-        if name not in CAMERAS:
-            yield (
-                f"env.init_params.camera_names: '{name}' is no tabletop camera.{closest(name, CAMERAS)} "
-                f"Known: {', '.join(CAMERAS)}."
-            )
-    if len(set(params.camera_names)) < len(params.camera_names):
-        yield f"env.init_params.camera_names={list(params.camera_names)} names a camera twice."

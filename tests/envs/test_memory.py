@@ -1,0 +1,12 @@
+"""How many tasks a worker may keep loaded."""
+
+from __future__ import annotations
+
+from embodyrl.envs.memory import available_bytes, tasks_in_memory
+
+
+def test_workers_share_the_memory_and_each_holds_at_least_one_task():
+    gigabyte = 10**9
+    assert tasks_in_memory(gigabyte, 10**9) == 1
+    assert tasks_in_memory(gigabyte, 1) >= tasks_in_memory(gigabyte, 4) >= 1
+    assert tasks_in_memory(gigabyte // 10, 1) > tasks_in_memory(gigabyte, 1) or available_bytes() < gigabyte // 4
