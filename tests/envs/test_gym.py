@@ -13,7 +13,7 @@ from embodyrl.config.load import load_config
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs import ENVS
 from embodyrl.envs.check import check_env
-from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_action
+from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_actions
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
 from embodyrl.runtime.checks import check_components
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut
@@ -128,14 +128,14 @@ def test_actions_arrive_in_the_environments_own_terms(action, kind, sent, receiv
     declared = action_space("counter", made.action_space)
     assert declared.kind is kind
     assert len(declared.sizes or declared.low) == len(sent[0])
-    native = native_action("counter", made.action_space, np.float32(sent[0]))
+    native = native_actions("counter", made.action_space)(np.float32(sent[0]))
     assert made.action_space.contains(native)
     np.testing.assert_array_equal(native, received)
 
 
 def test_a_category_that_does_not_exist_is_refused():
     with pytest.raises(EnvError, match=r"action \[3\], expected ids from 0 below \[3\]"):
-        native_action("counter", spaces.Discrete(3), np.float32([3.0]))
+        native_actions("counter", spaces.Discrete(3))(np.float32([3.0]))
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])

@@ -44,7 +44,7 @@ class GymFactory:
         from embodyrl.envs.gym.sims import GymSims
 
         found = probe(cfg)
-        sims = GymSims(_spec(cfg, found), found.observation_space, partial(create, cfg, found.kwargs))
+        sims = GymSims(_spec(cfg, found), found, partial(create, cfg, found.kwargs))
         return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from gymnasium import Space
 from gymnasium.error import Error as GymnasiumError
 
 from embodyrl.envs.chunked import SimStep
-from embodyrl.envs.gym.create import AnyEnv
-from embodyrl.envs.gym.spaces import ObservationWriter, native_action
+from embodyrl.envs.gym.create import AnyEnv, Probe
+from embodyrl.envs.gym.spaces import ObservationWriter, native_actions
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
@@ -21,10 +20,11 @@ class GymSims:
 
     task_limit: int | None = None
 
-    def __init__(self, spec: EnvSpec, observation_space: Space[Any], create: Callable[[], AnyEnv]) -> None:
+    def __init__(self, spec: EnvSpec, found: Probe, create: Callable[[], AnyEnv]) -> None:
         self.spec = spec
+        self._native = native_actions(spec.name, found.action_space)
         self._create = create
-        self._writer = ObservationWriter(spec.name, observation_space)
+        self._writer = ObservationWriter(spec.name, found.observation_space)
         self._envs: dict[int, AnyEnv] = {}
         self._observations: dict[int, Any] = {}
 
@@ -37,9 +37,7 @@ class GymSims:
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
         env = self._envs[slot]
-        observation, reward, terminated, truncated, info = env.step(
-            native_action(self.spec.name, env.action_space, action)
-        )
+        observation, reward, terminated, truncated, info = env.step(self._native(action))
         self._observations[slot] = observation
         return SimStep(
             reward=float(reward),

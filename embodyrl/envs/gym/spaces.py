@@ -7,8 +7,8 @@ and Tuple in their space's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 from gymnasium import Space, spaces
@@ -131,22 +131,36 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
     )
 
 
-def native_action(env_id: str, space: Space[Any], action: FloatArray) -> Any:
-    """Turn an action [A] into what the environment's `step` takes; real numbers are clipped to the box.
+def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any]:
+    """Return what turns an action [A] into what the environment's `step` takes; real numbers are clipped to the box.
 
-    Raises:
-        EnvError: a category that does not exist.
+    It raises EnvError for a category that does not exist.
     """
-    if isinstance(space, spaces.Box):
-        return np.clip(action.reshape(space.shape).astype(space.dtype), space.low, space.high)
-    assert isinstance(space, spaces.Discrete | spaces.MultiDiscrete)
-    ids = np.rint(action).astype(np.int64)
-    sizes = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec).reshape(-1)
-    if ((ids < 0) | (ids >= sizes)).any():
-        raise EnvError(f"env '{env_id}' was given action {ids.tolist()}, expected ids from 0 below {sizes.tolist()}.")
+
+    def refuse(ids: Any, sizes: Any) -> NoReturn:
+        raise EnvError(f"env '{env_id}' was given action {ids}, expected ids from 0 below {sizes}.")
+
+    def discrete(action: FloatArray) -> Any:
+        category = round(float(action[0]))
+        if not 0 <= category < size:
+            refuse([category], [size])
+        return number(category + first)
+
+    def multi_discrete(action: FloatArray) -> Any:
+        ids = np.rint(action).astype(np.int64)
+        if ((ids < 0) | (ids >= sizes)).any():
+            refuse(ids.tolist(), sizes)
+        return (ids.reshape(space.shape) + starts).astype(space.dtype)
+
     if isinstance(space, spaces.Discrete):
-        return space.dtype.type(ids[0] + int(space.start))
-    return (ids.reshape(space.shape) + space.start).astype(space.dtype)
+        size, first, number = int(space.n), int(space.start), space.dtype.type
+        return discrete
+    if isinstance(space, spaces.MultiDiscrete):
+        sizes, starts = space.nvec.reshape(-1), space.start
+        return multi_discrete
+    assert isinstance(space, spaces.Box)
+    low, high, shape, dtype = space.low, space.high, space.shape, space.dtype
+    return lambda action: np.clip(action.reshape(shape).astype(dtype), low, high)
 
 
 def _leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
