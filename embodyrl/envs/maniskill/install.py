@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import pickle
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
 
+from omegaconf import OmegaConf
+
+from embodyrl import errors
 from embodyrl.config.schema import EnvConfig
-from embodyrl.errors import EmbodyError, MissingDependencyError
+from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[maniskill]'"
 
@@ -24,16 +27,18 @@ _TIMEOUT_S = 180.0
 _START_RENDERER = "import sapien; sapien.render.RenderSystem(sapien.Device('cpu'))"
 
 _DESCRIBE = """
-import os, pickle, sys
-answer = os.fdopen(os.dup(1), "wb")
+import dataclasses, json, os, sys
+from omegaconf import OmegaConf
+answer = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
+from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.maniskill.simulator import describe
 from embodyrl.errors import EmbodyError
+given = OmegaConf.merge(OmegaConf.structured(EnvConfig), OmegaConf.create(sys.stdin.read()))
 try:
-    found = describe(pickle.load(sys.stdin.buffer))
+    json.dump({"found": dataclasses.asdict(describe(OmegaConf.to_object(given)))}, answer)
 except EmbodyError as error:
-    found = error
-pickle.dump(found, answer)
+    json.dump({"error": type(error).__name__, "text": str(error)}, answer)
 """
 
 
@@ -73,27 +78,26 @@ def describe_apart(cfg: EnvConfig) -> Description:
     """
     if importlib.util.find_spec("mani_skill") is None or importlib.util.find_spec("sapien") is None:
         raise MissingDependencyError(f"ManiSkill is not installed. Cure: {INSTALL}")
-    return _described(pickle.dumps(cfg))
+    return _described(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
 
 
 @functools.lru_cache(maxsize=8)
-def _described(pickled: bytes) -> Description:
+def _described(cfg: str) -> Description:
+    command = [sys.executable, "-c", _DESCRIBE]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _DESCRIBE], input=pickled, capture_output=True, timeout=_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, input=cfg, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise MissingDependencyError(
             f"ManiSkill did not build its task within {_TIMEOUT_S:.0f} s, likely because of its Vulkan driver. "
             f"Cure: {VULKAN_CURE}"
         ) from error
     if done.returncode:
-        reason = _last(done.stderr.decode(errors="replace").strip().splitlines(), done.returncode)
+        reason = _last(done.stderr.strip().splitlines(), done.returncode)
         raise MissingDependencyError(f"ManiSkill failed to build its task: {reason}. Cure: {INSTALL}; {VULKAN_CURE}")
-    found = pickle.loads(done.stdout)
-    if isinstance(found, EmbodyError):
-        raise found
-    return found
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(answer["text"])
+    return Description(**{key: tuple(v) if isinstance(v, list) else v for key, v in answer["found"].items()})
 
 
 def _last(lines: list[str], code: int) -> str:

@@ -52,7 +52,7 @@ def build(cfg: EnvConfig, obs_mode: ObsMode) -> Any:
         raise MissingDependencyError(
             f"env.id={cfg.id}: files of its robot are missing. Cure: python -m mani_skill.utils.download_asset {cfg.id}"
         ) from error
-    except (RuntimeError, OSError, AssertionError, NotImplementedError, KeyError, TypeError, ValueError) as error:
+    except (RuntimeError, OSError, AssertionError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, EmbodyError):
             raise
         text = " ".join(str(error).split())[:300]
