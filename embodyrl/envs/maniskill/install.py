@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -97,7 +98,8 @@ def _described(cfg: str) -> Description:
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise getattr(errors, answer["error"])(answer["text"])
-    return Description(**{key: tuple(v) if isinstance(v, list) else v for key, v in answer["found"].items()})
+    found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in answer["found"].items()}
+    return Description(**found)
 
 
 def _last(lines: list[str], code: int) -> str:
