@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 from embodyrl.config.schema import EnvConfig, ObsMode
 from embodyrl.envs.chunked import ChunkedEnv
@@ -45,17 +44,10 @@ class ManiSkillFactory:
             EmbodyError: see `spec`.
         """
         from embodyrl.envs.maniskill.sims import ManiSkillSims
-        from embodyrl.envs.maniskill.simulator import build, describe
+        from embodyrl.envs.maniskill.simulator import describe
 
-        sims = ManiSkillSims(
-            _spec(cfg, describe(cfg)), cfg.obs_mode, partial(build, cfg, cfg.obs_mode), rewarded=_rewarded(cfg)
-        )
+        sims = ManiSkillSims(_spec(cfg, describe(cfg)), cfg)
         return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
-
-
-def _rewarded(cfg: EnvConfig) -> bool:
-    """Tasks on Bridge data have no reward of their own."""
-    return cfg.reward_mode != "none" and cfg.id not in BRIDGE_EPISODES
 
 
 def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:

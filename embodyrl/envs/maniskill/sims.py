@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from embodyrl.config.schema import ObsMode
+from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.maniskill.expert import Demonstrator
-from embodyrl.envs.maniskill.simulator import state
+from embodyrl.envs.maniskill.simulator import build, restart, state
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
@@ -21,35 +20,20 @@ class ManiSkillSims:
 
     task_limit: int | None = None
 
-    def __init__(self, spec: EnvSpec, mode: ObsMode, build: Callable[[], Any], *, rewarded: bool) -> None:
-        """Describe the slots; each one is built at its first reset.
-
-        Args:
-            spec: of the task.
-            mode: what the state vector holds.
-            build: builds one simulator.
-            rewarded: the task's own reward counts; false: success is the reward.
-        """
+    def __init__(self, spec: EnvSpec, cfg: EnvConfig) -> None:
         self.spec = spec
-        self._mode = mode
-        self._build = build
-        self._rewarded = rewarded
+        self._cfg = cfg
+        # Tasks on Bridge data have no reward of their own.
+        self._rewarded = cfg.reward_mode != "none" and cfg.id not in BRIDGE_EPISODES
         self._envs: dict[int, Any] = {}
         self._infos: dict[int, dict[str, Any]] = {}
         self._demonstrators: dict[int, Demonstrator] = {}
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
-        """Start the episode whose seed (Bridge data: whose numbered placement) is the reset id."""
+        """Start the episode of the reset id, which decides everything."""
         if slot not in self._envs:
-            self._envs[slot] = self._new()
-        env = self._envs[slot]
-        numbered = self.spec.name in BRIDGE_EPISODES
-        options = {"episode_id": reset_id} if numbered else {}
-        # PhysX remembers more than ManiSkill resets (what sleeps, for one): without a step from the very same state the
-        # former episode would show in the last bits.
-        env.reset(seed=reset_id, options=dict(options))
-        env._step_action(None)
-        _, self._infos[slot] = env.reset(seed=reset_id, options=dict(options))
+            self._envs[slot] = build(self._cfg, self._cfg.obs_mode)
+        self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras)
         self._demonstrators.pop(slot, None)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
@@ -74,7 +58,7 @@ class ManiSkillSims:
             pictures = env._get_obs_sensor_data()
             for view, camera in zip(out.images, self.spec.cameras, strict=True):
                 view[...] = pictures[camera]["rgb"][0].numpy()
-        out.state[:] = state(env, self._mode, self._infos[slot]).numpy()
+        out.state[:] = state(env, self._cfg.obs_mode, self._infos[slot]).numpy()
         if not np.isfinite(out.state).all():
             raise EnvError(
                 f"env '{self.spec.name}' observed {out.state[~np.isfinite(out.state)][0]}, expected finite numbers. "
@@ -93,12 +77,3 @@ class ManiSkillSims:
         """Free the simulators; idempotent."""
         while self._envs:
             self._envs.popitem()[1].close()
-
-    def _new(self) -> Any:
-        env = self._build()
-        if self._mode is ObsMode.rgb:
-            # A step would draw all cameras; `observe` draws those of the spec when somebody looks.
-            env._obs_mode = "none"
-        for camera in [name for name in env.scene.sensors if name not in self.spec.cameras]:
-            del env.scene.sensors[camera]
-        return env
