@@ -30,6 +30,7 @@ from toy_runs import rows, running_crew
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.runtime.episodes import train_plan
+from embodyrl.runtime.jobs import Job
 
 PERIOD_S = 5.0
 ECHO = (
@@ -82,7 +83,8 @@ def soak_echo(folder: Path, seconds: float, seed: int) -> None:
         end, steps, chunks, dropped = time.monotonic() + seconds, 0, 0, 0
         while time.monotonic() < end:
             plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, steps, counts_chunk_steps=False)
-            rollout = crew.rollouts.collect(plan, version=steps)
+            crew.rollouts.publish(steps)
+            rollout = crew.rollouts.collect(Job(plan))
             for e in rollout.episodes:
                 np.testing.assert_array_equal(e.reward, crew.arena["action"][e.records][..., 0])
                 assert (crew.arena["version"][e.records] == steps).all()

@@ -69,7 +69,8 @@ def test_a_worker_that_always_crashes_ends_the_run_with_exit_4(tmp_path):
     words = toy_words(tmp_path, "env.kwargs.fault=raise", "faults.max_restarts_per_worker=1", "launcher.env_workers=1")
     done = run_cli("train", *words, "algorithm.rollout_epoch=4", cwd=tmp_path)
     assert done.returncode == 4
-    assert "worker env_0 raised RuntimeError: the toy broke; it was restarted 1 times already" in done.stderr
+    assert "worker env_0 raised RuntimeError: the toy broke [env 'toy', slot 0, task 0 ('go right')" in done.stderr
+    assert "it was restarted 1 times already" in done.stderr
     assert "faults.max_restarts_per_worker" in done.stderr
     assert "env_0.log" in done.stderr
     assert not (tmp_path / "run" / "lock").exists()

@@ -14,7 +14,7 @@ from toy_runs import Stage, rows, running_crew
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.errors import WorkerError
 from embodyrl.runtime.episodes import train_plan
-from embodyrl.runtime.rollouts import Collection
+from embodyrl.runtime.jobs import Collection, Job
 from embodyrl.runtime.train import train
 
 ECHO = ("env.kwargs.echo=true", "env.use_rel_reward=false", "algorithm.rollout_epoch=8", "launcher.env_workers=2")
@@ -27,7 +27,7 @@ def fault(folder: Path, *settings: str) -> list[str]:
 
 def collect(stage: Stage) -> Collection:
     plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
-    return stage.crew.rollouts.collect(plan, version=0)
+    return stage.crew.rollouts.collect(Job(plan))
 
 
 def collect_with(folder: Path, *words: str) -> tuple[Collection, Sequence[str], int]:
@@ -92,7 +92,7 @@ def test_a_slow_worker_is_waited_for(tmp_path):
     with running_crew(tmp_path, cfg=mixed_config(tmp_path, *words)) as stage:
         rollout = collect(stage)
         assert (rollout.dropped, len(rollout.episodes), stage.crew.fleet.restarts) == (0, 4, 0)
-        assert rollout.sim_s >= 0.05 * rollout.env_steps
+        assert rollout.tally.sim_s >= 0.05 * rollout.tally.env_steps
         stage.crew.rollouts.release(rollout)
 
 

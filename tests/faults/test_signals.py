@@ -109,6 +109,31 @@ def test_a_second_ctrl_c_does_not_wait_for_anybody(start, tmp_path):
     assert_saved(tmp_path / "run")
 
 
+def test_a_third_ctrl_c_makes_no_noise(start, tmp_path):
+    gate = tmp_path / "gate"
+    command = start(*hold_in_rollout(gate))
+    command.wait_for(gate)
+    command.signal_group(signal.SIGINT)
+    assert wait_until(lambda: "policy" not in workers_of(command.pid), 30), "first comes the checkpoint"
+    command.signal_group(signal.SIGINT)
+    command.signal_group(signal.SIGINT)
+    assert command.wait(5.0) == 130
+    assert "Traceback" not in command.printed, command.printed
+    assert_saved(tmp_path / "run")
+
+
+def test_ctrl_c_in_the_first_reset_of_a_validation(start, tmp_path):
+    gate = tmp_path / "gate"
+    words = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.where=reset", "eval.episodes=2")
+    command = start(*words, "runner.val_check_interval=1")
+    command.wait_for(gate)
+    command.signal_group(signal.SIGINT)
+    open_gate(gate)
+    assert command.wait() == 130
+    assert "after step 0" in assert_one_line_and_no_traceback(command)
+    assert_saved(tmp_path / "run")
+
+
 def test_kill_9_of_the_driver_leaves_no_worker(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))

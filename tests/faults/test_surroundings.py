@@ -171,6 +171,7 @@ def full_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 def test_loggers_on_a_full_disk_are_dropped_with_one_warning(full_disk, caplog):
     monitor = build_monitor(["jsonl", "tensorboard"])
     monitor.open(full_disk, RunInfo(run_id="full"))
