@@ -134,6 +134,12 @@ class PolicySpec:
     uses_state: bool = False
     gripper: GripperConvention | None = None
     num_parameters: int = 0
+    num_trained: int | None = None
+    """Parameters beside them that training changes (adapters); None: it changes them all."""
+    activation_bytes: int = 0
+    """What one sample's forward pass keeps in memory for its backward pass, about."""
+    recomputed_bytes: int = 0
+    """The same with actor.gradient_checkpointing."""
     has_logprobs: bool = True
     """Actions are sampled tokens with probabilities; RL needs them."""
     scripted: bool = False

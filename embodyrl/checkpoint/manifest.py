@@ -54,7 +54,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt list` shows what exists.")
+        raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` shows what exists.")
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
             f"{folder}: {MANIFEST_NAME} is missing: incomplete, or not a checkpoint of ours; use another one."

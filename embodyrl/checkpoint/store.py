@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ from embodyrl import __version__
 from embodyrl.checkpoint.manifest import MANIFEST_NAME, Manifest, contents, describe, read_manifest, verify_files
 from embodyrl.errors import CheckpointError
 
+LOOP_FILE = "loop.json"
+"""Where a training loop stands; written by the loop itself."""
 HEADROOM = 1.2
 """Free space asked for, in sizes of the previous checkpoint."""
 _STEP = re.compile(r"step_(\d{6,})")
@@ -43,6 +46,18 @@ class CheckpointStore:
         """Newest complete checkpoint, not verified yet."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
+
+    def manifest(self, step: int) -> Manifest:
+        """Table of contents of a step, not verified."""
+        return read_manifest(self.path(step))
+
+    def best(self) -> int | None:
+        """Step with the best validation, as the newest checkpoint remembers it; None if it is gone or unknown."""
+        newest = self.latest()
+        if newest is None or not (newest / LOOP_FILE).is_file():
+            return None
+        step = json.loads((newest / LOOP_FILE).read_text(encoding="utf-8")).get("best_step")
+        return step if step in self.steps() else None
 
     def write(
         self, step: int, fill: Callable[[Path], None], meta: Mapping[str, Any], *, expected_bytes: int | None = None
@@ -74,7 +89,7 @@ class CheckpointStore:
             _seal(scratch, step, meta)
             os.replace(scratch, target)
         except BaseException as error:
-            written = _size(scratch)
+            written = size_bytes(scratch)
             shutil.rmtree(scratch, ignore_errors=True)
             if _is_full_disk(error):
                 free = shutil.disk_usage(self.root).free
@@ -128,7 +143,7 @@ class CheckpointStore:
 
     def _size_of_latest(self) -> int:
         newest = self.latest()
-        return _size(newest) if newest else 0
+        return size_bytes(newest) if newest else 0
 
 
 def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
@@ -149,7 +164,7 @@ def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
     _sync(folder)
 
 
-def _size(folder: Path) -> int:
+def size_bytes(folder: Path) -> int:
     """Bytes of all files below a folder."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 

@@ -107,7 +107,9 @@ class RolloutConfig:
 @dataclass
 class FsdpConfig:
     size: int = -1
-    """Actor ranks; -1: all devices of the actor's placement."""
+    """Actor ranks; -1: one per GPU of this host, or one without GPUs and where only one works."""
+    shard_size: int = -1
+    """Ranks that share one copy of the weights, the others replicate it (HSDP); -1: all ranks; 1: replicas only."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, more communication)."""
     cpu_offload: bool = False
@@ -131,7 +133,7 @@ class OptimConfig:
     clip_grad: float = 1.0
     """Gradient norm limit."""
     schedule: str = "constant"
-    """constant, linear or cosine over runner.max_steps."""
+    """constant, linear, cosine, or wsd (constant, linear over the last tenth), over runner.max_steps."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
 

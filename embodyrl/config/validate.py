@@ -128,6 +128,7 @@ RULES: dict[str, Rule] = {
     "actor.global_batch_size": _COUNT,
     "actor.max_tokens_per_mbs": _COUNT,
     "actor.fsdp.size": _COUNT_OR_NEVER,
+    "actor.fsdp.shard_size": _COUNT_OR_NEVER,
     "actor.optim.lr": _NOT_NEGATIVE,
     "actor.optim.value_lr": _NOT_NEGATIVE,
     "actor.optim.adam_beta1": _BETA,
@@ -135,7 +136,7 @@ RULES: dict[str, Rule] = {
     "actor.optim.adam_eps": _POSITIVE,
     "actor.optim.weight_decay": _NOT_NEGATIVE,
     "actor.optim.clip_grad": _POSITIVE,
-    "actor.optim.schedule": _one_of("constant", "linear", "cosine"),
+    "actor.optim.schedule": _one_of("constant", "linear", "cosine", "wsd"),
     "actor.optim.warmup_steps": _NOT_NEGATIVE,
     "eval.episodes": _COUNT,
     "eval.sampling_params.temperature": _POSITIVE,
@@ -162,7 +163,6 @@ RULES: dict[str, Rule] = {
 }
 """Range of each key; null is always fine where the type allows it."""
 
-_ONE_GPU = "training on several devices (FSDP2) is not available in this version"
 _NO_OFFLOAD = "offloading is not available in this version"
 
 UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
@@ -174,9 +174,6 @@ UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
     "env.train.enable_offload": ((False,), _NO_OFFLOAD),
     "env.eval.enable_offload": ((False,), _NO_OFFLOAD),
     "actor.enable_offload": ((False,), _NO_OFFLOAD),
-    "actor.fsdp.size": ((-1, 1), _ONE_GPU),
-    "actor.fsdp.reshard_after_forward": ((True,), _ONE_GPU),
-    "actor.fsdp.cpu_offload": ((False,), _NO_OFFLOAD),
     "algorithm.sampling_params.do_sample": ((True,), "training samples its actions; greedy ones carry no gradient"),
 }
 """Keys that nothing consumes yet: their legal values and the reason. Delete a row when its feature arrives."""
@@ -203,7 +200,8 @@ def find_invalid(cfg: Config) -> list[str]:
 
 def find_conflicts(cfg: Config) -> list[str]:
     """Return one line for each combination of (single valid) values that contradicts itself."""
-    return [text for check in (_groups, _workers, _batches, _resume, _sampling, _async) if (text := check(cfg))]
+    checks = (_groups, _workers, _batches, _resume, _sampling, _async, _ranks)
+    return [text for check in checks if (text := check(cfg))]
 
 
 def _groups(cfg: Config) -> str | None:
@@ -247,6 +245,32 @@ def _batches(cfg: Config) -> str | None:
         f"actor.micro_batch_size={micro} is larger than actor.global_batch_size={total}, of which it is a part. "
         f"Use actor.micro_batch_size={total}."
     )
+
+
+def _ranks(cfg: Config) -> str | None:
+    fsdp = cfg.actor.fsdp
+    if fsdp.size > 1 and cfg.launcher.name == "inline":
+        return (
+            f"actor.fsdp.size={fsdp.size}: launcher=inline has one process. Use launcher=local, or actor.fsdp.size=1."
+        )
+    if fsdp.size > 0 and fsdp.shard_size > 0 and fsdp.size % fsdp.shard_size:
+        return (
+            f"actor.fsdp.size={fsdp.size} is not a multiple of actor.fsdp.shard_size={fsdp.shard_size}: every copy of "
+            f"the weights needs as many ranks. Use actor.fsdp.shard_size=-1."
+        )
+    if fsdp.size > 1 and cfg.rollout.backend != "hf":
+        return (
+            f"rollout.backend={cfg.rollout.backend} generates with one actor rank. Use actor.fsdp.size=1, "
+            "or rollout.backend=hf."
+        )
+    if (fsdp.size > 1 or fsdp.cpu_offload) and cfg.algorithm.max_staleness:
+        return (
+            f"algorithm.max_staleness={cfg.algorithm.max_staleness} acts while it trains, which takes one actor rank "
+            "with its weights in place. Use actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
+        )
+    if fsdp.size > 1 and cfg.model.compile:
+        return "model.compile=true works with one actor rank. Use actor.fsdp.size=1, or model.compile=false."
+    return None
 
 
 def _resume(cfg: Config) -> str | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embodyrl.algorithms.protocol import Algorithm, build_algorithm
 from embodyrl.channels.arena import Arena
@@ -25,8 +27,12 @@ from embodyrl.runtime.timeline import Timeline
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
+from embodyrl.workers.messages import RankSeat
 
-POLICY_WORKER = "policy"
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+_HOST = "127.0.0.1"
 
 # Simulators and renderers spin up a thread per core each unless told otherwise; with several worker processes these
 # threads fight (measured: 5 to 15 times slower).
@@ -49,6 +55,10 @@ class Blueprint:
     total_steps: int
     """Training steps."""
     optimizer_steps_per_step: int
+    max_samples: int
+    """Chunk samples of one training step, at most."""
+    ranks: int
+    """Processes that hold the policy."""
     single_step: bool = False
     """Every env step is a record: the policy is asked anew after each action."""
 
@@ -65,6 +75,8 @@ class Crew:
     arena: Arena
     rollouts: Rollouts
     policy: PolicyClient
+    store: TCPStore | None = None
+    """Rendezvous of the actor ranks."""
     trace: Path | None = None
     """Where the timeline goes at the end."""
 
@@ -133,6 +145,7 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
     for split in (cfg.env.train, cfg.env.eval):
         selected_reset_ids(env, split)
     seats = deal_slots(_count_slots(cfg, env, training=training), _count_env_workers(cfg, env, training=training))
+    samples = _max_samples(cfg, algorithm)
     layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
     return Blueprint(
         cfg=cfg,
@@ -143,8 +156,9 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
         capacity=_capacity(cfg, env, algorithm, seats[-1].slots.stop),
         seats=seats,
         total_steps=_total_steps(cfg, env) if training else 0,
-        optimizer_steps_per_step=cfg.algorithm.update_epoch
-        * max(1, _max_samples(cfg, algorithm) // cfg.actor.global_batch_size),
+        optimizer_steps_per_step=cfg.algorithm.update_epoch * max(1, samples // cfg.actor.global_batch_size),
+        max_samples=samples,
+        ranks=count_ranks(cfg),
     )
 
 
@@ -188,7 +202,8 @@ def start_crew(
     names = [seat.name for seat in blueprint.seats]
     timeline = Timeline(num_slots=blueprint.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
     fleet = Fleet(LAUNCHERS.get(cfg.launcher.name)(log_dir), cfg.faults, say, timeline)
-    policy = PolicyClient(fleet, POLICY_WORKER, timeout_s=cfg.faults.update_timeout_s)
+    hosts = ["policy", *(f"policy_{rank}" for rank in range(1, blueprint.ranks))]
+    policy = PolicyClient(fleet, hosts, timeout_s=cfg.faults.update_timeout_s)
     rules = RolloutRules(
         stages=cfg.rollout.pipeline_stage_num,
         deterministic=cfg.runner.deterministic,
@@ -198,11 +213,20 @@ def start_crew(
         value_dim=blueprint.policy.value_dim,
     )
     rollouts = Rollouts(fleet, arena, blueprint.seats, policy, rules)
-    specs: dict[str, tuple[WorkerSpec, Callback]] = {
-        POLICY_WORKER: (_policy_spec(blueprint, arena, start_from), policy.on_message)
-    }
+    store = _rendezvous(blueprint)
+    specs: dict[str, tuple[WorkerSpec, Callback]] = {}
+    for rank, name in enumerate(hosts):
+        seat = RankSeat(
+            rank=rank,
+            world=blueprint.ranks,
+            host=_HOST if store else "",
+            port=store.port if store else 0,
+            timeout_s=cfg.faults.update_timeout_s,
+        )
+        spec = _policy_spec(blueprint, arena, start_from, name, seat)
+        specs[name] = (spec, partial(policy.on_message, name))
     for seat in blueprint.seats:
-        specs[seat.name] = (_env_spec(blueprint, arena, seat), _callback(rollouts, seat.name))
+        specs[seat.name] = (_env_spec(blueprint, arena, seat), partial(rollouts.on_message, seat.name))
     try:
         fleet.start(specs)
     except BaseException:
@@ -210,10 +234,19 @@ def start_crew(
         arena.close()
         raise
     trace = log_dir / "trace.json" if cfg.runner.trace else None
-    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy, trace=trace)
+    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy, store=store, trace=trace)
 
 
-def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> WorkerSpec:
+def _rendezvous(blueprint: Blueprint) -> TCPStore | None:
+    """Where the actor ranks meet: it lives as long as the driver, at a port that the system chose."""
+    if blueprint.ranks == 1:
+        return None
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None, name: str, seat: RankSeat) -> WorkerSpec:
     # Imports torch, which nothing before this point needs.
     from embodyrl.workers.policy_host import PolicyHostInit
 
@@ -237,11 +270,12 @@ def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None) ->
         arena=arena.handle,
         total_steps=blueprint.total_steps * blueprint.optimizer_steps_per_step,
         threads=int(threads),
+        seat=seat,
         start_from=str(start_from) if start_from else None,
         shared_arena=_shared(cfg, arena),
     )
     return WorkerSpec(
-        name=POLICY_WORKER,
+        name=name,
         entry="embodyrl.workers.policy_host:PolicyHost",
         init=init,
         environ={"OMP_NUM_THREADS": threads},
@@ -272,10 +306,6 @@ def _shared(cfg: Config, arena: Arena) -> Arena | None:
     return arena if cfg.launcher.name == "inline" else None
 
 
-def _callback(rollouts: Rollouts, name: str) -> Callable[[object], None]:
-    return lambda message: rollouts.on_message(name, message)
-
-
 def deal_slots(num_slots: int, num_workers: int) -> tuple[EnvSeat, ...]:
     """Give neighbouring slots (members of one group) to the same worker, as evenly as possible."""
     seats, start = [], 0
@@ -294,6 +324,22 @@ def _count_slots(cfg: Config, env: EnvSpec, *, training: bool) -> int:
 
 def _count_env_workers(cfg: Config, env: EnvSpec, *, training: bool) -> int:
     return count_env_workers(cfg, _count_slots(cfg, env, training=training))
+
+
+def count_ranks(cfg: Config) -> int:
+    """Processes that hold the policy: `actor.fsdp.size`, or one per GPU where the run can be spread."""
+    if cfg.actor.fsdp.size != -1:
+        return cfg.actor.fsdp.size
+    alone = cfg.algorithm.max_staleness or cfg.model.compile or cfg.rollout.backend != "hf"
+    return 1 if alone or cfg.launcher.name == "inline" else max(1, count_gpus())
+
+
+def count_gpus() -> int:
+    """GPUs that this process may use, found without torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def count_env_workers(cfg: Config, slots: int) -> int:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from embodyrl.config.schema import Config, EnvSplitConfig
 from embodyrl.envs.memory import available_bytes, tasks_in_memory
+from embodyrl.errors import ConfigError
 from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.episodes import eval_plan, train_plan
+from embodyrl.runtime.memory import GIB, plan_memory, require_memory
 from embodyrl.types import EnvSpec
 
 
@@ -98,14 +100,20 @@ def _training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"
     else:
         per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
-    # fp32 weights, gradients and two Adam moments, plus one compute copy while a layer runs.
-    training_bytes = blueprint.policy.num_parameters * 16
-    checkpoint = blueprint.policy.num_parameters * 12
+    memory = plan_memory(blueprint)
+    require_memory(blueprint, memory)
+    free = shutil.disk_usage(_existing(Path(cfg.runner.output_dir))).free
+    if memory.checkpoint * (cfg.checkpoint.keep + 1) > free:
+        raise ConfigError(
+            f"A checkpoint needs {memory.checkpoint / GIB:.1f} GiB; {cfg.checkpoint.keep} are kept while one more is "
+            f"written, and {free / GIB:.1f} GiB are free in {cfg.runner.output_dir}. Free some, or checkpoint.keep=1."
+        )
+    samples = blueprint.max_samples
     return [
-        ("per step", f"{per_step} · up to {blueprint.optimizer_steps_per_step} optimizer steps"),
+        ("per step", f"{per_step} · up to {samples} samples, {blueprint.optimizer_steps_per_step} optimizer steps"),
         ("in total", f"{blueprint.total_steps} training steps"),
-        ("memory", f"{training_bytes / 2**30:.2f} GiB for weights, gradients and optimizer"),
-        ("disk", f"{checkpoint / 2**30:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
+        *memory.lines(blueprint.ranks, len(blueprint.seats)),
+        ("disk", f"{memory.checkpoint / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
     ]
 
 

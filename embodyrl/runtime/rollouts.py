@@ -243,7 +243,7 @@ class Rollouts:
 
     def _check_progress(self) -> None:
         """A scheduler that waits for nobody would wait for ever."""
-        idle = not self._busy and not self._policy.busy and not self._down
+        idle = not self._busy and self._policy.idle and not self._down
         assert not idle or any(self._may_act(s) for s in self._slots), f"rollout is stuck: {self._slots}"
 
     # --- replies ----------------------------------------------------------------------------------------------------

@@ -104,6 +104,20 @@ def _free_name(root: Path) -> Path:
 
 
 @contextmanager
+def in_use(root: Path) -> Iterator[None]:
+    """Keep a run for this process.
+
+    Raises:
+        EmbodyError: another process uses it.
+    """
+    handle = _take(root / _LOCK_FILE, root)
+    try:
+        yield
+    finally:
+        _release(root / _LOCK_FILE, handle)
+
+
+@contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep a folder outside of a run (which may not exist yet) for this process; the lock lies beside it.
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl import __version__
-from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore
 from embodyrl.config.schema import Config
 from embodyrl.errors import CheckpointError, Interrupted
 from embodyrl.files import write_atomically
 from embodyrl.monitor import Fanout, RunInfo, build_monitor
 from embodyrl.runtime.rundir import RunFolder
 
-LOOP_FILE = "loop.json"
 Facts = Sequence[tuple[str, str]]
 """Name and text of the banner's lines."""
 

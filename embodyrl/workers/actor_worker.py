@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -16,10 +17,11 @@ from embodyrl.channels.arena import Arena
 from embodyrl.config.schema import Config, OnNonfinite
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
-from embodyrl.types import IntArray, PreparedBatch
+from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreOrder, UpdateOrder
+from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.rollout_worker import even_parts, read_observation
-from embodyrl.workers.training import Optimization, micro_batches
+from embodyrl.workers.training import Optimization, deal
 
 T = TypeVar("T")
 InParts = Generator[None, None, T]
@@ -48,8 +50,10 @@ class ActorWorker:
         *,
         total_steps: int,
         reference: Policy | None,
+        ranks: OneRank,
     ) -> None:
         self._policy = policy
+        self._ranks = ranks
         self._arena = arena
         self._algorithm = algorithm
         self._cfg = cfg.actor
@@ -57,14 +61,14 @@ class ActorWorker:
         self._seed = cfg.seed
         self._on_nonfinite = cfg.faults.on_nonfinite
         self._reference = reference
-        self.optimization = Optimization(policy.module, cfg.actor, total_steps)
+        self.optimization = Optimization(policy.module, cfg.actor, total_steps, ranks)
 
     def score(self, order: ScoreOrder) -> None:
         """Write the reference policy's log-probabilities."""
         assert self._reference is not None, "no reference policy was built"
         size = self._cfg.micro_batch_size
-        for start in range(0, len(order.tickets), size):
-            records = self._arena.read(order.tickets[start : start + size])
+        for part in self._ranks.seat.share(len(order.tickets), size):
+            records = self._arena.read(order.tickets[part])
             with torch.no_grad():
                 scores = self._reference.score(read_observation(self._arena, records), self._arena["tokens"][records])
             self._arena["ref_logprob"][records] = scores.logprob.float().cpu().numpy()
@@ -77,11 +81,18 @@ class ActorWorker:
         records = self._arena.read(order.tickets)
         batch = self._batch(records, np.asarray(order.episode, dtype=np.int64))
         proximal = yield from self._proximal(batch)
-        warming_up = order.step < self._rules.critic_warmup
+        self._ranks.train()
+        result = yield from self._train(batch, proximal, order.step)
+        self.optimization.zero_grad()
+        self._ranks.act()
+        return result
+
+    def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
+        warming_up = step < self._rules.critic_warmup
         limit = self._rules.early_stop_imp_ratio or math.inf
         steps: list[dict[str, float]] = []
         skipped = 0
-        for samples in self._samples(len(records), order.step):
+        for samples in self._samples(len(batch.records), step):
             metrics = yield from self._optimizer_step(batch, samples, proximal, values_only=warming_up)
             skipped += metrics is None
             if metrics:
@@ -117,7 +128,7 @@ class ActorWorker:
         for start in range(0, len(batch.records), self._cfg.micro_batch_size):
             records = batch.records[start : start + self._cfg.micro_batch_size]
             with torch.no_grad():
-                scores = self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
+                scores = self._score(records)
             parts.append(scores.logprob.float().cpu())
             yield
         logprob = torch.cat(parts)
@@ -152,21 +163,28 @@ class ActorWorker:
         self.optimization.zero_grad()
         parts: list[dict[str, float]] = []
         cost = self._arena["cost"][batch.records[np.asarray(samples)]]
-        for rows in micro_batches(cost, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs):
+        dealt = deal(cost, self._ranks.seat, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
+        for number, (rows, counts) in enumerate(dealt, start=1):
             part = np.asarray(samples)[rows]
-            inputs = self._inputs(batch, part, weights.rows(rows), proximal)
             records = batch.records[part]
-            scores = self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
+            scores = self._ranks.score(partial(self._score, records), last=number == len(dealt))
+            inputs = self._inputs(batch, part, weights.rows(rows), proximal, scores.logprob.device)
             loss, metrics = self._algorithm.loss(scores, inputs)
-            if not torch.isfinite(loss):
-                return self._refuse(f"loss {float(loss)}")
-            loss.backward()
-            parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())})
+            # FSDP averages gradients over the ranks; the weights of the samples already add up over all of them.
+            (loss * (self._ranks.seat.world if counts else 0)).backward()
+            if counts:
+                parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())})
             yield
+        parts = self._ranks.exchange(parts)
+        if broken := [part["loss"] for part in parts if not math.isfinite(part["loss"])]:
+            return self._refuse(f"loss {broken[0]}")
         grad_norm = self.optimization.step(values_only=values_only)
         if not math.isfinite(grad_norm):
             return self._refuse(f"gradient norm {grad_norm}")
         return merge_metrics(parts) | {"grad_norm": grad_norm}
+
+    def _score(self, records: IntArray) -> PolicyScores:
+        return self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
 
     def _refuse(self, what: str) -> None:
         """Leave the weights as they are when something is not finite."""
@@ -177,9 +195,10 @@ class ActorWorker:
                 "or a broken reward. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
             )
 
-    def _inputs(self, batch: PreparedBatch, samples: IntArray, weights: LossWeights, proximal: _Proximal) -> LossInputs:
+    def _inputs(
+        self, batch: PreparedBatch, samples: IntArray, weights: LossWeights, proximal: _Proximal, device: torch.device
+    ) -> LossInputs:
         arena, records = self._arena, batch.records[samples]
-        device = next(self._policy.module.parameters()).device
 
         def tensor(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -170,3 +170,20 @@ class Done:
     metrics: dict[str, float]
     finished: bool = True
     """False: a part of an order; the rest waits for a ContinueOrder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeat:
+    """Which rank a process is, and where the ranks of a run meet."""
+
+    rank: int = 0
+    world: int = 1
+    host: str = ""
+    """Of the rendezvous store; empty: nobody to meet."""
+    port: int = 0
+    timeout_s: float = 3600.0
+    """Longest wait of a collective."""
+
+    def share(self, count: int, size: int) -> list[slice]:
+        """This rank's slices of at most `size` out of `count` items; the slices themselves are those of one rank."""
+        return [slice(start, start + size) for start in range(self.rank * size, count, self.world * size)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from embodyrl.algorithms.protocol import build_algorithm
 from embodyrl.channels.arena import Arena, ArenaHandle
-from embodyrl.config.schema import Config
+from embodyrl.config.schema import Config, Precision
 from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
 from embodyrl.workers.actor_worker import ActorWorker, InParts
 from embodyrl.workers.messages import (
@@ -21,12 +21,14 @@ from embodyrl.workers.messages import (
     Done,
     InferOrder,
     LoadOrder,
+    RankSeat,
     SaveOrder,
     ScoreOrder,
     UpdateOrder,
     ValueOrder,
     WorkerReady,
 )
+from embodyrl.workers.ranks import OneRank, open_ranks
 from embodyrl.workers.rollout_worker import RolloutWorker
 from embodyrl.workers.training import best_device, seed_everything
 
@@ -42,6 +44,7 @@ class PolicyHostInit:
     total_steps: int
     """Optimizer steps of the whole run."""
     threads: int
+    seat: RankSeat = field(default_factory=RankSeat)
     start_from: str | None = None
     """Folder of weights in the policy's own layout that replace those of `model.path`."""
     shared_arena: Arena | None = None
@@ -57,7 +60,8 @@ class PolicyHost:
         self._init = init
         self._arena = init.shared_arena or Arena.attach(init.arena)
         self._policy = self._build()
-        self._rollout = RolloutWorker(self._policy, self._arena, init.request.env.gripper)
+        self._rollout = RolloutWorker(self._policy, self._arena, init.request.env.gripper, init.seat)
+        self._ranks = OneRank(init.seat)
         self._actor: ActorWorker | None = None
         self._update: InParts[dict[str, float]] | None = None
         if init.request.trainable:
@@ -66,13 +70,24 @@ class PolicyHost:
             if algorithm.needs_reference:
                 reference = self._build()
                 reference.module.requires_grad_(False)
+            half = cfg.model.precision == Precision.bf16
+            self._ranks = open_ranks(self._policy.module, init.seat, cfg.actor.fsdp, half=half)
             self._actor = ActorWorker(
-                self._policy, self._arena, algorithm, cfg, total_steps=init.total_steps, reference=reference
+                self._policy,
+                self._arena,
+                algorithm,
+                cfg,
+                total_steps=init.total_steps,
+                reference=reference,
+                ranks=self._ranks,
             )
+            self._ranks.act()
 
     def _build(self) -> Policy:
         model = self._init.cfg.model
-        policy = POLICIES.get(model.model_type).build(model, replace(self._init.request, device=best_device()))
+        policy = POLICIES.get(model.model_type).build(
+            model, replace(self._init.request, device=best_device(self._init.seat.rank))
+        )
         if self._init.start_from is not None:
             policy.load_weights(Path(self._init.start_from))
         return policy
@@ -128,5 +143,6 @@ class PolicyHost:
         return self._actor
 
     def close(self) -> None:
+        self._ranks.close()
         if self._init.shared_arena is None:
             self._arena.close()

@@ -11,7 +11,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation, decode_instruction, encode_reply
-from embodyrl.workers.messages import InferOrder, ValueOrder
+from embodyrl.workers.messages import InferOrder, RankSeat, ValueOrder
 from embodyrl.workers.noise import token_noise
 
 
@@ -37,8 +37,9 @@ def read_observation(arena: Arena, records: IntArray) -> Observation:
 class RolloutWorker:
     """Acts with the policy that it shares with the actor."""
 
-    def __init__(self, policy: Policy, arena: Arena, gripper: GripperConvention | None) -> None:
+    def __init__(self, policy: Policy, arena: Arena, gripper: GripperConvention | None, seat: RankSeat) -> None:
         self._policy = policy
+        self._seat = seat
         self._arena = arena
         self._gripper = gripper
 
@@ -79,8 +80,8 @@ class RolloutWorker:
     def values(self, order: ValueOrder) -> None:
         """Write value estimates of final observations, for bootstrapping."""
         size = order.padded_size or 32
-        for start in range(0, len(order.tickets), size):
-            records = self._arena.read(order.tickets[start : start + size])
+        for part in self._seat.share(len(order.tickets), size):
+            records = self._arena.read(order.tickets[part])
             rows = np.arange(len(records))
             padded = _pad(records, rows, order.padded_size)
             self._arena["value"][records] = self._policy.values(read_observation(self._arena, padded))[rows]

@@ -14,7 +14,8 @@ from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_r
 from embodyrl.config.schema import ActorConfig
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray
-from embodyrl.workers.messages import POLICY_FOLDER
+from embodyrl.workers.messages import POLICY_FOLDER, RankSeat
+from embodyrl.workers.ranks import OneRank
 
 TRAINING_STATE = "training_state"
 VALUE_HEAD = "value_head"
@@ -30,15 +31,17 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     torch.manual_seed(seed)
 
 
-def best_device() -> str:
-    """Name of the device that policies run on."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def best_device(rank: int = 0) -> str:
+    """Name of the device that a rank's policy runs on."""
+    return f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
 class Optimization:
     """AdamW with its own learning rate for the value head, and a schedule over `total_steps` optimizer steps."""
 
-    def __init__(self, module: torch.nn.Module, cfg: ActorConfig, total_steps: int) -> None:
+    def __init__(
+        self, module: torch.nn.Module, cfg: ActorConfig, total_steps: int, ranks: OneRank | None = None
+    ) -> None:
         optim = cfg.optim
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         value = [p for name, p in named if VALUE_HEAD in name]
@@ -55,6 +58,7 @@ class Optimization:
         )
         self.scheduler = build_schedule(self.optimizer, cfg, total_steps)
         self._clip = optim.clip_grad
+        self._ranks = ranks or OneRank(RankSeat())
 
     @property
     def lr(self) -> float:
@@ -72,28 +76,37 @@ class Optimization:
             for parameter in self.optimizer.param_groups[0]["params"]:
                 parameter.grad = None
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = float(torch.nn.utils.clip_grad_norm_(params, self._clip))
+        whole = self._ranks.gathered(torch.nn.utils.clip_grad_norm_(params, self._clip), everywhere=True)
+        norm = float(whole)
         if math.isfinite(norm):
             self.optimizer.step()
             self.scheduler.step()
         return norm
 
     def save(self, folder: Path, policy: Policy) -> None:
-        """Write the policy, and all that training needs to go on, below `folder`."""
-        (folder / POLICY_FOLDER).mkdir(parents=True)
-        policy.save(folder / POLICY_FOLDER)
+        """Write the policy, and all that training needs to go on, below `folder`; all ranks, of which the first writes.
+
+        Nothing in it depends on the number of ranks.
+        """
+        writes = self._ranks.seat.rank == 0
+        with self._ranks.full_weights(write=False):
+            if writes:
+                (folder / POLICY_FOLDER).mkdir(parents=True)
+                policy.save(folder / POLICY_FOLDER)
         state = {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
             "schedule": {"last_epoch": self.scheduler.last_epoch},
             "rng": rng_state(),
         }
-        save_state(folder, TRAINING_STATE, state)
+        if writes:
+            save_state(folder, TRAINING_STATE, state)
 
     def load(self, folder: Path, policy: Policy) -> None:
         """Load what `save` wrote."""
-        policy.load_weights(folder / POLICY_FOLDER)
+        with self._ranks.full_weights(write=True):
+            policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(self._ranks.shard(state["optimizer"], self.optimizer))
         self.scheduler.last_epoch = int(state["schedule"]["last_epoch"])
         set_rng_state(state["rng"])
 
@@ -120,7 +133,10 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
 def build_schedule(
     optimizer: torch.optim.Optimizer, cfg: ActorConfig, total_steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then constant, linear or cosine decay to zero over `total_steps` optimizer steps."""
+    """Linear warm-up, then constant, or a decay to zero over `total_steps` optimizer steps.
+
+    wsd (warm-up, stable, decay; arXiv 2404.06395) stays constant but for the last tenth of the steps.
+    """
     warmup = cfg.optim.warmup_steps
 
     def factor(step: int) -> float:
@@ -131,6 +147,27 @@ def build_schedule(
             return 1.0 - progress
         if cfg.optim.schedule == "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * progress))
+        if cfg.optim.schedule == "wsd":
+            return min(1.0, (total_steps - step) / max(1, total_steps // 10)) if step < total_steps else 0.0
         return 1.0
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def deal(cost: IntArray, seat: RankSeat, size: int, max_cost: int | None) -> list[tuple[IntArray, bool]]:
+    """Deal the samples of an optimizer step into micro-batches, the same number on every rank.
+
+    Args:
+        cost: [n] of each sample, as `micro_batches` takes it.
+        seat: this rank.
+        size: samples of a micro-batch, at most.
+        max_cost: see `micro_batches`.
+
+    Returns:
+        (positions, whether they count) of each micro-batch: ranks with nothing left run the first sample again, because
+        all ranks must take part in every collective.
+    """
+    shares = [np.arange(rank, len(cost), seat.world) for rank in range(seat.world)]
+    ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in shares]
+    mine = [(rows, True) for rows in ranks[seat.rank]]
+    return mine + [(np.zeros(1, np.int64), False)] * (max(map(len, ranks)) - len(mine))

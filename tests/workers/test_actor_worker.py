@@ -59,6 +59,7 @@ def test_even_parts_cover_everything_evenly(total, largest):
         ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
         ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
         ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+        ("wsd", [0.5, *[1.0] * 18, 0.5]),
     ],
 )
 def test_learning_rate_warms_up_and_decays(schedule, expected):
@@ -67,7 +68,7 @@ def test_learning_rate_warms_up_and_decays(schedule, expected):
     cfg = ActorConfig()
     cfg.optim.schedule, cfg.optim.warmup_steps, cfg.optim.lr = schedule, 2, 1.0
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = build_schedule(optimizer, cfg, total_steps=6)
+    scheduler = build_schedule(optimizer, cfg, total_steps=len(expected))
     seen = []
     for _ in expected:
         seen.append(optimizer.param_groups[0]["lr"])

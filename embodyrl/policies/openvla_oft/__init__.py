@@ -18,6 +18,7 @@ from embodyrl.policies.openvla_oft.config import (
     count_parameters,
     read_config,
 )
+from embodyrl.policies.openvla_oft.sizes import activation_bytes, adapter_parameters
 from embodyrl.policies.openvla_oft.statistics import NORMALISATIONS
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.registry import closest
@@ -126,16 +127,21 @@ class OpenVlaOftFactory:
         problems = _mismatches(cfg, config, env)
         if problems:
             raise ConfigError(problems)
+        total = count_parameters(config, self._options(cfg, env, value_dim))
+        tokens = cfg.num_action_chunks * cfg.action_dim
         return PolicySpec(
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
-            tokens_per_chunk=cfg.num_action_chunks * cfg.action_dim,
+            tokens_per_chunk=tokens,
             value_dim=value_dim,
             num_images=cfg.num_images_in_input,
             uses_state=cfg.use_proprio,
             gripper=GripperConvention(open=1.0, closed=0.0),
-            num_parameters=count_parameters(config, self._options(cfg, env, value_dim)),
+            num_parameters=total,
+            num_trained=adapter_parameters(cfg, config) if cfg.is_lora else None,
+            activation_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens),
+            recomputed_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens, recompute=True),
             has_logprobs=cfg.action_head == "discrete",
         )
 

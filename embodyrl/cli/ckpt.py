@@ -1,0 +1,118 @@
+"""The command `ckpt`: look at, check, export and delete the checkpoints of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from embodyrl.checkpoint.store import CheckpointStore, size_bytes
+from embodyrl.cli.report import find_run
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.registry import closest
+
+
+def ckpt(args: argparse.Namespace) -> int:
+    """Run `embodyrl ckpt`."""
+    verbs: dict[str, Callable[[argparse.Namespace], int]] = {
+        "ls": _ls,
+        "verify": _verify,
+        "export": _export,
+        "prune": _prune,
+    }
+    verb, count = (args.words[0] if args.words else ""), 3 if args.words[:1] == ["export"] else 2
+    if verb not in verbs:
+        raise ConfigError(f"embodyrl ckpt '{verb}'?{closest(verb, verbs)} One of: {', '.join(verbs)}.")
+    if len(args.words) != count:
+        wants = "RUN_OR_CHECKPOINT FOLDER" if verb == "export" else "RUN" if verb != "verify" else "RUN_OR_CHECKPOINT"
+        raise ConfigError(f"embodyrl ckpt {verb} takes: {wants}.")
+    if args.keep is not None and verb != "prune":
+        raise ConfigError("--keep goes with embodyrl ckpt prune.")
+    return verbs[verb](args)
+
+
+def _ls(args: argparse.Namespace) -> int:
+    store = _store(find_run(args.words[1]))
+    best = store.best()
+    rows = [
+        {
+            "step": step,
+            "created": store.manifest(step).created,
+            "bytes": size_bytes(store.path(step)),
+            "best": step == best,
+            "path": str(store.path(step)),
+        }
+        for step in store.steps()
+    ]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    elif not rows:
+        print(f"no complete checkpoint in {store.root}/")
+    for row in [] if args.json else rows:
+        size = f"{row['bytes'] / 2**20:.1f} MiB"
+        print(f"{row['step']:>8}  {row['created']}  {size:>12}  {'best' if row['best'] else '    '}  {row['path']}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    store, steps = _target(args.words[1])
+    problems: list[dict[str, str]] = []
+    for step in steps:
+        try:
+            store.verify(store.path(step))
+        except CheckpointError as error:
+            problems.append({"path": str(store.path(step)), "problem": str(error)})
+    if args.json:
+        print(json.dumps({"checked": [str(store.path(step)) for step in steps], "problems": problems}, indent=2))
+    else:
+        broken = {problem["path"] for problem in problems}
+        print("\n".join(f"{'FAIL' if str(store.path(s)) in broken else 'ok':<4}  {store.path(s)}" for s in steps))
+    if problems:
+        raise CheckpointError("\n".join(problem["problem"] for problem in problems))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    store, steps = _target(args.words[1])
+    from embodyrl.runtime.export import export
+
+    out = export(store.root.parent, steps[-1], Path(args.words[2]))
+    print(json.dumps({"path": str(out)}) if args.json else f"exported {store.path(steps[-1])} to {out}")
+    return 0
+
+
+def _prune(args: argparse.Namespace) -> int:
+    if args.keep is None or not args.keep.isdecimal() or int(args.keep) < 1:
+        raise ConfigError("embodyrl ckpt prune RUN --keep N: how many of the newest checkpoints stay, at least 1.")
+    store = _store(find_run(args.words[1]))
+    from embodyrl.runtime.rundir import in_use
+
+    best = store.best()
+    with in_use(store.root.parent):
+        gone = store.prune(int(args.keep), [] if best is None else [best])
+    kept = f"the best one (step {best})" if best is not None else "no best one is known"
+    text = (
+        f"deleted {len(gone)} checkpoints: {', '.join(map(str, gone)) or 'none'}; kept the newest {args.keep}, {kept}"
+    )
+    print(json.dumps({"deleted": gone}) if args.json else text)
+    return 0
+
+
+def _store(run: Path) -> CheckpointStore:
+    return CheckpointStore(run / "checkpoints")
+
+
+def _target(word: str) -> tuple[CheckpointStore, list[int]]:
+    """The store and the steps that a run or one of its checkpoints stands for."""
+    path = Path(word)
+    step = path.name.removeprefix("step_")
+    if path.parent.name == "checkpoints" and step.isdecimal():
+        store = CheckpointStore(path.parent)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint; there are {store.steps() or 'none'}.")
+        return store, [int(step)]
+    store = _store(find_run(word))
+    if not store.steps():
+        raise CheckpointError(f"{word}: this run has no complete checkpoint.")
+    return store, store.steps()

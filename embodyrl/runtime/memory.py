@@ -1,0 +1,122 @@
+"""How much memory a run needs, by part, and whether this machine has it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from embodyrl.config.schema import Precision
+from embodyrl.envs.memory import available_bytes
+from embodyrl.errors import ConfigError
+from embodyrl.runtime.build import Blueprint, count_gpus
+
+MIB, GIB = 2**20, 2**30
+_PROCESS = 340 * MIB
+"""A process with torch and a model library, on the host."""
+_ADAPTERS = 90 * MIB
+"""What the adapter library adds to it."""
+_CUDA = 600 * MIB
+"""Context and workspaces on a GPU."""
+_ENV_PROCESS = 160 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of each part of one policy process, and of what it shares the host with."""
+
+    weights: int
+    gathered: int
+    """Whole weights while acting, where they are sharded while training."""
+    reference: int
+    gradients: int
+    optimizer: int
+    activations: int
+    process: int
+    env_worker: int
+    arena: int
+    checkpoint: int
+    """On disk."""
+
+    @property
+    def policy(self) -> int:
+        """Peak of one policy process."""
+        fixed = self.weights + self.reference + self.optimizer + self.process
+        return fixed + max(self.gathered, self.gradients + self.activations)
+
+    def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
+        """Name and text for people."""
+        parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "process")
+        named = [f"{name} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
+        env, arena = self.env_worker / GIB, self.arena / GIB
+        return [
+            ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(named)}"),
+            ("", f"{env:.2f} GiB for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
+        ]
+
+
+def plan_memory(blueprint: Blueprint) -> MemoryPlan:
+    """Derive the memory of a training run; figures of adapters and activations are estimates."""
+    cfg, policy = blueprint.cfg, blueprint.policy
+    fsdp = cfg.actor.fsdp
+    half = cfg.model.precision == Precision.bf16
+    total = policy.num_parameters
+    trained = total if policy.num_trained is None else policy.num_trained
+    frozen = total if policy.num_trained is not None else 0
+    kept = frozen * (2 if half else 4) + trained * 4
+    sharded = blueprint.ranks > 1 or fsdp.cpu_offload
+    shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
+    gradients = 4 * trained
+    copies = 2 * trained if half and not frozen else 0  # autocast keeps bfloat16 copies for the backward pass
+    adam = 8 * trained // shards
+    on_gpu = count_gpus() > 0
+    per_sample = policy.recomputed_bytes if cfg.actor.gradient_checkpointing else policy.activation_bytes
+    compares = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
+    return MemoryPlan(
+        weights=0 if fsdp.cpu_offload and on_gpu else kept // shards,
+        gathered=(total * (2 if half else 4)) if sharded else 0,
+        reference=(kept if frozen else 4 * total) if compares else 0,
+        gradients=gradients + (gradients // shards if sharded else 0),
+        optimizer=0 if fsdp.cpu_offload and on_gpu else adam,
+        activations=cfg.actor.micro_batch_size * per_sample + copies,
+        process=_CUDA if on_gpu else _PROCESS + (_ADAPTERS if frozen else 0),
+        env_worker=_ENV_PROCESS + blueprint.env.task_bytes,
+        arena=blueprint.layout.offsets(blueprint.capacity)[1],
+        checkpoint=12 * trained,
+    )
+
+
+def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
+    """Refuse a run that cannot fit.
+
+    Raises:
+        ConfigError: says what is needed, what is there, and which keys make it smaller.
+    """
+    policies, envs = plan.policy * blueprint.ranks, plan.env_worker * len(blueprint.seats)
+    smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
+    if count_gpus():
+        gpu = _gpu_memory()
+        if gpu and plan.policy > gpu:
+            raise ConfigError(
+                f"A policy process needs about {plan.policy / GIB:.1f} GiB, a GPU here has {gpu / GIB:.1f} GiB. "
+                f"Try {smaller}, or actor.fsdp.cpu_offload=true."
+            )
+        policies = _PROCESS * blueprint.ranks
+    needed, free = policies + envs + plan.arena, available_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"This run needs about {needed / GIB:.1f} GiB of memory ({policies / GIB:.1f} for the policy, "
+            f"{envs / GIB:.1f} for {len(blueprint.seats)} env workers, {plan.arena / GIB:.1f} shared), "
+            f"{free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, {smaller}."
+        )
+
+
+def _gpu_memory() -> int:
+    """Memory of the smallest GPU, bytes; 0 if unknown. Asked without a CUDA context in this process."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return min(sizes, default=0) * MIB

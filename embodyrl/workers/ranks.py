@@ -1,0 +1,229 @@
+"""The actor ranks: one process on its own, or N processes that share one policy by FSDP2 (`fully_shard`).
+
+While acting, the parameters are gathered on every rank: no collective runs during a rollout, so that ranks may act a
+different number of times. While training they are sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from embodyrl.config.schema import FsdpConfig
+from embodyrl.types import PolicyScores
+from embodyrl.workers.messages import RankSeat
+
+
+class OneRank:
+    """A policy that one process trains alone."""
+
+    def __init__(self, seat: RankSeat) -> None:
+        self.seat = seat
+
+    def score(self, compute: Callable[[], PolicyScores], *, last: bool) -> PolicyScores:
+        """Run a forward pass; `last`: its backward pass ends the accumulation of gradients."""
+        return compute()
+
+    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Return the parts of all ranks."""
+        return parts
+
+    def train(self) -> None:
+        """Make ready for an update; collective."""
+
+    def act(self) -> None:
+        """Make ready for acting; collective."""
+
+    @contextmanager
+    def full_weights(self, *, write: bool) -> Iterator[None]:
+        """Let the module hold whole, plain parameters; with `write`, what was changed inside is kept; collective."""
+        yield
+
+    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
+        """Whole CPU tensors instead of shards, in any tree of lists and dicts; collective.
+
+        Unless `everywhere` is set, only the first rank gets them.
+        """
+        return state
+
+    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return this rank's part of a whole optimizer state."""
+        return state
+
+    def close(self) -> None:
+        """Leave the group; idempotent."""
+
+
+class _Root(nn.Module):
+    """Forward passes of a policy run inside its forward, wherever in the policy they begin."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], PolicyScores] | None) -> tuple[Tensor, ...]:
+        if compute is None:
+            return ()
+        scores = compute()
+        # Copies, because FSDP hangs its hooks on these tensors and cannot on views.
+        return scores.logprob.clone(), scores.entropy.clone(), scores.value.clone()
+
+
+class ShardedRanks(OneRank):
+    """N ranks: each holds a shard of the fp32 weights, gradients and optimizer state."""
+
+    def __init__(self, module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool) -> None:
+        """Shard a module that holds the same weights on every rank; collective.
+
+        Args:
+            module: the policy's module.
+            seat: this process.
+            cfg: how to shard.
+            half: gather the layers in bfloat16; master weights and reductions stay float32.
+        """
+        super().__init__(seat)
+        self._module = module
+        self._cfg = cfg
+        device = next(module.parameters()).device.type
+        _join(seat, device)
+        shards = seat.world if cfg.shard_size == -1 else cfg.shard_size
+        if shards == seat.world:
+            mesh = init_device_mesh(device, (seat.world,))
+        else:
+            mesh = init_device_mesh(device, (seat.world // shards, shards), mesh_dim_names=("replicate", "shard"))
+        offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.cpu_offload else OffloadPolicy()
+        common: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": cfg.reshard_after_forward,
+            "offload_policy": offload,
+        }
+        mixed = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for unit in layers(module):
+            fully_shard(unit, mp_policy=mixed, **common)
+        root: Any = _Root(module)
+        self._root = root
+        fully_shard(root, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
+        self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
+        root(None)  # FSDP takes the module that runs first for the root
+        self.train()  # the optimizer must get the shards
+
+    def score(self, compute: Callable[[], PolicyScores], *, last: bool) -> PolicyScores:
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
+        logprob, entropy, value = self._root(compute)
+        return PolicyScores(logprob=logprob, entropy=entropy, value=value)
+
+    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+        everybody: list[Any] = [None] * self.seat.world
+        dist.all_gather_object(everybody, parts)
+        return [part for rank in everybody for part in rank]
+
+    def train(self) -> None:
+        # Ranks that acted a different number of times would prefetch in different orders. It also frees what is whole.
+        self._root.reset_iter_state()
+        self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
+
+    def act(self) -> None:
+        self._root.set_reshard_after_forward(False)
+        for unit in self._units:
+            unit.unshard()
+
+    @contextmanager
+    def full_weights(self, *, write: bool) -> Iterator[None]:
+        self.train()
+        shards = {name: p for name, p in self._module.named_parameters(remove_duplicate=False)}
+        whole: dict[int, nn.Parameter] = {}
+        for name, shard in shards.items():
+            if id(shard) not in whole:
+                tensor = _whole(shard, keep=write or self.seat.rank == 0)
+                whole[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
+            _replace(self._module, name, whole[id(shard)])
+        try:
+            yield
+        finally:
+            for name, shard in shards.items():
+                _replace(self._module, name, shard)
+        if write:
+            with torch.no_grad():
+                for shard in {id(s): s for s in shards.values()}.values():
+                    assert isinstance(shard, DTensor)
+                    shard.copy_(_scatter(whole[id(shard)].data, shard))
+        self.act()
+
+    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
+        if isinstance(state, DTensor):
+            return _whole(state, keep=everywhere or self.seat.rank == 0)
+        if isinstance(state, dict):
+            return {key: self.gathered(value) for key, value in state.items()}
+        if isinstance(state, list):
+            return [self.gathered(value) for value in state]
+        return state
+
+    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def part(value: Tensor, parameter: DTensor) -> Tensor:
+            return _scatter(value, parameter) if value.shape == parameter.shape else value
+
+        mine = {i: {k: part(v, parameters[i]) for k, v in values.items()} for i, values in state["state"].items()}
+        return state | {"state": mine}
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def open_ranks(module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool) -> OneRank:
+    """Bind a policy's module to the ranks of the run; collective."""
+    if seat.world == 1 and not cfg.cpu_offload:
+        return OneRank(seat)
+    return ShardedRanks(module, seat, cfg, half=half)
+
+
+def layers(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: the elements of its outermost module lists."""
+    if isinstance(module, nn.ModuleList):
+        return list(module)
+    return [unit for child in module.children() for unit in layers(child)]
+
+
+def _join(seat: RankSeat, device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(seat.rank % torch.cuda.device_count())
+    limit = timedelta(seconds=seat.timeout_s)
+    store: Store = TCPStore(seat.host, seat.port, is_master=False, timeout=limit) if seat.host else HashStore()
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.world, timeout=limit)
+
+
+def _whole(shard: Tensor, *, keep: bool) -> Tensor:
+    """The whole tensor on the CPU; empty where nobody wants it, but every rank takes part."""
+    with torch.no_grad():
+        full = shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
+        if not keep:
+            return full.new_empty(0, device="cpu")
+        # Gathering pads uneven shards: the result may be a view into more memory than it needs.
+        padded = full.untyped_storage().nbytes() != full.nbytes
+        return full.to("cpu", copy=True) if padded else full.cpu()
+
+
+def _scatter(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's shard of a tensor that every rank holds; no communication."""
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.to_local().device)
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path).register_parameter(leaf, parameter)

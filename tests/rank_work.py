@@ -1,0 +1,113 @@
+"""Actor ranks in processes of their own: the same updates on the same records, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed import TCPStore
+from toy_runs import toy_config
+
+from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.runtime.build import Blueprint, _policy_spec, draw_blueprint
+from embodyrl.types import encode_instruction
+from embodyrl.workers.messages import InferItem, InferOrder, LoadOrder, RankSeat, SaveOrder, UpdateOrder
+from embodyrl.workers.policy_host import PolicyHost
+
+RECORDS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Updates `first`..`last`-1 with a config, from a saved state or from the start."""
+
+    name: str
+    words: tuple[str, ...]
+    last: int
+    first: int = 0
+    load: Path | None = None
+
+
+def run_ranks(folder: Path, world: int, jobs: Sequence[Job], *, deadline_s: float = 280.0) -> None:
+    """Carry out jobs on `world` ranks; each leaves <folder>/<name>/ with metrics.json and what was saved."""
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in jobs]
+    context = multiprocessing.get_context("spawn")
+    work = [(job, store.port) for job, store in zip(jobs, stores, strict=True)]
+    processes = [context.Process(target=_rank, args=(folder, rank, world, work)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(deadline_s)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert codes == [0] * world, f"exit codes {codes}"
+
+
+def losses(folder: Path) -> list[dict[str, float]]:
+    """Metrics of each update."""
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    """All tensors that a job saved: weights, adapters and optimizer moments."""
+    found = {f"{p.parent.name}/{k}": v for p in folder.rglob("*.safetensors") for k, v in load_file(p).items()}
+    assert any("policy" in key or "lora" in key for key in found)
+    return found
+
+
+def _rank(folder: Path, rank: int, world: int, work: Sequence[tuple[Job, int]]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    for job, port in work:
+        _do(folder / job.name, rank, world, job, port)
+
+
+def _do(folder: Path, rank: int, world: int, job: Job, port: int) -> None:
+    words = (*job.words, f"actor.fsdp.size={world}", "actor.global_batch_size=6", "env.train.total_num_envs=8")
+    cfg = toy_config(folder, "launcher=local", *words)
+    blueprint = draw_blueprint(cfg, training=True)
+    seat = RankSeat(rank=rank, world=world, host="127.0.0.1" if world > 1 else "", port=port)
+    arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
+    host = _policy_spec(blueprint, arena, None, "policy", seat).build()
+    assert isinstance(host, PolicyHost)
+    tickets = _fill(arena, blueprint, host)
+    if job.load is not None:
+        list(host.handle(LoadOrder(sequence=0, folder=str(job.load))))
+    metrics = []
+    for step in range(job.first, job.last):
+        order = UpdateOrder(sequence=0, step=step, tickets=tickets, episode=tuple(i // 3 for i in range(RECORDS)))
+        (done,) = host.handle(order)
+        metrics.append(done.metrics)
+    list(host.handle(SaveOrder(sequence=0, folder=str(folder / "saved"))))
+    if rank == 0:
+        (folder / "metrics.json").write_text(json.dumps(metrics))
+    host.close()
+    arena.close()
+
+
+def _fill(arena: Arena, blueprint: Blueprint, host: PolicyHost) -> tuple[Ticket, ...]:
+    """Records as a rollout would leave them, drawn from one seed."""
+    rng = np.random.default_rng(0)
+    tickets = tuple(arena.allocate() for _ in range(RECORDS))
+    for ticket in tickets:
+        with arena.write(ticket) as record:
+            arena["images"][record] = rng.integers(0, 256, arena["images"].shape[1:])
+            arena["observed_state"][record] = rng.normal(size=arena["observed_state"].shape[1:])
+            width = arena["instruction"].shape[1]
+            arena["instruction"][record] = encode_instruction(blueprint.env.tasks[0], width)
+            arena["advantage"][record] = rng.normal()
+            arena["returns"][record] = rng.normal(size=arena["returns"].shape[1:])
+            arena["valid"][record] = rng.random(arena["valid"].shape[1:]) < 0.9
+    items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
+    list(host.handle(InferOrder(sequence=0, items=items, greedy=False, version=0)))
+    arena["logprob"][:] += rng.normal(0, 0.05, arena["logprob"].shape)
+    return tickets

@@ -1,0 +1,68 @@
+"""The memory plan: near what the policy process really takes, and a refusal of what cannot fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from toy_runs import running_crew, toy_config
+
+from embodyrl.errors import ConfigError
+from embodyrl.runtime.actors import Actors
+from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.episodes import train_plan
+from embodyrl.runtime.jobs import Job
+from embodyrl.runtime.memory import GIB, plan_memory, require_memory
+
+SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops", "model.is_lora=true")
+LARGE = ("env.train.total_num_envs=16", "actor.global_batch_size=32", "actor.micro_batch_size=32")
+
+
+def peak(pid: int) -> int:
+    """Largest resident memory of a process so far, without the arena, bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    high, shared = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmHWM", "RssShmem"))
+    return high - shared
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "words",
+    [(), LARGE, (*SOUP, "actor.gradient_checkpointing=true")],
+    ids=["default", "large batch", "adapters, recomputed"],
+)
+def test_the_estimate_is_near_the_measured_peak(tmp_path, words):
+    with running_crew(tmp_path, "launcher=local", "env.kwargs.echo=true", *words) as stage:
+        blueprint, crew = stage.blueprint, stage.crew
+        actors = Actors(crew.policy, crew.arena, blueprint.algorithm, in_parts=False)
+        plan = train_plan(blueprint.cfg, blueprint.env, 0, counts_chunk_steps=False)
+        rollout = crew.rollouts.collect(Job(plan))
+        actors.update(0, rollout, blueprint.algorithm.prepare(rollout.episodes, actors.score(rollout)))
+        crew.rollouts.release(rollout)
+        measured = peak(crew.fleet._launcher.pid("policy"))
+    assert plan_memory(blueprint).policy == pytest.approx(measured, rel=0.15)
+
+
+def test_sharding_divides_weights_and_moments(tmp_path):
+    one = plan_memory(draw_blueprint(toy_config(tmp_path), training=True))
+    four = draw_blueprint(toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4"), training=True)
+    assert plan_memory(four).weights == one.weights // 4
+    assert plan_memory(four).optimizer == one.optimizer // 4
+    assert plan_memory(four).gathered == one.weights, "whole while acting"
+    replicas = draw_blueprint(
+        toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4", "actor.fsdp.shard_size=2"), training=True
+    )
+    assert plan_memory(replicas).optimizer == one.optimizer // 2
+
+
+def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
+    blueprint = draw_blueprint(toy_config(tmp_path), training=True)
+    plan = plan_memory(blueprint)
+    require_memory(blueprint, plan)
+    with pytest.raises(ConfigError, match=r"needs about .*free.*actor.micro_batch_size"):
+        require_memory(blueprint, replace(plan, optimizer=10_000 * GIB))
+    with pytest.raises(ConfigError, match=r"env workers.*launcher.env_workers"):
+        require_memory(blueprint, replace(plan, env_worker=10_000 * GIB))

@@ -1,0 +1,94 @@
+"""Actor ranks: the same losses, weights and checkpoints, whatever their number and however the weights are spread."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from rank_work import Job, losses, run_ranks, state
+
+from embodyrl.workers.messages import RankSeat
+from embodyrl.workers.ranks import layers
+from embodyrl.workers.training import deal
+
+FULL = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=4")
+SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
+LORA = (*FULL, *SOUP, "model.is_lora=true", "model.lora.r=4")
+
+
+def same(one, other, *, tolerance=1e-5):
+    for a, b in zip(losses(one), losses(other), strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=tolerance), name
+    a, b = state(one / "saved"), state(other / "saved")
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(b[key], a[key], rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_two_ranks_equal_one(tmp_path):
+    run_ranks(tmp_path, 1, [Job(name="one", words=FULL, last=2), Job(name="half", words=FULL, last=1)])
+    run_ranks(
+        tmp_path,
+        2,
+        [
+            Job(name="two", words=(*FULL, "actor.micro_batch_size=2", "actor.gradient_checkpointing=true"), last=2),
+            Job(name="rest", words=FULL, first=1, last=2, load=tmp_path / "half" / "saved"),
+        ],
+    )
+    same(tmp_path / "one", tmp_path / "two")
+    assert losses(tmp_path / "rest")[0]["loss"] == pytest.approx(losses(tmp_path / "one")[1]["loss"], abs=1e-5)
+    a, b = state(tmp_path / "one" / "saved"), state(tmp_path / "rest" / "saved")
+    for key in a:
+        torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", [FULL, LORA], ids=["full", "lora"])
+def test_one_two_and_four_ranks_agree_after_twenty_steps(tmp_path, words):
+    variants = {
+        "micro": ("actor.micro_batch_size=3",),
+        "kept": ("actor.fsdp.reshard_after_forward=false", "actor.gradient_checkpointing=true"),
+        "replicas": ("actor.fsdp.shard_size=1",),
+        "offload": ("actor.fsdp.cpu_offload=true",),
+    }
+    run_ranks(tmp_path, 1, [Job(name="one", words=words, last=20), Job(name="half1", words=words, last=10)])
+    jobs = [Job(name=f"{name}2", words=(*words, *more), last=20) for name, more in variants.items()]
+    back = Job(name="to2", words=words, first=10, last=20, load=tmp_path / "half1" / "saved")
+    run_ranks(tmp_path, 2, [*jobs, back, Job(name="half2", words=words, last=10)], deadline_s=600)
+    hsdp = Job(name="hsdp4", words=(*words, "actor.fsdp.shard_size=2"), last=20)
+    run_ranks(tmp_path, 4, [Job(name="four", words=words, last=20), hsdp], deadline_s=600)
+    forth = Job(name="to1", words=words, first=10, last=20, load=tmp_path / "half2" / "saved")
+    run_ranks(tmp_path, 1, [forth])
+    for other in (*(f"{name}2" for name in variants), "four", "hsdp4"):
+        same(tmp_path / "one", tmp_path / other)
+    for other in ("to1", "to2"):
+        a, b = state(tmp_path / "one" / "saved"), state(tmp_path / other / "saved")
+        for key in a:
+            torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("count", "world", "micro"), [(1, 4, 2), (7, 2, 2), (8, 4, 8), (9, 2, 3), (160, 7, 3)])
+def test_every_sample_counts_once_and_ranks_work_alike(count, world, micro):
+    dealt = [deal(np.ones(count, np.int64), RankSeat(rank=rank, world=world), micro, None) for rank in range(world)]
+    assert len({len(batches) for batches in dealt}) == 1
+    counted = np.concatenate([rows for batches in dealt for rows, counts in batches if counts])
+    assert sorted(counted) == list(range(count))
+    assert all(0 < len(rows) <= micro for batches in dealt for rows, _ in batches)
+
+
+def test_shares_of_ranks_are_the_batches_of_one_rank():
+    whole = RankSeat().share(11, 3)
+    shared = [part for rank in range(2) for part in RankSeat(rank=rank, world=2).share(11, 3)]
+    assert sorted(shared, key=lambda part: part.start) == whole
+
+
+def test_layers_are_the_elements_of_the_outermost_lists():
+    inner = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    block = torch.nn.Sequential(inner)
+    model = torch.nn.ModuleDict({"a": torch.nn.ModuleList([block, torch.nn.Linear(1, 1)]), "b": torch.nn.Linear(1, 1)})
+    assert layers(model) == list(model["a"])
