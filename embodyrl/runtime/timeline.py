@@ -110,7 +110,7 @@ class Timeline:
         inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
         wall, workers = max(end - start, 1e-9), len(self._env_workers)
         env = {w: [(s.start, s.end) for s in inside if s.worker == w] for w in self._env_workers}
-        acting = [(s.start, s.end) for s in inside if s.name == "infer"]
+        acting = _union((s.start, s.end) for s in inside if s.name == "infer")
         working = [s for s in inside if s.name == "infer" or s.worker in env]
         any_env = _union(span for spans in env.values() for span in spans)
         idle = [_total(_union([*env[w], *acting])) - _total(_union(env[w])) for w in self._env_workers]
