@@ -22,6 +22,8 @@ OPEN, CLOSED = -1.0, 1.0
 
 _ABOVE = 0.02
 """Close enough to a point above which the gripper goes down."""
+_CONE = 0.05
+"""Open fingers, or a held block, may come down from this far away: nothing is in their way."""
 _HALF = STEP / 2
 _PUSH_GAP = PUSH_RADIUS + 0.015
 
@@ -79,7 +81,8 @@ def _push(world: World) -> Command:
 
 def _go_down_at(world: World, point: Point, gripper: float) -> Command:
     """Travel high, go down above the point."""
-    height = 0.0 if world.distance(point) < _ABOVE else TRAVEL_HEIGHT
+    near = _ABOVE if gripper == CLOSED and world.held is None else _CONE
+    height = 0.0 if world.distance(point) < near else TRAVEL_HEIGHT
     # Far away and low: the first step goes up and along at once, which keeps episodes short. Each axis on its own and
     # in half steps: a few distinct numbers, which a small policy learns sooner than slanted ways.
     way = np.array((point[0] - world.x, point[1] - world.y, height - world.z))
