@@ -93,7 +93,7 @@ class Timeline:
             self._add(Span(worker, f"{name} (died)", asked, self._now(), size, {}))
 
     def metrics(self) -> dict[str, float]:
-        """Shares of the step's rollout, from its first env order to its last chunk; staleness of what was trained on.
+        """Shares of the step's rollout, from its beginning to its last chunk; staleness of what was trained on.
 
         `policy_waits_for_env`: the policy had nothing to do while some env worker was busy. `env_waits_for_policy`: the
         average env worker had nothing to do while the policy acted. `staleness/k`: share of chunks that were k weight
@@ -105,8 +105,7 @@ class Timeline:
         if not chunks:
             return result
         # Orders of the step before may have been answered in this one, and resets of the next step are on their way.
-        start = max(self._begun, min(s.start for s in self._step if s.worker in self._env_workers))
-        end = max(s.end for s in chunks)
+        start, end = self._begun, max(s.end for s in chunks)
         inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
         wall, workers = max(end - start, 1e-9), len(self._env_workers)
         env = {w: [(s.start, s.end) for s in inside if s.worker == w] for w in self._env_workers}

@@ -81,8 +81,14 @@ def test_shares_of_a_step(arena):
     clock.now = 12
     timeline.answered("env_1", REPORT)
     assert timeline.metrics() == metrics, "resets of the next step are no part of this one"
+    clock.now = 20
+    timeline.sent("env_0", chunks(2))
+    clock.now = 21
     timeline.begin()
     assert timeline.metrics() == {}
+    clock.now = 22
+    timeline.answered("env_0", REPORT)
+    assert timeline.metrics()["rollout/env_busy"] == pytest.approx(0.5), "what came before the step does not count"
 
 
 def test_staleness_is_counted_when_chunks_are_trained_on(arena):
