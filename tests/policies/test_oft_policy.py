@@ -209,3 +209,18 @@ def test_the_tiny_preset_reads_both_cameras_and_the_state(make_policy, env_spec,
     again = make_policy(tmp_path / "saved", seed=5, **options).act(base, noise=None)
     np.testing.assert_array_equal(again.logprob, out.logprob)
     assert sum(p.numel() for p in policy.module.parameters()) == policy.spec.num_parameters
+
+
+def test_the_shipped_start_has_one_logprob_in_every_batch(make_policy, env_spec):
+    """Rows of different prompt lengths together, alone and in reverse order; while acting and while training."""
+    cameras = ("agentview", "robot0_eye_in_hand")
+    env = dataclasses.replace(env_spec, cameras=cameras, state_dim=8, unnorm_key="libero_object")
+    policy = make_policy("assets/openvla_oft_tiny_soup", env=env, num_images_in_input=2, use_proprio=True)
+    obs = observe(rows=4, cameras=2, state_dim=8)
+    out = policy.act(obs, noise=None)
+    for rows in ([3, 2, 1, 0], [0], [1], [2, 3]):
+        part = Observation(
+            images=obs.images[rows], state=obs.state[rows], instructions=tuple(obs.instructions[i] for i in rows)
+        )
+        logprob = policy.score(part, out.tokens[rows]).logprob.detach().numpy()
+        np.testing.assert_allclose(logprob, out.logprob[rows], atol=1e-5)
