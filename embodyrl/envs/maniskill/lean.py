@@ -41,6 +41,7 @@ def lean_visuals() -> Iterator[None]:
 
 def _reduced(path: Path) -> bytes:
     import trimesh  # pyright: ignore[reportMissingImports]
+    from trimesh.visual import TextureVisuals  # pyright: ignore[reportMissingImports]
 
     scene: Any = trimesh.load(path, force="scene")
     for name, part in list(scene.geometry.items()):
@@ -58,7 +59,7 @@ def _reduced(path: Path) -> bytes:
             textured,
         )
         small = decimate(mesh, MAX_FACES)
-        visual = trimesh.visual.TextureVisuals(
+        visual = TextureVisuals(
             uv=small.texcoord if textured else None, material=getattr(part.visual, "material", None)
         )
         scene.geometry[name] = trimesh.Trimesh(

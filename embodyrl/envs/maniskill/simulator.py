@@ -160,7 +160,8 @@ def _prepare_process() -> None:
     except ImportError as error:
         raise MissingDependencyError(f"ManiSkill cannot be imported: {error}. Cure: {INSTALL}") from error
     logging.getLogger("mani_skill").setLevel(logging.ERROR)
-    Panda._sensor_configs = property(_hand_camera)
+    robot: Any = Panda
+    robot._sensor_configs = property(_hand_camera)
     # ManiSkill collects garbage whenever it makes a scene; without the objects of all imports that takes 1 ms, not 150.
     gc.collect()
     gc.freeze()
@@ -171,7 +172,7 @@ def _hand_camera(panda: Any) -> list[Any]:
     import sapien  # pyright: ignore[reportMissingImports]
     from mani_skill.sensors.camera import CameraConfig  # pyright: ignore[reportMissingImports]
 
-    pose = sapien.Pose(p=[0.0464982, -0.0200011, 0.0360011], q=[0, 0.70710678, 0, 0.70710678])
+    pose: Any = sapien.Pose(p=[0.0464982, -0.0200011, 0.0360011], q=[0, 0.70710678, 0, 0.70710678])
     side, hand = _HAND_CAMERA_PIXELS, panda.robot.links_map["panda_hand"]
     return [
         CameraConfig(uid=HAND_CAMERA, pose=pose, width=side, height=side, fov=1.5708, near=0.01, far=100, mount=hand)
