@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,5 +144,7 @@ def start_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Co
             stdout=out_file,
             stderr=err_file,
             start_new_session=True,
+            # Tests that a shell runs in the background inherit an ignored Ctrl-C; a terminal's commands do not.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     return Command(process, out, err)
