@@ -80,14 +80,16 @@ class RunnerConfig:
 class ClusterConfig:
     num_nodes: int = 1
     """Hosts."""
-    component_placement: dict[str, str] = field(default_factory=lambda: {"env,rollout,actor": "all"})
-    """Devices of each component, for example {"env": "0-3", "rollout,actor": "all"}."""
+    component_placement: dict[str, str] = field(
+        default_factory=lambda: {"env": "all", "rollout": "all", "actor": "all"}
+    )
+    """Nodes of each component with launcher=ray, for example {env:1-3,rollout:0,actor:0}; 0: the driver's."""
 
 
 @dataclass
 class LauncherConfig:
     name: str = "local"
-    """inline: one process, one thread of control; local: supervised processes on this host."""
+    """inline: one process, one thread of control; local: supervised processes on this host; ray: a cluster."""
     env_workers: str = "auto"
     """Number of env worker processes, or auto: one per core, at most one per slot."""
 

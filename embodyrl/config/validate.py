@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from embodyrl.config.keys import all_keys, leaves, plain, spell
-from embodyrl.config.schema import Config
+from embodyrl.config.placement import parse_placement
+from embodyrl.config.schema import ClusterConfig, Config
+from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
 
@@ -166,9 +169,6 @@ RULES: dict[str, Rule] = {
 _NO_OFFLOAD = "offloading is not available in this version"
 
 UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "launcher.name": (("local", "inline"), "only these launchers exist in this version (Ray is not there yet)"),
-    "cluster.num_nodes": ((1,), "more than one host is not available in this version"),
-    "cluster.component_placement": (({"env,rollout,actor": "all"},), "placement is not available in this version"),
     "rollout.mode": (("collocated",), "separate rollout processes are not available in this version"),
     "rollout.enable_offload": ((False,), _NO_OFFLOAD),
     "env.train.enable_offload": ((False,), _NO_OFFLOAD),
@@ -200,7 +200,7 @@ def find_invalid(cfg: Config) -> list[str]:
 
 def find_conflicts(cfg: Config) -> list[str]:
     """Return one line for each combination of (single valid) values that contradicts itself."""
-    checks = (_groups, _workers, _batches, _resume, _sampling, _async, _ranks)
+    checks = (_groups, _workers, _batches, _resume, _sampling, _async, _ranks, _cluster)
     return [text for check in checks if (text := check(cfg))]
 
 
@@ -245,6 +245,25 @@ def _batches(cfg: Config) -> str | None:
         f"actor.micro_batch_size={micro} is larger than actor.global_batch_size={total}, of which it is a part. "
         f"Use actor.micro_batch_size={total}."
     )
+
+
+def _cluster(cfg: Config) -> str | None:
+    name, cluster = cfg.launcher.name, cfg.cluster
+    if name == "ray":
+        if importlib.util.find_spec("ray") is None:
+            return "launcher=ray: the package is not installed. pip install 'embodyrl[ray]'."
+        try:
+            parse_placement(cluster.component_placement, cluster.num_nodes)
+        except ConfigError as error:
+            return str(error)
+        return None
+    for key, value, default in (
+        ("num_nodes", cluster.num_nodes, 1),
+        ("component_placement", dict(cluster.component_placement), ClusterConfig().component_placement),
+    ):
+        if value != default:
+            return f"cluster.{key}={spell(value)}: launcher={name} uses this host only. Use launcher=ray, or remove it."
+    return None
 
 
 def _ranks(cfg: Config) -> str | None:

@@ -4,5 +4,6 @@ from embodyrl.launch.protocol import LAUNCHERS
 
 LAUNCHERS.add("inline", "embodyrl.launch.inline:InlineLauncher")
 LAUNCHERS.add("local", "embodyrl.launch.local:LocalLauncher")
+LAUNCHERS.add("ray", "embodyrl.launch.ray:RayLauncher")
 
 __all__ = ["LAUNCHERS"]

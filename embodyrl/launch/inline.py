@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embodyrl.channels.channel import InlineChannel
+from embodyrl.config.schema import ClusterConfig
 from embodyrl.errors import EmbodyError
 from embodyrl.launch.protocol import Event, WorkerDied
 from embodyrl.workers.lifecycle import Worker, WorkerSpec
@@ -25,7 +26,9 @@ class _Seat(NamedTuple):
 class InlineLauncher:
     """Workers are objects; an order is carried out when the driver next waits."""
 
-    def __init__(self, log_dir: Path) -> None:
+    host = "127.0.0.1"
+
+    def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None:
         self._workers: dict[str, _Seat] = {}
         self._turns: deque[str] = deque()
         self._events: deque[Event] = deque()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.channel import PipeChannel
+from embodyrl.config.schema import ClusterConfig
 from embodyrl.errors import ChannelClosed, WorkerError
 from embodyrl.launch.protocol import Event, WorkerDied
 from embodyrl.workers.lifecycle import WorkerSpec, log_tail, worker_main
@@ -45,7 +46,9 @@ class _Seat:
 class LocalLauncher:
     """Spawned processes; a death or a missed deadline becomes an event within milliseconds."""
 
-    def __init__(self, log_dir: Path) -> None:
+    host = "127.0.0.1"
+
+    def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None:
         self._log_dir = log_dir
         self._context = multiprocessing.get_context("spawn")
         self._seats: dict[str, _Seat] = {}

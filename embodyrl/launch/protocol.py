@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from embodyrl.config.schema import ClusterConfig
 from embodyrl.registry import Registry
 from embodyrl.workers.lifecycle import WorkerSpec
 
@@ -34,7 +35,10 @@ class Event:
 class Launcher(Protocol):
     """Runs workers. Not thread-safe: one driver thread owns it."""
 
-    def __init__(self, log_dir: Path) -> None: ...
+    host: str
+    """Address at which workers reach the driver."""
+
+    def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None: ...
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """Start (or, after its death, restart) a worker; `WorkerReady` arrives as an event within `timeout_s`."""

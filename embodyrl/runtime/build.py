@@ -32,8 +32,6 @@ from embodyrl.workers.messages import RankSeat
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-_HOST = "127.0.0.1"
-
 # Simulators and renderers spin up a thread per core each unless told otherwise; with several worker processes these
 # threads fight (measured: 5 to 15 times slower).
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")}
@@ -201,7 +199,8 @@ def start_crew(
     arena = Arena.create(blueprint.layout, blueprint.capacity)
     names = [seat.name for seat in blueprint.seats]
     timeline = Timeline(num_slots=blueprint.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
-    fleet = Fleet(LAUNCHERS.get(cfg.launcher.name)(log_dir), cfg.faults, say, timeline)
+    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
+    fleet = Fleet(launcher, cfg.faults, say, timeline)
     hosts = ["policy", *(f"policy_{rank}" for rank in range(1, blueprint.ranks))]
     policy = PolicyClient(fleet, hosts, timeout_s=cfg.faults.update_timeout_s)
     rules = RolloutRules(
@@ -213,13 +212,13 @@ def start_crew(
         value_dim=blueprint.policy.value_dim,
     )
     rollouts = Rollouts(fleet, arena, blueprint.seats, policy, rules)
-    store = _rendezvous(blueprint)
+    store = _rendezvous(blueprint, launcher.host)
     specs: dict[str, tuple[WorkerSpec, Callback]] = {}
     for rank, name in enumerate(hosts):
         seat = RankSeat(
             rank=rank,
             world=blueprint.ranks,
-            host=_HOST if store else "",
+            host=launcher.host if store else "",
             port=store.port if store else 0,
             timeout_s=cfg.faults.update_timeout_s,
         )
@@ -237,13 +236,13 @@ def start_crew(
     return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy, store=store, trace=trace)
 
 
-def _rendezvous(blueprint: Blueprint) -> TCPStore | None:
+def _rendezvous(blueprint: Blueprint, host: str) -> TCPStore | None:
     """Where the actor ranks meet: it lives as long as the driver, at a port that the system chose."""
     if blueprint.ranks == 1:
         return None
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None, name: str, seat: RankSeat) -> WorkerSpec:

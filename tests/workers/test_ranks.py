@@ -13,7 +13,7 @@ from embodyrl.workers.training import deal
 
 FULL = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=4")
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
-LORA = (*FULL, *SOUP, "model.is_lora=true", "model.lora.r=4")
+LORA = (*FULL, *SOUP, "model.is_lora=true", "model.lora.r=4", "actor.optim.lr=0.0001")
 
 
 def same(one, other, *, tolerance=1e-5):

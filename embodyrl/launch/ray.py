@@ -1,0 +1,246 @@
+"""The same workers as Ray actors, on the hosts of a cluster."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from embodyrl.channels.arena import Arena
+from embodyrl.config.placement import parse_placement
+from embodyrl.config.schema import ClusterConfig
+from embodyrl.errors import WorkerError
+from embodyrl.launch.protocol import Event, WorkerDied
+from embodyrl.launch.remote import Rows, copy_in, copy_out, paste
+from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log_tail
+from embodyrl.workers.messages import WorkerFailed
+
+_GET_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What an actor returns for one order."""
+
+    replies: tuple[Any, ...]
+    rows: list[Rows]
+    log: bytes
+
+
+class RemoteWorker:
+    """A worker in a Ray actor. Beside the driver it shares the arena; elsewhere it has a mirror of it."""
+
+    def __init__(self, spec: WorkerSpec, driver_node: str) -> None:
+        os.environ.update(spec.environ)
+        self._log = tempfile.TemporaryFile()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(self._log.fileno(), stream.fileno())
+        self._told = 0
+        self._spec = spec
+        self._beside_driver = ray.get_runtime_context().get_node_id() == driver_node
+        self._arena: Arena | None = None
+        self._worker: Worker | None = None
+
+    def start(self) -> _Answer:
+        """Build the worker."""
+        handle = self._spec.init.arena
+        if self._beside_driver:
+            self._arena = Arena.attach(handle)
+        else:
+            self._arena = Arena.create(handle.layout, handle.capacity)
+        init = replace(self._spec.init, shared_arena=self._arena)
+        try:
+            self._worker = replace(self._spec, init=init).build()
+        except Exception as error:
+            return self._answer(describe_failure(error))
+        return self._answer(self._worker.ready())
+
+    def handle(self, order: Any, rows: list[Rows]) -> _Answer:
+        """Carry out an order."""
+        assert self._worker is not None and self._arena is not None, "not started"
+        if not self._beside_driver:
+            paste(self._arena, rows)
+        try:
+            replies = tuple(self._worker.handle(order))
+        except Exception as error:
+            return self._answer(describe_failure(error))
+        return self._answer(*replies, rows=[] if self._beside_driver else copy_out(self._arena, order))
+
+    def _answer(self, *replies: Any, rows: list[Rows] | None = None) -> _Answer:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        size = self._log.seek(0, os.SEEK_END)
+        log = os.pread(self._log.fileno(), size - self._told, self._told)
+        self._told = size
+        return _Answer(replies, rows or [], log)
+
+
+@dataclass
+class _Seat:
+    actor: Any
+    node: str
+    arena: Arena
+    beside_driver: bool
+    log: Path
+    since: float
+    limits: deque[float]
+    open: deque[Any] = field(default_factory=deque)
+    """References of unanswered orders, oldest first."""
+    pid: int = 0
+
+
+class RayLauncher:
+    """Joins the running cluster (RAY_ADDRESS, or one on this host) or starts one here; implements `Launcher`."""
+
+    def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None:
+        cluster = cluster or ClusterConfig()
+        self._log_dir = log_dir
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            ray.init(log_to_driver=False, configure_logging=False)
+        self._driver_node = ray.get_runtime_context().get_node_id()
+        self._nodes = self._find_nodes(cluster.num_nodes)
+        self._placement = parse_placement(cluster.component_placement, cluster.num_nodes)
+        self._seats: dict[str, _Seat] = {}
+        self._lost: set[str] = set()
+        """Nodes that could not be reached; they are not used again."""
+        self._arenas: dict[str, Arena] = {}
+        self._events: deque[Event] = deque()
+
+    def _find_nodes(self, count: int) -> list[str]:
+        """Ids of the hosts, that of the driver first."""
+        alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        alive.sort(key=lambda node: node != self._driver_node)
+        if len(alive) < count:
+            raise WorkerError(
+                f"cluster.num_nodes={count}, but the Ray cluster has {len(alive)} living nodes; `ray status` shows "
+                "them. Start the others with `ray start --address=HEAD:PORT`, or lower cluster.num_nodes."
+            )
+        return alive[:count]
+
+    @property
+    def host(self) -> str:
+        return ray.util.get_node_ip_address()
+
+    def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        assert spec.name not in self._seats, f"worker {spec.name} is already running"
+        number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
+        chosen = self._placement["env" if spec.restartable else "actor"]
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self._lost
+        candidates = [self._nodes[i] for i in chosen if self._nodes[i] in living] or [self._driver_node]
+        node = candidates[number % len(candidates)]
+        handle = spec.init.arena
+        if handle.path not in self._arenas:
+            self._arenas[handle.path] = Arena.attach(handle)
+        gpus = 1 if not spec.restartable and ray.cluster_resources().get("GPU", 0) else 0
+        options = {
+            "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=spec.restartable),
+            "runtime_env": {"env_vars": {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}},
+        }
+        remote_spec = replace(spec, init=replace(spec.init, shared_arena=None))
+        actor = ray.remote(RemoteWorker).options(**options).remote(remote_spec, self._driver_node)
+        seat = _Seat(
+            actor=actor,
+            node=node,
+            arena=self._arenas[handle.path],
+            beside_driver=node == self._driver_node,
+            log=self._log_dir / f"{spec.name}.log",
+            since=time.monotonic(),
+            limits=deque([timeout_s]),
+        )
+        seat.open.append(actor.start.remote())
+        self._seats[spec.name] = seat
+
+    def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
+        seat = self._seats.get(worker)
+        if seat is None:
+            raise WorkerError(f"worker {worker} is not running.")
+        if not seat.limits:
+            seat.since = time.monotonic()
+        seat.limits.append(timeout_s)
+        rows = [] if seat.beside_driver else copy_in(seat.arena, order)
+        seat.open.append(seat.actor.handle.remote(order, rows))
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        now = time.monotonic()
+        due = min((seat.since + seat.limits[0] for seat in self._seats.values() if seat.limits), default=now)
+        oldest = {seat.open[0]: name for name, seat in self._seats.items() if seat.open}
+        if oldest and not self._events:
+            limit = max(0.0, min(timeout_s, due - now))
+            ready, _ = ray.wait(list(oldest), num_returns=1, timeout=limit)
+            if ready:
+                ready, _ = ray.wait(list(oldest), num_returns=len(oldest), timeout=0)
+            for reference in ready:
+                self._take(oldest[reference], reference)
+        elif not self._events:
+            time.sleep(min(timeout_s, 0.01))
+        late = [n for n, s in self._seats.items() if s.limits and s.since + s.limits[0] <= time.monotonic()]
+        for name in late:
+            self._bury(name, f"gave no answer for {self._seats[name].limits[0]:g} s")
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _take(self, name: str, reference: Any) -> None:
+        seat = self._seats[name]
+        try:
+            answer: _Answer = ray.get(reference, timeout=_GET_S)
+        except RayTaskError as error:
+            self._bury(name, f"raised {error.cause!r}", traceback=str(error))
+            return
+        except ActorUnavailableError as error:
+            # The cluster itself notices a lost host only many seconds later, and would place the successor there.
+            self._lost.add(seat.node)
+            self._bury(name, f"is gone with its host (Ray node {seat.node[:8]})", traceback=str(error))
+            return
+        except RayActorError as error:
+            self._bury(name, "died", traceback=str(error))
+            return
+        seat.open.popleft()
+        seat.limits.popleft()
+        seat.since = time.monotonic()
+        if answer.log:
+            with open(seat.log, "ab") as file:
+                file.write(answer.log)
+        paste(seat.arena, answer.rows)
+        for reply in answer.replies:
+            if isinstance(reply, WorkerFailed):
+                self._bury(name, f"raised {reply.error}", traceback=reply.traceback, exit_code=reply.exit_code)
+                return
+            seat.pid = getattr(reply, "pid", seat.pid)
+            self._events.append(Event(worker=name, message=reply))
+
+    def _bury(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
+        seat = self._seats.pop(name)
+        ray.kill(seat.actor, no_restart=True)
+        died = WorkerDied(
+            reason=reason, log=str(seat.log), traceback=traceback or log_tail(seat.log), exit_code=exit_code
+        )
+        self._events.append(Event(worker=name, message=died))
+
+    def pid(self, worker: str) -> int:
+        return self._seats[worker].pid
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        for seat in self._seats.values():
+            ray.kill(seat.actor, no_restart=True)
+        self._seats.clear()
+        self._events.clear()
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+        if self._ours and ray.is_initialized():
+            ray.shutdown()

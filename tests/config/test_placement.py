@@ -1,0 +1,36 @@
+"""Placement is parsed, never evaluated."""
+
+from __future__ import annotations
+
+import pytest
+
+from embodyrl.config.load import load_config
+from embodyrl.config.placement import parse_placement
+from embodyrl.errors import ConfigError
+
+
+def test_components_get_their_nodes():
+    parsed = parse_placement({"env": "1-3, 5", "rollout,actor": "0"}, 6)
+    assert parsed == {"env": (1, 2, 3, 5), "rollout": (0,), "actor": (0,)}
+    assert parse_placement({"env,rollout,actor": "all"}, 2)["env"] == (0, 1)
+
+
+def test_an_override_replaces_the_default_of_its_component():
+    words = ["launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:1}"]
+    placement = load_config("train", words).cluster.component_placement
+    assert parse_placement(placement, 2) == {"env": (1,), "rollout": (0, 1), "actor": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("placement", "fragment"),
+    [
+        ({"env": "__import__('os')", "rollout,actor": "0"}, "node numbers such as"),
+        ({"env": "0-9", "rollout,actor": "0"}, "numbered 0 to 1"),
+        ({"env": "0"}, "does not say where rollout, actor"),
+        ({"envs": "0", "rollout,actor": "0"}, "'envs' is no component"),
+        ({"env,rollout": "0", "actor": "1"}, "share a process"),
+    ],
+)
+def test_nonsense_is_refused_by_name(placement, fragment):
+    with pytest.raises(ConfigError, match=fragment):
+        parse_placement(placement, 2)

@@ -1,0 +1,70 @@
+"""Workers as Ray actors on two nodes: the same numbers as in one process, and a lost node is survived."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from processes import wait_until
+from toy_runs import comparable, rows, train_toy, weights
+
+ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+WORDS = ("runner.deterministic=true", "env.kwargs.goal=0.7", "actor.optim.lr=0.001", "runner.max_steps=2")
+APART = ("launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:1,rollout:0,actor:0}")
+
+
+@pytest.fixture
+def two_nodes():
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=4)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster, second
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_two_nodes_give_the_numbers_of_one_process(tmp_path, two_nodes):
+    alone = train_toy(tmp_path, *WORDS, name="alone")
+    apart = train_toy(tmp_path, *WORDS, *APART, "launcher.env_workers=2", name="apart")
+    assert comparable(apart) == comparable(alone)
+    assert weights(apart, 2) == weights(alone, 2)
+    assert {p.name for p in (apart / "logs" / "attempt_1").glob("*.log")} <= {
+        "policy.log",
+        "env_0.log",
+        "env_1.log",
+        "events.log",
+    }
+
+
+def test_actor_ranks_on_two_nodes_train_like_one(tmp_path, two_nodes):
+    words = (*WORDS, "runner.max_steps=1", "env.train.total_num_envs=8")
+    spread = ("launcher.name=ray", "cluster.num_nodes=2", "actor.fsdp.size=2", "launcher.env_workers=1")
+    alone, apart = (train_toy(tmp_path, *words, *more, name=f"run{len(more)}") for more in ((), spread))
+    one, two = rows(alone)[0], rows(apart)[0]
+    assert two["actor/optimizer_steps"] == one["actor/optimizer_steps"] > 0
+    for name in ("actor/loss", "actor/grad_norm", "actor/kl", "train/return"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+
+
+def test_a_lost_env_node_is_survived(tmp_path, two_nodes):
+    cluster, second = two_nodes
+    gate = tmp_path / "gate"
+
+    def pull_the_plug():
+        assert wait_until(gate.exists, 200)
+        cluster.remove_node(second, allow_graceful=False)
+        (tmp_path / "gate.open").touch()
+
+    killer = threading.Thread(target=pull_the_plug)
+    killer.start()
+    hold = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=5", "launcher.env_workers=1")
+    run = train_toy(tmp_path, *WORDS, *APART, *hold)
+    killer.join()
+    logged = rows(run)
+    assert [row["step"] for row in logged] == [1, 2]
+    assert logged[-1]["env/restarts"] == 1
+    assert logged[0]["env/dropped_episodes"] >= 1
