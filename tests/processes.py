@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import embodyrl
