@@ -25,6 +25,7 @@ from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log
 from embodyrl.workers.messages import WorkerFailed
 
 _GET_S = 60.0
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class RayLauncher:
         self._nodes = self._find_nodes(cluster.num_nodes)
         self._placement = parse_placement(cluster.component_placement, cluster.num_nodes)
         self._seats: dict[str, _Seat] = {}
+        self._look_at = 0.0
         self._lost: set[str] = set()
         """Nodes that could not be reached; they are not used again."""
         self._arenas: dict[str, Arena] = {}
@@ -119,7 +121,7 @@ class RayLauncher:
 
     def _find_nodes(self, count: int) -> list[str]:
         """Ids of the hosts, that of the driver first."""
-        alive = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        alive = sorted(_living())
         alive.sort(key=lambda node: node != self._driver_node)
         if len(alive) < count:
             raise WorkerError(
@@ -136,7 +138,7 @@ class RayLauncher:
         assert spec.name not in self._seats, f"worker {spec.name} is already running"
         number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
         chosen = self._placement["env" if spec.restartable else "actor"]
-        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self._lost
+        living = _living() - self._lost
         candidates = [self._nodes[i] for i in chosen if self._nodes[i] in living] or [self._driver_node]
         node = candidates[number % len(candidates)]
         handle = spec.init.arena
@@ -147,7 +149,7 @@ class RayLauncher:
             "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
             "num_gpus": gpus,
             "max_restarts": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=spec.restartable),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             "runtime_env": {"env_vars": {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}},
         }
         remote_spec = replace(spec, init=replace(spec.init, shared_arena=None))
@@ -187,12 +189,23 @@ class RayLauncher:
                 self._take(oldest[reference], reference)
         elif not self._events:
             time.sleep(min(timeout_s, 0.01))
+        self._look_at_nodes()
         late = [n for n, s in self._seats.items() if s.limits and s.since + s.limits[0] <= time.monotonic()]
         for name in late:
             self._bury(name, f"gave no answer for {self._seats[name].limits[0]:g} s")
         events = list(self._events)
         self._events.clear()
         return events
+
+    def _look_at_nodes(self) -> None:
+        """Bury the workers of lost hosts, of which Ray does not always tell those who wait for them."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_S
+        living = _living()
+        for name in [name for name, seat in self._seats.items() if seat.node not in living]:
+            self._lost.add(self._seats[name].node)
+            self._bury(name, f"is gone with its host (Ray node {self._seats[name].node[:8]})")
 
     def _take(self, name: str, reference: Any) -> None:
         seat = self._seats[name]
@@ -244,3 +257,7 @@ class RayLauncher:
         self._arenas.clear()
         if self._ours and ray.is_initialized():
             ray.shutdown()
+
+
+def _living() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
