@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+import ray  # pyright: ignore[reportMissingImports]
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 from embodyrl.channels.arena import Arena
 from embodyrl.config.placement import parse_placement
