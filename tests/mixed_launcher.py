@@ -8,7 +8,7 @@ from typing import Any
 from toy_runs import toy_words
 
 from embodyrl.config.load import load_config
-from embodyrl.config.schema import Config
+from embodyrl.config.schema import ClusterConfig, Config
 from embodyrl.launch.inline import InlineLauncher
 from embodyrl.launch.local import LocalLauncher
 from embodyrl.launch.protocol import Event
@@ -16,8 +16,10 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 
 class MixedLauncher:
-    def __init__(self, log_dir: Path) -> None:
-        self._local, self._inline = LocalLauncher(log_dir), InlineLauncher(log_dir)
+    host = "127.0.0.1"
+
+    def __init__(self, log_dir: Path, cluster: ClusterConfig) -> None:
+        self._local, self._inline = LocalLauncher(log_dir, cluster), InlineLauncher(log_dir, cluster)
 
     def _of(self, worker: str) -> Any:
         return self._local if worker.startswith("env_") else self._inline

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -250,8 +249,6 @@ def _batches(cfg: Config) -> str | None:
 def _cluster(cfg: Config) -> str | None:
     name, cluster = cfg.launcher.name, cfg.cluster
     if name == "ray":
-        if importlib.util.find_spec("ray") is None:
-            return "launcher=ray: the package is not installed. pip install 'embodyrl[ray]'."
         try:
             parse_placement(cluster.component_placement, cluster.num_nodes)
         except ConfigError as error:

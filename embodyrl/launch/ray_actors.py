@@ -11,18 +11,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import ray  # pyright: ignore[reportMissingImports]
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError  # pyright: ignore[reportMissingImports]
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # pyright: ignore[reportMissingImports]
-
 from embodyrl.channels.arena import Arena
 from embodyrl.config.placement import parse_placement
 from embodyrl.config.schema import ClusterConfig
-from embodyrl.errors import WorkerError
+from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.launch.protocol import Event, WorkerDied
 from embodyrl.launch.remote import Rows, copy_in, copy_out, paste
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log_tail
 from embodyrl.workers.messages import WorkerFailed
+
+try:
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray.exceptions import (  # pyright: ignore[reportMissingImports]
+        ActorUnavailableError,
+        RayActorError,
+        RayTaskError,
+    )
+    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+        NodeAffinitySchedulingStrategy,
+    )
+except ModuleNotFoundError as error:
+    raise ConfigError("launcher=ray: the package is not installed. pip install 'embodyrl[ray]'.") from error
 
 _GET_S = 60.0
 _LOOK_S = 5.0
