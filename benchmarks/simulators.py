@@ -63,8 +63,9 @@ def per_second(step: Callable[[], Any], seconds: float) -> float:
 def cpu_of_all() -> float:
     """CPU seconds of this process and its children so far."""
     me = psutil.Process()
-    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    return sum(t.user + t.system for t in times)
+    # The kernel's own account, ns: the one in clock ticks loses up to 10 ms for each of 64 processes.
+    threads = [f for p in (me, *me.children(recursive=True)) for f in Path(f"/proc/{p.pid}/task").glob("*/schedstat")]
+    return sum(int(f.read_text().split()[0]) for f in threads) / 1e9
 
 
 def own_memory() -> float:

@@ -90,7 +90,7 @@ class TaskSimulator:
         self._fast = FastLoop(self._env) if fast else None
         self.scene = Scene(self._env)
         self._env._observables = {}
-        self._env._update_observables = self._after_substep
+        self._env._update_observables = _nothing
         self._robot = self._env.robots[0]
         self._model = self._env.sim.model._model
         self._data = self._env.sim.data._data
@@ -131,17 +131,34 @@ class TaskSimulator:
         self._substep = 0
         self._view_sites = self._model.site_rgba.copy()
         command = np.asarray(action, np.float64)
+        self._env.timestep += 1
         # The first step after a reset uses the controller's measurements from before the initial state was set; the
-        # benchmark's own loop repeats that.
+        # benchmark's own controller repeats that.
         if self._fast is None or not self._robot.controller.new_update:
-            _, reward, done, _ = self._env.step(command)
+            self._run_stock(command)
         else:
-            self._env.timestep += 1
             self._fast.run(command, self._after_substep)
-            self._env.cur_time += self._env.control_timestep
-            reward, _, _ = self._env._post_action(command)
-            done = self._env._check_success()
-        return SimStep(reward=float(reward), terminated=bool(done), success=bool(done))
+        self._env.cur_time += self._env.control_timestep
+        reward, _, _ = self._env._post_action(command)
+        done = bool(self._env._check_success())
+        return SimStep(reward=float(reward), terminated=done, success=done)
+
+    def _run_stock(self, command: DoubleArray) -> None:
+        """The benchmark's own substeps and controller, bit for bit, with one forward dynamics per substep, not three.
+
+        Robosuite evaluates them twice before its controller, which only reads what positions and velocities decide
+        (`mj_step1`), and MuJoCo once more with the controls (`mj_step2` does the rest).
+        """
+        env, sim = self._env, self._env.sim
+        sim.forward = _nothing
+        try:
+            for substep in range(int(env.control_timestep / env.model_timestep)):
+                mujoco.mj_step1(self._model, self._data)
+                env._pre_action(command, substep == 0)
+                mujoco.mj_step2(self._model, self._data)
+                self._after_substep()
+        finally:
+            del sim.forward
 
     def observe(self, cameras: tuple[str, ...], images: ByteArray, state: FloatArray) -> None:
         """Write camera images [C, H, W, 3] (OpenGL row order) and proprioception [8] into the views.
@@ -211,10 +228,8 @@ class TaskSimulator:
             "tries. Use another seed."
         )
 
-    def _after_substep(self, force: bool = False) -> None:
+    def _after_substep(self) -> None:
         """Stand where robosuite updates its observables, once per physics substep."""
-        if force:
-            return
         self._substep += 1
         if self._substep == VIEW_SUBSTEP:
             self._view_qpos = self._data.qpos.copy()
@@ -245,6 +260,10 @@ class TaskSimulator:
         # Several models share this process, and robosuite draws into whatever context is current.
         self._env.sim._render_context_offscreen.gl_ctx.make_current()
         return self._env.sim.render(camera_name=camera, width=width, height=height)
+
+
+def _nothing(force: bool = False) -> None:
+    """Stand in for work of robosuite's that would not change anything."""
 
 
 @contextlib.contextmanager
