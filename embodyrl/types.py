@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -331,8 +332,9 @@ def decode_instruction(row: ByteArray) -> str:
     return bytes(row).rstrip(b"\0").decode("utf-8")
 
 
+@lru_cache(maxsize=256)
 def encode_instruction(text: str, width: int) -> ByteArray:
-    """Write an instruction as `width` zero-padded UTF-8 bytes.
+    """Write an instruction as `width` zero-padded UTF-8 bytes; read-only.
 
     Raises:
         ValueError: the text does not fit.

@@ -54,12 +54,8 @@ class PipeChannel:
         except (BrokenPipeError, ConnectionResetError, OSError) as error:
             raise ChannelClosed(f"The other end of the channel is gone: {error}.") from error
 
-    def has_message(self, timeout_s: float = 0.0) -> bool:
-        """Wait until `get` has something to read, or learns that the other end is gone."""
-        return bool(self._poll.poll(timeout_s * 1000))
-
     def get(self, timeout_s: float) -> Any:
-        if not self.has_message(timeout_s):
+        if not self._poll.poll(timeout_s * 1000):
             raise ChannelTimeout(f"Nothing arrived on the channel within {timeout_s:g} s.")
         try:
             return self.connection.recv()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait as wait_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.config.schema import ClusterConfig
-from embodyrl.errors import ChannelClosed, WorkerError
+from embodyrl.errors import ChannelClosed, ChannelTimeout, WorkerError
 from embodyrl.launch.protocol import Event, WorkerDied
 from embodyrl.workers.lifecycle import WorkerSpec, log_tail, worker_main
 from embodyrl.workers.messages import WorkerFailed
@@ -42,6 +42,10 @@ class _Seat:
     def due(self) -> float:
         return self.since + self.open_limits[0] if self.open_limits else float("inf")
 
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self.channel.connection.fileno(), self.process.sentinel
+
 
 class LocalLauncher:
     """Spawned processes; a death or a missed deadline becomes an event within milliseconds."""
@@ -53,6 +57,10 @@ class LocalLauncher:
         self._context = multiprocessing.get_context("spawn")
         self._seats: dict[str, _Seat] = {}
         self._events: deque[Event] = deque()
+        # One lasting object: `multiprocessing.connection.wait` registers everything anew at each call.
+        self._poll = select.poll()
+        self._watched: dict[int, str] = {}
+        """Worker of each pipe and each process sentinel, by file descriptor."""
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         assert spec.name not in self._seats, f"worker {spec.name} is already running"
@@ -78,9 +86,11 @@ class LocalLauncher:
                 else:
                     os.environ[key] = value
         theirs.close()
-        self._seats[spec.name] = _Seat(
-            process, PipeChannel(ours), log, time.monotonic(), open_limits=deque([timeout_s])
-        )
+        seat = _Seat(process, PipeChannel(ours), log, time.monotonic(), open_limits=deque([timeout_s]))
+        self._seats[spec.name] = seat
+        for descriptor in seat.descriptors:
+            self._watched[descriptor] = spec.name
+            self._poll.register(descriptor, select.POLLIN)
 
     def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
         seat = self._seats.get(worker)
@@ -98,12 +108,7 @@ class LocalLauncher:
         now = time.monotonic()
         due = min((seat.due for seat in self._seats.values()), default=float("inf"))
         timeout = max(0.0, min(timeout_s, due - now)) if not self._events else 0.0
-        waitables: dict[Any, str] = {}
-        for name, seat in self._seats.items():
-            waitables[seat.channel.connection] = name
-            waitables[seat.process.sentinel] = name
-        ready = {waitables[item] for item in wait_any(list(waitables), timeout)}
-        for name in sorted(ready):
+        for name in sorted({self._watched[descriptor] for descriptor, _ in self._poll.poll(timeout * 1000)}):
             self._drain(name)
         for name in [n for n, seat in self._seats.items() if seat.due <= time.monotonic()]:
             self._hung(name)
@@ -116,10 +121,8 @@ class LocalLauncher:
         seat = self._seats[name]
         while True:
             try:
-                if not seat.channel.has_message():
-                    break
                 message = seat.channel.get(0.0)
-            except (ChannelClosed, OSError):
+            except (ChannelTimeout, ChannelClosed, OSError):
                 break
             if isinstance(message, WorkerFailed):
                 self._bury(name, f"raised {message.error}", message.traceback, message.exit_code)
@@ -149,11 +152,17 @@ class LocalLauncher:
         seat = self._seats.pop(name)
         seat.process.kill()
         seat.process.join(_JOIN_S)
-        seat.channel.close()
+        self._forget(seat)
         died = WorkerDied(
             reason=reason, log=str(seat.log), traceback=traceback or log_tail(seat.log), exit_code=exit_code
         )
         self._events.append(Event(worker=name, message=died))
+
+    def _forget(self, seat: _Seat) -> None:
+        for descriptor in seat.descriptors:
+            self._poll.unregister(descriptor)
+            del self._watched[descriptor]
+        seat.channel.close()
 
     def pid(self, worker: str) -> int:
         pid = self._seats[worker].process.pid
@@ -181,7 +190,7 @@ class LocalLauncher:
                 seat.process.kill()
             for seat in seats:
                 seat.process.join(_JOIN_S)
-                seat.channel.close()
+                self._forget(seat)
 
 
 def _exit_reason(code: int | None) -> str:

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import EmbodyError
 from embodyrl.launch.protocol import WorkerDied
 from embodyrl.runtime.fleet import Fleet
 from embodyrl.runtime.jobs import Collection, Job, Tally
 from embodyrl.runtime.policy_client import PolicyClient
-from embodyrl.runtime.slots import Phase, Slot
+from embodyrl.runtime.slots import RESULTS, Chunk, Phase, Slot
 from embodyrl.types import Episode, EpisodeStart, decode_instruction
 from embodyrl.workers.messages import (
     Done,
@@ -272,16 +274,23 @@ class Rollouts:
             job = slots[recording.slot].job
             if recording.problem and job is not None:
                 job.out.video_problems.append(recording.problem)
-        for order in orders.steps:
-            self._on_stepped(slots[order.slot], recordings.get(order.slot))
+        if orders.steps:
+            rows = [order.source.record for order in orders.steps]
+            results = {name: self._arena[name][rows] for name in RESULTS}
+            self._tally.env_steps += int(results["valid"].sum())
+            ended = [np.asarray(results[name].any(axis=1)).tolist() for name in ("terminated", "truncated")]
+            for i, (order, terminated, truncated) in enumerate(zip(orders.steps, *ended, strict=True)):
+                chunk = {name: values[i] for name, values in results.items()}
+                self._on_stepped(slots[order.slot], chunk, terminated, truncated, recordings.get(order.slot))
         for order in orders.resets:
             slots[order.slot].advance()
 
-    def _on_stepped(self, slot: Slot, recording: Recording | None) -> None:
+    def _on_stepped(
+        self, slot: Slot, chunk: Chunk, terminated: bool, truncated: bool, recording: Recording | None
+    ) -> None:
         job = slot.job
         assert job is not None
-        terminated, truncated, spent = slot.take_chunk(self._arena)
-        self._tally.env_steps += int(slot.chunks[-1].valid.sum())
+        spent = slot.take_chunk(self._arena, chunk)
         if not (terminated or truncated or spent):
             slot.advance()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -24,15 +25,11 @@ class Phase(Enum):
     STEPPING = "its next observation"
 
 
-@dataclass
-class Chunk:
-    """The small results of one executed chunk, copied out of the arena."""
+RESULTS = ("reward", "valid", "success", "value", "components", "terminated", "truncated")
+"""Fields that hold the small results of an executed chunk."""
 
-    reward: np.ndarray
-    valid: np.ndarray
-    success: np.ndarray
-    value: np.ndarray
-    components: np.ndarray
+Chunk = Mapping[str, np.ndarray]
+"""`RESULTS` of one chunk, copied out of the arena."""
 
 
 @dataclass
@@ -76,40 +73,34 @@ class Slot:
         self.current, self.target = self.target, None
         self.phase = Phase.READY
 
-    def take_chunk(self, arena: Arena) -> tuple[bool, bool, bool]:
-        """Collect the results of the chunk that was just executed; return (terminated, truncated, quota used up)."""
+    def take_chunk(self, arena: Arena, chunk: Chunk) -> bool:
+        """Take the results of the chunk that was just executed; return whether the quota is used up."""
         assert self.current is not None and self.job is not None
-        record = self.current.record
-        self.chunks.append(
-            Chunk(
-                reward=arena["reward"][record].copy(),
-                valid=arena["valid"][record].copy(),
-                success=arena["success"][record].copy(),
-                value=arena["value"][record].copy(),
-                components=arena["components"][record].copy(),
-            )
-        )
-        terminated, truncated = bool(arena["terminated"][record].any()), bool(arena["truncated"][record].any())
+        self.chunks.append(chunk)
         if self.job.keep:
             self.taken.append(self.current)
         else:
             arena.free([self.current])
         self.current = None
-        return terminated, truncated, self.job.count_chunk(self.index)
+        return self.job.count_chunk(self.index)
 
     def finish(
         self, instruction: str, value_dim: int, *, terminated: bool, truncated: bool, cut: bool, video: str | None
     ) -> tuple[Episode, list[Ticket]]:
         """Close the episode; returns it and the tickets of its records."""
         assert self.episode is not None
+
+        def stack(name: str) -> np.ndarray:
+            return np.stack([chunk[name] for chunk in self.chunks])
+
         episode = Episode(
             spec=self.episode,
             records=np.asarray([t.record for t in self.taken], dtype=np.int64),
-            reward=np.stack([c.reward for c in self.chunks]),
-            valid=np.stack([c.valid for c in self.chunks]),
-            success=np.stack([c.success for c in self.chunks]),
-            value=np.stack([c.value for c in self.chunks]),
-            components=np.stack([c.components for c in self.chunks]),
+            reward=stack("reward"),
+            valid=stack("valid"),
+            success=stack("success"),
+            value=stack("value"),
+            components=stack("components"),
             bootstrap_value=np.zeros(value_dim, dtype=np.float32),
             terminated=terminated,
             truncated=truncated or cut,

@@ -1,4 +1,7 @@
-"""Messages between the driver and its workers: small, frozen, picklable; arrays stay in the arena."""
+"""Messages between the driver and its workers: small, frozen, picklable; arrays stay in the arena.
+
+Without slots, because those of a frozen dataclass are pickled by Python code, several times slower.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ POLICY_FOLDER = "policy"
 """Where a SaveOrder puts the policy below its folder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerReady:
     """The worker is built; `info` is a line for people."""
 
@@ -21,7 +24,7 @@ class WorkerReady:
     """Env workers: how many different tasks the slots may run at the same time; None: any number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerFailed:
     """The worker raised; it exits after this message."""
 
@@ -30,7 +33,7 @@ class WorkerFailed:
     exit_code: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOrder:
     """Run the chunk in `source` on a slot; the observation after it goes to `target`."""
 
@@ -39,7 +42,7 @@ class StepOrder:
     target: Ticket
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ResetOrder:
     """Begin an episode on a slot; its first observation goes to `target`."""
 
@@ -52,7 +55,7 @@ class ResetOrder:
     """all | failures: which outcomes keep the recording."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EnvOrders:
     """Work for one stage of an env worker."""
 
@@ -62,7 +65,7 @@ class EnvOrders:
     resets: tuple[ResetOrder, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Recording:
     """A finished recording, or why there is none."""
 
@@ -71,7 +74,7 @@ class Recording:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EnvReport:
     """All orders of one stage are carried out; results are in the arena."""
 
@@ -83,7 +86,7 @@ class EnvReport:
     recordings: tuple[Recording, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class InferItem:
     """One observation that wants an action."""
 
@@ -94,7 +97,7 @@ class InferItem:
     """Row of the padded batch (deterministic mode); -1: any."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class InferOrder:
     """Choose actions for a batch; they are written beside the observations."""
 
@@ -108,7 +111,7 @@ class InferOrder:
     """Fixed batch size; 0: as many rows as items."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ValueOrder:
     """Write the value of each observation into its record."""
 
@@ -117,7 +120,7 @@ class ValueOrder:
     padded_size: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ScoreOrder:
     """Write the reference policy's log-probabilities into each record."""
 
@@ -125,7 +128,7 @@ class ScoreOrder:
     tickets: tuple[Ticket, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateOrder:
     """Train on a replay batch whose advantages lie in the records."""
 
@@ -138,14 +141,14 @@ class UpdateOrder:
     """Reply after each micro-batch and wait for a ContinueOrder, so that inferences get their turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ContinueOrder:
     """Carry out the next part of the last update."""
 
     sequence: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SaveOrder:
     """Write policy, optimizer and RNG state below `folder`."""
 
@@ -153,7 +156,7 @@ class SaveOrder:
     folder: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LoadOrder:
     """Load what a SaveOrder wrote."""
 
@@ -161,7 +164,7 @@ class LoadOrder:
     folder: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Done:
     """Reply to a policy order."""
 
@@ -172,7 +175,7 @@ class Done:
     """False: a part of an order; the rest waits for a ContinueOrder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RankSeat:
     """Which rank a process is, and where the ranks of a run meet."""
 
