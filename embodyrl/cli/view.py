@@ -1,10 +1,9 @@
-"""The command `view`: look at a run in the terminal, while it runs or afterwards, and at its recordings."""
+"""The command `view`: look at a run in the terminal, while it runs or afterwards."""
 
 from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.cli.runs import find_run
@@ -22,11 +21,6 @@ def view(args: argparse.Namespace) -> int:
     if len(args.words) != 1:
         raise ConfigError("embodyrl view takes one run: embodyrl view runs/my_run.")
     run = find_run(args.words[0])
-    if args.sheet:
-        from embodyrl.monitor.contact_sheet import write_contact_sheet
-
-        print(f"{write_contact_sheet(read_history(run), Path(args.sheet))} recordings in {args.sheet}")
-        return 0
     from rich.console import Console
     from rich.live import Live
 

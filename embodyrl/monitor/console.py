@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 
 from embodyrl.monitor.dashboard import Dashboard
-from embodyrl.monitor.intervals import wilson
-from embodyrl.monitor.protocol import RunInfo, TaskResult
+from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.protocol import Monitor, RunInfo, TaskResult
+from embodyrl.monitor.timing import PHASES
 
 PROGRESS_PERIOD_S = 30.0
 """Least time between two progress lines where there is no TTY."""
@@ -36,11 +35,6 @@ _FIELDS: tuple[tuple[str, str], ...] = (
 )
 
 
-_PHASES = ("simulate", "render", "reset", "infer", "update", "score", "checkpoint")
-"""Parts of a step that do not contain each other; env workers and the policy run side by side, so the shares of a well
-overlapped step add up to more than 100 %."""
-
-
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     """Return the line of one step; metrics that are absent are left out.
 
@@ -57,22 +51,16 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 def _time_shares(metrics: Mapping[str, float]) -> str:
     """Return the three longest phases, `time/*`, as shares of the step."""
     whole = metrics.get("time/step", 0.0)
-    phases = {name: metrics[f"time/{name}"] for name in _PHASES if f"time/{name}" in metrics}
-    if not whole > 0 or not phases:
+    # Parts that do not contain each other; they run side by side, so their shares may add up to more than 100 %.
+    names = [part for name, parts in PHASES.items() for part in parts or (name,)]
+    phases = {name: metrics[f"time/{name}"] for name in names if f"time/{name}" in metrics}
+    if not whole > 0:
         return ""
     longest = sorted(phases.items(), key=lambda item: -item[1])[:3]
     return " ".join(f"{name} {100 * value / whole:.0f}%" for name, value in longest if value / whole >= 0.005)
 
 
-def rate(successes: int, n: int) -> str:
-    """Return a success rate with its 95 % Wilson interval, for example '0.80 [0.49, 0.94] (8/10)'."""
-    if n == 0:
-        return "-"
-    low, high = wilson(successes, n)
-    return f"{successes / n:.2f} [{low:.2f}, {high:.2f}] ({successes}/{n})"
-
-
-class ConsoleMonitor:
+class ConsoleMonitor(Monitor):
     """Writes to a text stream, standard output by default; colours follow NO_COLOR."""
 
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -124,22 +112,14 @@ class ConsoleMonitor:
 
     def results(self, rows: Sequence[TaskResult]) -> None:
         self._freeze()
-        cells = [(row.task, rate(*row.first), rate(*row.last), _change(row)) for row in rows]
         if len(rows) > 1:
-            whole = TaskResult(
-                task="all", first=_total(row.first for row in rows), last=_total(row.last for row in rows)
-            )
-            cells.append((whole.task, rate(*whole.first), rate(*whole.last), _change(whole)))
-        head = ("task", "first validation", "last validation", "change")
-        if not self._live:
-            widths = [max(len(line[i]) for line in [head, *cells]) for i in range(4)]
-            for line in [head, *cells]:
-                self._write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-            return
-        table = Table(*head)
-        for line in cells:
-            table.add_row(*(escape(cell) for cell in line))
-        self._console.print(table)
+            first, last = (sum((getattr(row, when) for row in rows), Rate(0, 0)) for when in ("first", "last"))
+            rows = [*rows, TaskResult(task="all tasks", first=first, last=last)]
+        table = [("task", "first validation", "last validation", "change")]
+        table += [(row.task, str(row.first), str(row.last), row.first.change(row.last)) for row in rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for line in table:
+            self._write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
     def close(self) -> None:
         self._freeze()
@@ -158,14 +138,3 @@ class ConsoleMonitor:
             # A pipe or a log file wants the line as it is, whatever the width of a terminal.
             self._stream.write(line + "\n")
             self._stream.flush()
-
-
-def _total(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    successes, episodes = zip(*parts, strict=True)
-    return sum(successes), sum(episodes)
-
-
-def _change(row: TaskResult) -> str:
-    if not row.first[1] or not row.last[1]:
-        return "-"
-    return f"{row.last[0] / row.last[1] - row.first[0] / row.first[1]:+.2f}"

@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.monitor.timing import duration, step_seconds, time_tree
 
@@ -140,7 +140,7 @@ class Dashboard:
                 text = form.format(self._last[metric])
                 episodes = self._last.get(f"{metric.split('/')[0]}/episodes")
                 if metric.endswith("/success_once") and episodes:
-                    low, high = wilson(round(self._last[metric] * episodes), round(episodes))
+                    low, high = Rate(round(self._last[metric] * episodes), round(episodes)).interval
                     text += f" [dim]±{(high - low) / 2:.2f}[/]"
                 table.add_row(name, text, Text(sparkline(self._values[metric], 10), style="green"))
         return _titled("Learning", table)

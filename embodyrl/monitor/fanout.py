@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from embodyrl.errors import ConfigError, UnknownNameError
-from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo, Screen, TaskResult
+from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo, TaskResult
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def build_monitor(backends: Sequence[str]) -> Fanout:
     return Fanout({name: MONITORS.get(name)() for name in dict.fromkeys(backends)})
 
 
-class Fanout:
+class Fanout(Monitor):
     """A monitor made of monitors, by backend name."""
 
     def __init__(self, monitors: Mapping[str, Monitor]) -> None:
@@ -77,20 +77,17 @@ class Fanout:
     def text(self, line: str) -> None:
         self._each(lambda monitor: monitor.text(line))
 
-    def close(self) -> None:
-        self._each(lambda monitor: monitor.close())
-
     def banner(self, lines: Sequence[str]) -> None:
-        self._each_screen(lambda screen: screen.banner(lines))
+        self._each(lambda monitor: monitor.banner(lines))
 
     def progress(self, done: int, total: int, what: str) -> None:
-        self._each_screen(lambda screen: screen.progress(done, total, what))
+        self._each(lambda monitor: monitor.progress(done, total, what))
 
     def results(self, rows: Sequence[TaskResult]) -> None:
-        self._each_screen(lambda screen: screen.results(rows))
+        self._each(lambda monitor: monitor.results(rows))
 
-    def _each_screen(self, call: Callable[[Screen], None]) -> None:
-        self._each(lambda monitor: call(monitor) if isinstance(monitor, Screen) else None)
+    def close(self) -> None:
+        self._each(lambda monitor: monitor.close())
 
     def _each(self, call: Callable[[Monitor], None]) -> None:
         failed: list[str] = []

@@ -84,12 +84,6 @@ class History:
         places = [Path(stored), *(p / base / self.name / Path(stored).name for p in (Path(), *self.folder.parents))]
         return next((path for path in places if path.is_file()), None)
 
-    def videos_folder(self) -> Path | None:
-        """The folder of the run's recordings; None if there is none."""
-        base = self.config.get("video_cfg", {}).get("base_dir", "videos")
-        places = [parent / base / self.name for parent in (Path(), *self.folder.parents)]
-        return next((path for path in places if path.is_dir()), None)
-
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSON lines file; empty if there is none. The last line of a killed run may be cut: it is left out."""

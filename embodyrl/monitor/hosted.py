@@ -1,34 +1,38 @@
-"""What loggers with a server behind them share: the run's settings, and nothing for plain lines."""
+"""Loggers with a service behind them: W&B, SwanLab, MLflow, Trackio. Their packages are imported when a run starts."""
 
 from __future__ import annotations
 
 import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
 
-from embodyrl.monitor.protocol import RunInfo
+from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
-class HostedMonitor:
-    """Subclasses name the package that they need and implement `open` and `log`."""
+class HostedMonitor(Monitor, ABC):
+    """Scalars and the run's settings. Subclasses say how a run of the service starts; videos stay files."""
 
     requires: ClassVar[str]
     """Importable package; checked before a run starts."""
 
-    def __init__(self) -> None:
-        self._run: Any = None
+    _run: Any = None
 
-    @property
-    def _package(self) -> Any:
-        return importlib.import_module(self.requires)
+    def open(self, run_dir: Path, info: RunInfo) -> None:
+        file = run_dir / "config.yaml"
+        settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self._run = self._start(importlib.import_module(self.requires), run_dir, info, settings)
 
-    def video(self, step: int, path: Path) -> None:
-        """Videos stay files, unless the service shows them."""
+    @abstractmethod
+    def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
+        """Start a run, or go on with it where `info.resume_step` says so."""
 
-    def text(self, line: str) -> None:
-        """Lines for people go to the console and to the run's events."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         if self._run is not None:
@@ -36,12 +40,85 @@ class HostedMonitor:
             self._run = None
 
 
-def settings_of(run_dir: Path) -> dict[str, Any]:
-    """The run's config, as services show it beside the curves."""
-    file = run_dir / "config.yaml"
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+class WandbMonitor(HostedMonitor):
+    """Weights & Biases, recordings included; offline (also WANDB_MODE=offline) it writes below the run folder."""
+
+    requires = "wandb"
+
+    def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
+        self._video = package.Video
+        return package.init(
+            project=info.project,
+            id=info.run_id,
+            name=info.run_id,
+            dir=str(run_dir),
+            config=settings,
+            mode="offline" if info.offline else None,
+            resume="allow" if info.resume_step else None,
+            settings=package.Settings(console="off"),
+        )
+
+    def video(self, step: int, path: Path) -> None:
+        self._run.log({f"video/{path.stem}": self._video(str(path), format="mp4")}, step=step)
 
 
-def resumes(info: RunInfo) -> bool:
-    """Whether this process goes on with a run that an earlier one has begun."""
-    return bool(info.resume_step)
+class SwanlabMonitor(HostedMonitor):
+    """SwanLab; offline it writes below the run folder."""
+
+    requires = "swanlab"
+
+    def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
+        folder = run_dir / "swanlab"
+        folder.mkdir(exist_ok=True)
+        mode = "offline" if info.offline else None
+        return package.init(project=info.project, name=info.run_id, log_dir=str(folder), config=settings, mode=mode)
+
+
+class TrackioMonitor(HostedMonitor):
+    """Trackio, a local dashboard (`trackio show`); its data lie where TRACKIO_DIR says."""
+
+    requires = "trackio"
+
+    def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
+        return package.init(
+            project=info.project,
+            name=info.run_id,
+            config=settings,
+            resume="allow" if info.resume_step else "never",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+
+class MlflowMonitor(HostedMonitor):
+    """MLflow, recordings as artifacts: the server of MLFLOW_TRACKING_URI; without one, or offline, the run folder."""
+
+    requires = "mlflow"
+
+    def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
+        # MLflow's own patience would hold a training step for several minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        server = None if info.offline else os.environ.get("MLFLOW_TRACKING_URI")
+        if server is None:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        client = package.MlflowClient(tracking_uri=server or (run_dir / "mlflow").absolute().as_uri())
+        experiment = client.get_experiment_by_name(info.project)
+        number = experiment.experiment_id if experiment else client.create_experiment(info.project)
+        self._id = client.create_run(number, run_name=info.run_id).info.run_id
+        for section, values in settings.items():
+            client.log_param(self._id, section, str(values)[:6000])
+        return client
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._run.log_metric(self._id, name, value, step=step, synchronous=True)
+
+    def video(self, step: int, path: Path) -> None:
+        self._run.log_artifact(self._id, str(path), "videos")
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.set_terminated(self._id)
+            self._run = None

@@ -1,8 +1,9 @@
-"""Confidence intervals of success rates, and a test of their difference."""
+"""Success rates with their confidence intervals, and a test of their difference."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 
 def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -32,3 +33,37 @@ def mcnemar(only_first: int, only_second: int) -> float:
     """
     n, k = only_first + only_second, min(only_first, only_second)
     return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Successes of some episodes; `episodes` may be 0.
+
+    >>> str(Rate(8, 10) + Rate(0, 10))
+    '40.0 % [21.9, 61.3] (8/20)'
+    """
+
+    successes: int
+    episodes: int
+
+    def __add__(self, other: Rate) -> Rate:
+        return Rate(self.successes + other.successes, self.episodes + other.episodes)
+
+    @property
+    def value(self) -> float:
+        return self.successes / self.episodes if self.episodes else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson, 95 %."""
+        return wilson(self.successes, self.episodes)
+
+    def __str__(self) -> str:
+        if not self.episodes:
+            return "-"
+        low, high = self.interval
+        return f"{100 * self.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}] ({self.successes}/{self.episodes})"
+
+    def change(self, later: Rate) -> str:
+        """Return the difference to a later rate in percentage points."""
+        return f"{100 * (later.value - self.value):+.1f}" if self.episodes and later.episodes else "-"

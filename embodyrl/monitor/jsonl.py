@@ -12,12 +12,12 @@ from pathlib import Path
 
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE
-from embodyrl.monitor.protocol import RunInfo
+from embodyrl.monitor.protocol import Monitor, RunInfo
 
 _log = logging.getLogger(__name__)
 
 
-class JsonlMonitor:
+class JsonlMonitor(Monitor):
     """Rows `{"step": 3, "train/return": 0.25, ...}`; a value that is not finite is written as null and named once."""
 
     file_name = "metrics.jsonl"

@@ -1,12 +1,12 @@
-"""The monitor seam: what a metrics backend implements, and one registry."""
+"""The monitor seam: what a backend implements, and one registry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
+from embodyrl.monitor.intervals import Rate
 from embodyrl.registry import Registry
 
 
@@ -33,50 +33,36 @@ class TaskResult:
     """First against last validation of one task."""
 
     task: str
-    first: tuple[int, int]
-    """Successes and episodes."""
-    last: tuple[int, int]
+    first: Rate
+    last: Rate
 
 
-class Monitor(Protocol):
-    """One backend. Methods may raise: the caller drops the backend and training goes on."""
+class Monitor:
+    """One backend: a subclass implements what it serves. Methods may raise: the caller drops the backend."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Start; an error here is fatal for the run."""
-        ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the flat metrics of one step."""
-        ...
 
     def video(self, step: int, path: Path) -> None:
         """A recording was written."""
-        ...
 
     def text(self, line: str) -> None:
         """One line for people."""
-        ...
-
-    def close(self) -> None:
-        """Flush and end; idempotent."""
-        ...
-
-
-@runtime_checkable
-class Screen(Protocol):
-    """What a monitor that people watch offers besides."""
 
     def banner(self, lines: Sequence[str]) -> None:
         """Lines before the first step."""
-        ...
 
     def progress(self, done: int, total: int, what: str) -> None:
         """`done` of `total` parts of a long phase are finished; called often."""
-        ...
 
     def results(self, rows: Sequence[TaskResult]) -> None:
         """First against last validation, at the end."""
-        ...
+
+    def close(self) -> None:
+        """Flush and end; idempotent."""
 
 
 MONITORS: Registry[Callable[[], Monitor]] = Registry("logger", group="embodyrl.monitors")

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodyrl.monitor.protocol import RunInfo
+from embodyrl.monitor.protocol import Monitor, RunInfo
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 
-class TensorboardMonitor:
-    """Scalars under the names of `metrics.jsonl`."""
+class TensorboardMonitor(Monitor):
+    """Scalars under the names of `metrics.jsonl`. Videos stay files: event files would hold every frame twice."""
 
     def __init__(self) -> None:
         self._writer: SummaryWriter | None = None
@@ -32,12 +32,6 @@ class TensorboardMonitor:
             self._writer.add_scalar(name, value, step)
         # A killed run should keep its last step.
         self._writer.flush()
-
-    def video(self, step: int, path: Path) -> None:
-        """Videos stay files: event files would hold every frame twice."""
-
-    def text(self, line: str) -> None:
-        """Lines for people go to the console."""
 
     def close(self) -> None:
         if self._writer is not None:

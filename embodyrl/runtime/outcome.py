@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from embodyrl.monitor import TaskResult
+from embodyrl.monitor import Rate, TaskResult
 from embodyrl.monitor.side_by_side import join_side_by_side
 from embodyrl.runtime.evaluation import EvalResult
 
@@ -16,8 +16,8 @@ def changes(first: EvalResult, last: EvalResult) -> list[TaskResult]:
     return [
         TaskResult(
             task=row.task,
-            first=(before[row.task_id].successes, before[row.task_id].episodes),
-            last=(row.successes, row.episodes),
+            first=Rate(before[row.task_id].successes, before[row.task_id].episodes),
+            last=Rate(row.successes, row.episodes),
         )
         for row in last.tasks
         if row.task_id in before

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.monitor import RunInfo, TaskResult
-from embodyrl.monitor.console import PROGRESS_PERIOD_S, ConsoleMonitor, rate, step_line
+from embodyrl.monitor import Rate, RunInfo, TaskResult
+from embodyrl.monitor.console import PROGRESS_PERIOD_S, ConsoleMonitor, step_line
 
 METRICS = {
     "time/step": 12.4,
@@ -79,7 +79,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
         monitor.log(3, METRICS)
         monitor.text("env worker 1 [died]")
         monitor.progress(2, 8, "rollout")
-        monitor.results([TaskResult(task="stack", first=(1, 10), last=(8, 10))])
+        monitor.results([TaskResult(task="stack", first=Rate(1, 10), last=Rate(8, 10))])
         monitor.close()
         os.set_blocking(reader, False)
         received = bytearray()
@@ -97,7 +97,7 @@ def test_terminal_shows_a_dashboard_that_stays_and_restores_the_cursor(monkeypat
     for part in ("Where the time goes", "step 3/100", "rollout 2/8", "env worker 1 [died]", "0.0123", "simulate"):
         assert part in text, part
     assert text.index("embodyrl train") < text.index("Progress")
-    assert text.rindex("0.80 [0.49, 0.94] (8/10)") > text.rindex("gradient norm")
+    assert text.rindex("80.0 % [49.0, 94.3] (8/10)") > text.rindex("gradient norm")
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert "\x1b[3" in text
 
@@ -128,19 +128,15 @@ def test_results_add_a_total_over_tasks(tmp_path: Path):
     monitor.open(tmp_path, INFO)
     monitor.results(
         [
-            TaskResult(task="pick", first=(2, 10), last=(8, 10)),
-            TaskResult(task="place", first=(0, 10), last=(0, 0)),
+            TaskResult(task="pick", first=Rate(2, 10), last=Rate(8, 10)),
+            TaskResult(task="place", first=Rate(0, 10), last=Rate(0, 0)),
         ]
     )
     lines = [line.split("  ") for line in out.getvalue().splitlines()]
     table = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert table == [
         ["task", "first validation", "last validation", "change"],
-        ["pick", "0.20 [0.06, 0.51] (2/10)", "0.80 [0.49, 0.94] (8/10)", "+0.60"],
-        ["place", "0.00 [0.00, 0.28] (0/10)", "-", "-"],
-        ["all", "0.10 [0.03, 0.30] (2/20)", "0.80 [0.49, 0.94] (8/10)", "+0.70"],
+        ["pick", "20.0 % [5.7, 51.0] (2/10)", "80.0 % [49.0, 94.3] (8/10)", "+60.0"],
+        ["place", "0.0 % [0.0, 27.8] (0/10)", "-", "-"],
+        ["all tasks", "10.0 % [2.8, 30.1] (2/20)", "80.0 % [49.0, 94.3] (8/10)", "+70.0"],
     ]
-
-
-def test_rate_without_episodes():
-    assert rate(0, 0) == "-"

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from embodyrl.errors import ConfigError, UnknownNameError
-from embodyrl.monitor import Fanout, RunInfo, TaskResult, build_monitor
+from embodyrl.monitor import Fanout, Monitor, Rate, RunInfo, TaskResult, build_monitor
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.jsonl import JsonlMonitor
 
 
-class Plugin:
+class Plugin(Monitor):
     """A user's backend that breaks at a chosen call."""
 
     def __init__(self, breaks_at: str) -> None:
@@ -94,8 +94,8 @@ def test_banner_and_progress_reach_screens_only(tmp_path: Path):
     fanout.banner(["embodyrl", "run r"])
     fanout.progress(1, 2, "rollout")
     assert screen.getvalue() == "embodyrl\nrun r\n"
-    fanout.results([TaskResult(task="stack", first=(1, 10), last=(8, 10))])
-    assert "0.80 [0.49, 0.94] (8/10)" in screen.getvalue()
+    fanout.results([TaskResult(task="stack", first=Rate(1, 10), last=Rate(8, 10))])
+    assert "80.0 % [49.0, 94.3] (8/10)" in screen.getvalue()
     assert plugin.calls == ["open"]
 
 

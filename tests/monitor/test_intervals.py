@@ -1,6 +1,6 @@
 import pytest
 
-from embodyrl.monitor import wilson
+from embodyrl.monitor.intervals import wilson
 
 
 @pytest.mark.parametrize(

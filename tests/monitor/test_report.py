@@ -14,10 +14,10 @@ from run_files import TASKS, write_run
 
 from embodyrl.cli.main import main
 from embodyrl.monitor.history import read_history
-from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.intervals import mcnemar, wilson
 from embodyrl.monitor.report import media, write_report
 from embodyrl.monitor.report.charts import Line, line_chart, stacked_bars, ticks
-from embodyrl.monitor.report.tables import curve, differing, pair, rate_of
+from embodyrl.monitor.report.tables import curve, differing, paired, rate_of
 from embodyrl.monitor.timing import time_tree
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -57,9 +57,8 @@ def test_success_has_a_wilson_band_and_pools_episodes_of_many_steps(tmp_path: Pa
 
 def test_pairs_agree_in_task_state_and_seed(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
-    found = pair(*history.evaluations)
-    assert (found.pairs, found.only_first, found.only_second) == (6, 1, 4)
-    assert found.p_value == pytest.approx(12 / 32)  # 2 * (1 + 5) / 2^5
+    assert paired(*history.evaluations) == (6, 1, 4)
+    assert mcnemar(1, 4) == pytest.approx(12 / 32)  # 2 * (1 + 5) / 2^5
     assert str(rate_of(history.evaluations[1].episodes, TASKS[0])) == "66.7 % [20.8, 93.9] (2/3)"
 
 

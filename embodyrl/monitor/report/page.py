@@ -15,9 +15,10 @@ from embodyrl import __version__
 from embodyrl.config.keys import all_keys, plain, spell
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_history
+from embodyrl.monitor.intervals import Rate, mcnemar
 from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
-from embodyrl.monitor.report.tables import Rate, curve, differing, flat, pair, rate_of
+from embodyrl.monitor.report.tables import curve, differing, flat, paired, rate_of
 from embodyrl.monitor.timing import PHASES, Phase, duration, step_seconds, time_tree
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -34,7 +35,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("env steps per second", ("env/steps_per_s",)),
     ("seconds per step", ("time/step",)),
 )
-"""What everybody wants to see; every other metric follows below a fold."""
+"""Title and metrics of each; every other metric is in metrics.jsonl and TensorBoard."""
 _TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
 _MAX_BARS, _MAX_FAILED, _LOG_TAIL = 60, 100, 12
 
@@ -79,7 +80,6 @@ def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED
         summary=lines,
         runs=[_view(history) for history in histories],
         charts=_charts(histories),
-        more=_more_charts(histories),
         parts=[*PHASES, "other"],
         table=_task_table(histories, tasks),
         tasks=tasks,
@@ -100,13 +100,13 @@ def _summary(histories: Sequence[History]) -> list[str]:
         lines.append(f"{history.name}: {text}")
     if len(histories) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        found = pair(first.evaluations[-1], second.evaluations[-1])
-        if found.pairs:
-            verdict = "differ" if found.p_value < 0.05 else "no significant difference"
+        pairs, only_first, only_second = paired(first.evaluations[-1], second.evaluations[-1])
+        if pairs:
+            p_value = mcnemar(only_first, only_second)
             lines.append(
-                f"paired on {found.pairs} episodes with the same initial state and seed: only {first.name} succeeds "
-                f"{found.only_first}, only {second.name} {found.only_second}; McNemar p = {found.p_value:.3g} "
-                f"({verdict})"
+                f"paired on {pairs} episodes with the same initial state and seed: only {first.name} succeeds "
+                f"{only_first}, only {second.name} {only_second}; McNemar p = {p_value:.3g} "
+                f"({'differ' if p_value < 0.05 else 'no significant difference'})"
             )
         else:
             lines.append("no episodes with the same task, initial state and seed: no paired test")
@@ -145,11 +145,9 @@ def _view(history: History) -> RunView:
 def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
     tiles = []
     if history.evaluations:
-        first, last = rate_of(history.evaluations[0].episodes), rate_of(history.evaluations[-1].episodes)
-        if len(history.evaluations) > 1:
-            tiles.append(("success", f"{first.value:.0%} → {last.value:.0%}", f"{_spell(first)} → {_spell(last)}"))
-        else:
-            tiles.append(("success", f"{last.value:.1%}", _spell(last)))
+        ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))
+        rates = [rate_of(evaluation.episodes) for evaluation in ends]
+        tiles.append(("success", " → ".join(f"{r.value:.0%}" for r in rates), " → ".join(map(_counts, rates))))
     if steps:
         planned = history.config.get("runner", {}).get("max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
@@ -165,7 +163,7 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
     return tiles
 
 
-def _spell(rate: Rate) -> str:
+def _counts(rate: Rate) -> str:
     low, high = rate.interval
     return f"{rate.successes}/{rate.episodes} [{low:.0%}, {high:.0%}]"
 
@@ -184,62 +182,45 @@ def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
     return stacked_bars([int(group[-1]["step"] or 0) for group in groups], parts, "s")
 
 
-def _chart(histories: Sequence[History], names: Sequence[str]) -> str:
-    several = len(histories) > 1
-    lines = []
-    for r, history in enumerate(histories):
-        for m, name in enumerate(names):
-            label = f"{history.name} · {name}" if several else name
-            line = curve(history, name, label, color=r if several else m)
-            if line.points:
-                lines.append(line)
-    success = all(name.endswith("/success_once") for name in names)
-    return line_chart(lines, limits=(0.0, 1.0) if success else None) if lines else ""
-
-
 def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
     """Title, legend (colour and text) and drawing of each chart that has data."""
-    found = []
+    several, found = len(histories) > 1, []
     for title, names in _CHARTS:
         known = [name for name in names if any(history.series(name) for history in histories)]
-        if len(histories) > 1:
+        if several:
             known = known[:1]  # one metric per chart: there the colours tell the runs apart
-        if known:
-            labels = [h.name for h in histories] if len(histories) > 1 else [name.split("/")[0] for name in known]
-            found.append((f"{title} ({known[0]})" if len(known) == 1 else title, list(enumerate(labels)), known))
-    return [(title, legend, _chart(histories, known)) for title, legend, known in found]
+        if not known:
+            continue
+        labels = [h.name for h in histories] if several else [name.split("/")[0] for name in known]
+        lines = [
+            curve(history, name, f"{history.name} · {name}" if several else name, color=run if several else metric)
+            for run, history in enumerate(histories)
+            for metric, name in enumerate(known)
+        ]
+        limits = (0.0, 1.0) if known[0].endswith("/success_once") else None
+        drawing = line_chart([line for line in lines if line.points], limits=limits)
+        found.append((f"{title} ({known[0]})" if len(known) == 1 else title, list(enumerate(labels)), drawing))
+    return found
 
 
-def _more_charts(histories: Sequence[History]) -> list[tuple[str, str]]:
-    shown = {name for _, names in _CHARTS for name in names} | {"step"}
-    names = sorted({name for history in histories for row in history.rows for name in row} - shown)
-    return [(name, svg) for name in names if (svg := _chart(histories, [name]))]
-
-
-def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Success per task: first and last evaluation of one run, or the last ones of several runs with a paired test."""
+def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
+    """Success per task below a head: first and last evaluation of one run, or the last ones of several runs."""
     if not tasks:
-        return {"head": [], "rows": []}
-    rows: list[list[str]] = []
-    if len(histories) == 1:
-        evaluations = histories[0].evaluations
-        first, last = evaluations[0], evaluations[-1]
-        head = ["task", f"step {first.step}", f"step {last.step}", "change", "mean steps"]
-        if len(evaluations) == 1:
-            head = ["task", f"step {last.step}", "mean steps"]
-        for task in [*tasks, None] if len(tasks) > 1 else tasks:
-            chosen = [e.steps for e in last.episodes if task in (None, e.task)]
-            before, after = rate_of(first.episodes, task), rate_of(last.episodes, task)
-            change = f"{100 * (after.value - before.value):+.1f}" if before.episodes and after.episodes else "-"
-            mean = number(sum(chosen) / len(chosen)) if chosen else "-"
-            cells = [str(after), mean] if len(evaluations) == 1 else [str(before), str(after), change, mean]
-            rows.append([task or "all tasks", *cells])
-        return {"head": [head], "rows": rows}
-    last_ones = [history.evaluations[-1] for history in histories if history.evaluations]
-    names = [history.name for history in histories if history.evaluations]
-    head = ["task", *names]
-    rows = [
-        [task or "all tasks", *(str(rate_of(e.episodes, task)) for e in last_ones)]
-        for task in ([*tasks, None] if len(tasks) > 1 else tasks)
+        return []
+    if len(histories) > 1:
+        shown = [(history.name, history.evaluations[-1]) for history in histories if history.evaluations]
+    else:
+        ends = dict.fromkeys((histories[0].evaluations[0], histories[0].evaluations[-1]))
+        shown = [(f"step {evaluation.step}", evaluation) for evaluation in ends]
+    single, changed = len(histories) == 1, len(histories) == 1 and len(shown) > 1
+    table = [
+        ["task", *(name for name, _ in shown), *(["change"] if changed else []), *(["mean steps"] if single else [])]
     ]
-    return {"head": [head], "rows": rows}
+    for task in [*tasks, None] if len(tasks) > 1 else tasks:
+        rates = [rate_of(evaluation.episodes, task) for _, evaluation in shown]
+        row = [task or "all tasks", *map(str, rates), *[rates[0].change(rates[-1])] * changed]
+        if single:
+            steps = [e.steps for e in shown[-1][1].episodes if task in (None, e.task)]
+            row.append(number(sum(steps) / len(steps)) if steps else "-")
+        table.append(row)
+    return table

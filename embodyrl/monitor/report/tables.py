@@ -3,63 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from embodyrl.monitor.history import EpisodeRow, Evaluation, History
-from embodyrl.monitor.intervals import mcnemar, wilson
+from embodyrl.monitor.intervals import Rate, wilson
 from embodyrl.monitor.report.charts import Line
 
 _MAX_POINTS = 120
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
-    """Successes of some episodes with their 95 % interval; `episodes` may be 0."""
-
-    successes: int
-    episodes: int
-
-    @property
-    def value(self) -> float:
-        return self.successes / self.episodes if self.episodes else 0.0
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        return wilson(self.successes, self.episodes)
-
-    def __str__(self) -> str:
-        if not self.episodes:
-            return "-"
-        low, high = self.interval
-        return f"{100 * self.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}] ({self.successes}/{self.episodes})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairing:
-    """Two evaluations on the same initial states and seeds."""
-
-    pairs: int
-    only_first: int
-    only_second: int
-    p_value: float
-    """Exact McNemar test, two-sided."""
-
-
 def rate_of(episodes: Sequence[EpisodeRow], task: str | None = None) -> Rate:
     """Success of the episodes of one task, or of all."""
     chosen = [e for e in episodes if task is None or e.task == task]
-    return Rate(successes=sum(e.success_once for e in chosen), episodes=len(chosen))
+    return Rate(sum(e.success_once for e in chosen), len(chosen))
 
 
-def pair(first: Evaluation, second: Evaluation) -> Pairing:
-    """Compare two evaluations episode by episode, where task, initial state and seed agree."""
+def paired(first: Evaluation, second: Evaluation) -> tuple[int, int, int]:
+    """Compare episodes where task, initial state and seed agree: (pairs, only the first succeeded, only the second)."""
     before = {(e.task, e.reset_id, e.seed): e.success_once for e in first.episodes}
     both = [(before[k], e.success_once) for e in second.episodes if (k := (e.task, e.reset_id, e.seed)) in before]
-    only_first, only_second = both.count((True, False)), both.count((False, True))
-    return Pairing(
-        pairs=len(both), only_first=only_first, only_second=only_second, p_value=mcnemar(only_first, only_second)
-    )
+    return len(both), both.count((True, False)), both.count((False, True))
 
 
 def curve(history: History, metric: str, label: str, color: int) -> Line:
