@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.config.load import load_config
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 def check_env(args: argparse.Namespace) -> int:
     """Run `embodyrl check-env`; 3 if a check fails."""
-    cfg = load_config("check-env", args.words, config_dirs=[Path(d) for d in args.config_dir])
+    cfg = load_config("check-env", args.words, config_dirs=args.config_dir)
     from embodyrl.envs.check import check_env as run
     from embodyrl.runtime.checks import check_components
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore, size_bytes
-from embodyrl.cli.report import find_run
+from embodyrl.cli.runs import find_run
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.registry import closest
 

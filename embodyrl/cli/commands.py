@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 _SURFACE: dict[str, Any] = tomllib.loads(files("embodyrl.cli").joinpath("commands.toml").read_text(encoding="utf-8"))
@@ -34,12 +35,15 @@ class Command:
         if self.long_help:
             from embodyrl.cli.help import groups_and_keys
 
-            text += "\n\n" + groups_and_keys()
+            text += "\n\n" + groups_and_keys(_SURFACE["common_keys"])
         return text
 
 
 def _read(raw: dict[str, Any]) -> Command:
-    flags = {f"--{name}": _SURFACE["flags"][name] for name in raw.get("flags", ())}
+    flags = {f"--{name}": dict(_SURFACE["flags"][name]) for name in raw.get("flags", ())}
+    for options in flags.values():
+        if options.get("metavar") in ("DIR", "FILE"):
+            options["type"] = Path
     return Command(**raw | {"flags": flags, "examples": tuple(raw["examples"])})
 
 
@@ -49,23 +53,5 @@ COMMANDS: dict[str, Command] = {name: _read(raw) for name, raw in _SURFACE["comm
 def overview() -> str:
     """Text of `embodyrl --help`."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    examples = [f"  {COMMANDS[name].examples[0]}" for name in ("train", "eval", "list", "doctor")]
-    examples.insert(1, f"  {COMMANDS['train'].examples[1]}")
-    return "\n".join(
-        (
-            "usage: embodyrl <command> [group=option ...] [key=value ...] [flags]",
-            "",
-            "Reinforcement learning for vision-language-action policies inside simulators.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "examples:",
-            *examples,
-            "",
-            "`embodyrl <command> --help` shows the flags and settings of a command.",
-            "Exit codes: 0 ok, 1 failed, 2 usage or configuration, 3 a check failed, 4 workers beyond their restart",
-            "budget, 5 non-finite numbers, 6 unusable checkpoint, 130 Ctrl-C.",
-        )
-    )
+    lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    return _SURFACE["overview"].format(commands=lines)

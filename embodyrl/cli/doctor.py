@@ -17,7 +17,7 @@ from embodyrl.errors import ConfigError
 
 def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; 3 if anything fails."""
-    cfg = load_config("train", args.words, config_dirs=[Path(d) for d in args.config_dir])
+    cfg = load_config("train", args.words, config_dirs=args.config_dir)
     folders = [Path(cfg.runner.output_dir), Path(cfg.video_cfg.base_dir)]
     findings = [
         probes.probe_python(),

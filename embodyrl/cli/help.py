@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from embodyrl.config import tree
 from embodyrl.config.keys import all_keys, spell
 
-COMMON_KEYS = (
-    "seed",
-    "video",
-    "ckpt",
-    "runner.max_steps",
-    "runner.output_dir",
-    "runner.experiment_name",
-    "env.train.total_num_envs",
-    "env.train.task_ids",
-    "model.path",
-    "algorithm.group_size",
-    "actor.optim.lr",
-    "actor.global_batch_size",
-    "eval.episodes",
-    "launcher.env_workers",
-)
 
-
-def groups_and_keys() -> str:
+def groups_and_keys(common: Sequence[str]) -> str:
     """Return the sections "groups" and "common keys" of the help of a run command."""
     lines = ["groups (group=option; * = default):"]
     for group, default in tree.default_options("train").items():
@@ -37,7 +21,7 @@ def groups_and_keys() -> str:
             text = textwrap.shorten(tree.one_line(file), 100 - width, placeholder="...")
             lines.append(f"   {mark} {option:<{width}}  {text}")
     lines += ["", "common keys (key=value):"]
-    for name in COMMON_KEYS:
+    for name in common:
         key = all_keys()[name]
         lines.append(f"  {name}: {key.type_text} = {spell(key.default)}")
         lines.append(f"      {key.doc}")

@@ -87,8 +87,8 @@ def _dispatch(arguments: list[str]) -> int:
     )
     parser.add_argument("words", nargs="*", metavar=command.words, help=command.words_help)
     for flag, options in command.flags.items():
-        names = [name for name in (options.get("alias"), flag) if name]
-        parser.add_argument(*names, **{key: value for key, value in options.items() if key != "alias"})
+        spelled = [word for word in (options.get("alias"), flag) if word]
+        parser.add_argument(*spelled, **{key: value for key, value in options.items() if key != "alias"})
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.add_argument("-h", "--help", action="store_true", help="show this help and exit")
     if {"-h", "--help"} & set(arguments[1:2] if command.own_flags else arguments[1:]):
@@ -98,7 +98,7 @@ def _dispatch(arguments: list[str]) -> int:
     module, _, function = command.target.partition(":")
     if command.own_flags:
         return getattr(importlib.import_module(module), function)(argparse.Namespace(words=arguments[1:]))
-    parsed, unknown = parser.parse_known_intermixed_args(arguments[1:])
+    parsed, unknown = parser.parse_known_intermixed_args(arguments[1:], argparse.Namespace(command=name))
     if unknown:
         raise ConfigError(
             f"unknown flag '{unknown[0]}'.{closest(unknown[0], command.flags)} "

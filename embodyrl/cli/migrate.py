@@ -6,6 +6,7 @@ What becomes of a key is data, in migration/<system>.yaml; this file only applie
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import tomllib
@@ -72,7 +73,7 @@ def migrate(args: argparse.Namespace) -> int:
     """Run `embodyrl migrate FILE [key=value ...]`; the words after the file override the source."""
     if not args.words:
         raise ConfigError("embodyrl migrate takes a config file of cosmos-rl, verl, RLinf, ROLL or AReaL.")
-    source, out = Path(args.words[0]), Path(args.to)
+    source, out = Path(args.words[0]), args.to
     result = translate(read_source(source, args.words[1:]), args.source)
     name = re.sub(r"[^\w.-]+", "_", source.stem)
     experiment = out / "experiment" / f"{name}.yaml"
@@ -83,10 +84,8 @@ def migrate(args: argparse.Namespace) -> int:
     report = experiment.with_suffix(".md")
     write_atomically(report, report_text(result, source.name))
     if args.json:
-        verdicts = [
-            {name: getattr(v, name) for name in ("key", "value", "state", "to", "note")} for v in result.verdicts
-        ]
-        print(json.dumps({"system": result.system, "counts": result.counts, "keys": verdicts}, default=str))
+        keys = [dataclasses.asdict(verdict) for verdict in result.verdicts]
+        print(json.dumps({"system": result.system, "counts": result.counts, "keys": keys}, default=str))
         return 0
     print(f"{source} is a {result.system} config with {len(result.verdicts)} keys:")
     for state, count in result.counts.items():
@@ -348,16 +347,11 @@ def _typed(value: Any) -> str:
 
 def experiment_text(result: Migration, source: str) -> str:
     """The experiment file: groups as a defaults list, settings as a tree."""
-    nested: dict[str, Any] = {}
+    body = OmegaConf.create({"defaults": [{f"override /{group}": option} for group, option in result.groups.items()]})
     for key, value in sorted(result.settings.items()):
-        node = nested
-        *parents, last = key.split(".")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    body = {"defaults": [{f"override /{group}": option} for group, option in result.groups.items()], **nested}
+        OmegaConf.update(body, key, value, force_add=True)
     head = f"# @package _global_\n# Translated from {source} ({result.system})\n"
-    return head + yaml.safe_dump(body, sort_keys=False)
+    return head + OmegaConf.to_yaml(body)
 
 
 def report_text(result: Migration, source: str) -> str:

@@ -20,20 +20,16 @@ GROUPS = {"env": "env", "policy": "model", "algorithm": "algorithm", "experiment
 LOOSE = ("experiment",)
 """Kinds that are files in ./conf, not packages of their own."""
 
+_PACKAGE = "pip install -e {name}    (or: export PYTHONPATH={name})"
+_TRY = "embodyrl train env=tabletop {group}={name} --config-dir {name}/conf"
 NEXT = {
     "env": (
-        "pip install -e {name}    (or: export PYTHONPATH={name})",
+        _PACKAGE,
         "embodyrl check-env env={name} --config-dir {name}/conf",
         "embodyrl train experiment={name} --config-dir {name}/conf",
     ),
-    "policy": (
-        "pip install -e {name}    (or: export PYTHONPATH={name})",
-        "embodyrl train env=tabletop model={name} --config-dir {name}/conf",
-    ),
-    "algorithm": (
-        "pip install -e {name}    (or: export PYTHONPATH={name})",
-        "embodyrl train env=tabletop algorithm={name} --config-dir {name}/conf",
-    ),
+    "policy": (_PACKAGE, _TRY),
+    "algorithm": (_PACKAGE, _TRY),
     "experiment": ("embodyrl train experiment={name} --config-dir conf",),
 }
 
@@ -46,15 +42,20 @@ def new(args: argparse.Namespace) -> int:
     if kind not in GROUPS:
         raise ConfigError(f"cannot make a new '{kind}'.{closest(kind, GROUPS)} One of: {', '.join(GROUPS)}.")
     files = render(kind, name)
-    _refuse_overwriting(kind, name, list(files))
-    _refuse_taken(kind, name)
+    taken = [str(path) for path in (files if kind in LOOSE else [Path(name)]) if path.exists()]
+    if taken:
+        raise ConfigError(f"{', '.join(taken)} exists already and is left as it is; choose another name or remove it.")
+    if name in tree.options(GROUPS[kind]):
+        raise ConfigError(f"{GROUPS[kind]}={name} ships with embodyrl already; choose another name.")
+    if kind not in LOOSE and importlib.util.find_spec(name) is not None:
+        raise ConfigError(f"a Python module '{name}' is installed already and would be hidden; choose another name.")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"  {path}")
     print("next:")
     for line in NEXT[kind]:
-        print(f"  {line.format(name=name)}")
+        print(f"  {line.format(name=name, group=GROUPS[kind])}")
     return 0
 
 
@@ -77,17 +78,3 @@ def render(kind: str, name: str) -> dict[Path, str]:
         files[root / relative] = text
     assert files, kind
     return files
-
-
-def _refuse_overwriting(kind: str, name: str, files: list[Path]) -> None:
-    targets = files if kind in LOOSE else [Path(name)]
-    taken = [str(path) for path in targets if path.exists()]
-    if taken:
-        raise ConfigError(f"{', '.join(taken)} exists already and is left as it is; choose another name or remove it.")
-
-
-def _refuse_taken(kind: str, name: str) -> None:
-    if name in tree.options(GROUPS[kind]):
-        raise ConfigError(f"{GROUPS[kind]}={name} ships with embodyrl already; choose another name.")
-    if kind not in LOOSE and importlib.util.find_spec(name) is not None:
-        raise ConfigError(f"a Python module '{name}' is installed already and would be hidden; choose another name.")

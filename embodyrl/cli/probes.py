@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import resource
 import shutil
@@ -31,8 +32,7 @@ class Finding:
 
 def probe_python() -> Finding:
     """Python version."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    return Finding("python", "ok", f"{version} ({sys.executable})")
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def probe_torch() -> Finding:
@@ -102,19 +102,23 @@ def probe_extras() -> list[Finding]:
 def _judge_extra(name: str, requirements: Iterable[Requirement]) -> Finding:
     have, wrong = [], []
     for requirement in requirements:
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        version = installed_version(requirement.name)
+        if version is None:
             wrong.append(f"{requirement.name} is missing")
             continue
         have.append(f"{requirement.name} {version}")
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version} instead of {requirement.specifier}")
-    title, level, package = (
-        (f"extra {name}", "warn", f"'embodyrl[{name}]'") if name else ("packages", "FAIL", "embodyrl")
-    )
-    return (
-        Finding(title, level, "; ".join(wrong), f"pip install {package}")
-        if wrong
-        else Finding(title, "ok", ", ".join(have))
-    )
+    if not wrong:
+        return Finding(f"extra {name}" if name else "packages", "ok", ", ".join(have))
+    if not name:
+        return Finding("packages", "FAIL", "; ".join(wrong), "pip install embodyrl")
+    return Finding(f"extra {name}", "warn", "; ".join(wrong), f"pip install 'embodyrl[{name}]'")
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed package; None if it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

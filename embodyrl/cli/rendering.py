@@ -7,9 +7,8 @@ import re
 import signal
 import subprocess
 import sys
-from importlib import metadata
 
-from embodyrl.cli.probes import Finding
+from embodyrl.cli.probes import Finding, installed_version
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, vulkan_problem
 
 _TIMEOUT_S = 60.0
@@ -37,15 +36,16 @@ def probe_rendering() -> Finding:
     The backend is `MUJOCO_GL`, or osmesa, which needs no display and no GPU.
     """
     backend = os.environ.get("MUJOCO_GL") or "osmesa"
-    try:
-        version = metadata.version("mujoco")
-    except metadata.PackageNotFoundError:
+    version = installed_version("mujoco")
+    if version is None:
         return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")
     name = f"mujoco {version} with MUJOCO_GL={backend}"
     fix = _APT.get(backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
-    command, environ = [sys.executable, "-c", _SCENE], {**os.environ, "MUJOCO_GL": backend}
+    environ = {**os.environ, "MUJOCO_GL": backend}
     try:
-        done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", _SCENE], env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False
+        )
     except subprocess.TimeoutExpired:
         return Finding("rendering", "FAIL", f"{name} did not finish a frame in {_TIMEOUT_S:.0f} s", fix)
     if done.returncode != 0:
@@ -58,9 +58,8 @@ def probe_rendering() -> Finding:
 
 def probe_vulkan() -> Finding:
     """Start SAPIEN's renderer, without which ManiSkill does not even simulate."""
-    try:
-        version = metadata.version("sapien")
-    except metadata.PackageNotFoundError:
+    version = installed_version("sapien")
+    if version is None:
         return Finding("vulkan", "warn", "sapien is not installed, which ManiSkill needs", INSTALL)
     problem = vulkan_problem()
     if problem:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from embodyrl.cli.runs import find_run
 from embodyrl.errors import ConfigError
@@ -18,7 +17,7 @@ def report(args: argparse.Namespace) -> int:
     if not runs:
         raise ConfigError("embodyrl report takes a run folder: embodyrl report runs/my_run; two or more are compared.")
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
-    out = Path(args.out) if args.out else runs[0] / name
+    out = args.out or runs[0] / name
     try:
         lines = write_report(runs, out)
     except OSError as error:

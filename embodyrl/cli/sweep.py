@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
@@ -26,23 +26,18 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     Raises:
         ConfigError: a word that cannot be parsed.
     """
-    parser = OverridesParser.create()
-    choices: list[list[str]] = []
-    for word in words:
-        try:
-            override = parser.parse_override(word)
-        except HydraException:
-            raise ConfigError(f"Cannot parse '{word}'. With -m, write key=a,b or key=range(0,3).") from None
-        values = override.sweep_string_iterator() if override.is_sweep_override() else None
-        choices.append([f"{override.get_key_element()}={v}" for v in values] if values is not None else [word])
-    jobs = [list(job) for job in itertools.product(*choices)]
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(words))
+    except HydraException:
+        raise ConfigError(f"Cannot parse '{' '.join(words)}'. With -m, write key=a,b or key=range(0,3).") from None
+    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     for number, job in enumerate(jobs):
         # Runs of one name would meet in one folder.
         job[:] = [f"{word}-{number}" if word.startswith(_NAME) and len(jobs) > 1 else word for word in job]
-    return jobs
+    return [list(job) for job in jobs]
 
 
-def sweep(command: str, words: Sequence[str], config_dirs: Sequence[str]) -> int:
+def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
     """Check every combination, then run all; 1 if one of them failed.
 
     Raises:
@@ -50,8 +45,8 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[str]) -> int
     """
     jobs = expand(words)
     for job in jobs:
-        load_config(command, job, config_dirs=[Path(d) for d in config_dirs])
-    flags = [part for folder in config_dirs for part in ("--config-dir", folder)]
+        load_config(command, job, config_dirs=config_dirs)
+    flags = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     codes = []
     for number, job in enumerate(jobs, 1):
         print(f"[{number}/{len(jobs)}] embodyrl {command} {' '.join(job)}", flush=True)

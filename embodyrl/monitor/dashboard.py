@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
@@ -52,7 +52,7 @@ class Dashboard:
         self._values: dict[str, deque[float]] = {}
         self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_RECENT)
         self._last: dict[str, float] = {}
-        self._sums: dict[str, float] = {}
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._events: deque[str] = deque(maxlen=_EVENTS)
         self._phase, self._share = "", 0.0
         self._since: float | None = time.monotonic()
@@ -66,9 +66,9 @@ class Dashboard:
                 self._values.setdefault(name, deque(maxlen=_KEPT)).append(value)
         if seconds := step_seconds(metrics):
             self._rows.append(metrics)
-            self._sums["seconds"] = self._sums.get("seconds", 0.0) + seconds
+            self._sums["seconds"] += seconds
             for name in ("env/steps", "train/episodes", "env/dropped_episodes"):
-                self._sums[name] = self._sums.get(name, 0.0) + (metrics.get(name) or 0.0)
+                self._sums[name] += metrics.get(name) or 0.0
         self._phase = ""
         self._since = self._since and time.monotonic()
 
@@ -85,7 +85,8 @@ class Dashboard:
         if not self.info.total_steps:
             return Text.assemble((_bar(self._share, 30), "green"), " ", self._phase)
         grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
-        grid.add_row(_titled("Progress", self._progress()), _titled("Where the time goes", self._time()), self._right())
+        panes = {"Progress": self._progress(), "Where the time goes": self._time(), "Learning": self._learning()}
+        grid.add_row(*(Group(Text(title, style="bold cyan"), table) for title, table in panes.items()))
         parts: list[RenderableType] = [grid]
         if tasks := self._tasks():
             parts += [Rule(style="dim"), tasks]
@@ -101,24 +102,25 @@ class Dashboard:
         if self._rows and total > step:
             mean = sum(map(step_seconds, self._rows)) / len(self._rows)
             parts.append(f"ETA {duration(mean * (total - step))}")
-        elapsed = self._sums.get("seconds", 0.0) + (time.monotonic() - self._since if self._since else 0.0)
+        elapsed = self._sums["seconds"] + (time.monotonic() - self._since if self._since else 0.0)
         parts += [f"{duration(elapsed)} so far", *([self._phase] if self._phase else [])]
         return " · ".join(parts)
 
     def _progress(self) -> Table:
-        table = _pairs()
-        rows = [
-            ("env steps", f"{self._sums.get('env/steps', 0):,.0f}"),
-            ("env steps/s", f"{self._last.get('env/steps_per_s', 0):,.0f}"),
-            ("episodes", f"{self._sums.get('train/episodes', 0):,.0f}"),
-            ("restarts", f"{self._last.get('env/restarts', 0):.0f}"),
-            ("dropped", f"{self._sums.get('env/dropped_episodes', 0):.0f}"),
-        ]
+        sums, last = self._sums, self._last
+        rows = {
+            "env steps": f"{sums['env/steps']:,.0f}",
+            "env steps/s": f"{last.get('env/steps_per_s', 0):,.0f}",
+            "episodes": f"{sums['train/episodes']:,.0f}",
+            "restarts": f"{last.get('env/restarts', 0):.0f}",
+            "dropped": f"{sums['env/dropped_episodes']:.0f}",
+        }
         for name, metric in (("slots busy", "rollout/slot_occupancy"), ("staleness", "rollout/staleness_mean")):
-            if metric in self._last:
-                rows.append((name, f"{self._last[metric]:.2g}"))
-        for name, value in rows:
-            table.add_row(name, value)
+            if metric in last:
+                rows[name] = f"{last[metric]:.2g}"
+        table = _pairs()
+        for row in rows.items():
+            table.add_row(*row)
         return table
 
     def _time(self) -> Table:
@@ -133,7 +135,7 @@ class Dashboard:
             table.add_row(name, f"{phase.seconds:.1f} s", f"{100 * phase.share:3.0f} %", Text(bar, style="blue"))
         return table
 
-    def _right(self) -> RenderableType:
+    def _learning(self) -> Table:
         table = _pairs()
         for name, metric, form in _LEARNING:
             if metric in self._values:
@@ -143,7 +145,7 @@ class Dashboard:
                     low, high = Rate(round(self._last[metric] * episodes), round(episodes)).interval
                     text += f" [dim]±{(high - low) / 2:.2f}[/]"
                 table.add_row(name, text, Text(sparkline(self._values[metric], 10), style="green"))
-        return _titled("Learning", table)
+        return table
 
     def _tasks(self) -> Table | None:
         """Success per task, newest validation first choice; the weakest where not all fit."""
@@ -180,10 +182,6 @@ def _pairs() -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     return table
-
-
-def _titled(title: str, table: Table) -> Group:
-    return Group(Text(title, style="bold cyan"), table)
 
 
 def replay(info: RunInfo, rows: Iterable[Mapping[str, float | None]], events: Iterable[str]) -> Dashboard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +43,12 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
 
 
 def _in_step(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    a, b = next(left, None), next(right, None)
-    if a is None or b is None:
-        raise OSError("a recording holds no frames")
-    while True:
+    a = b = None
+    for next_a, next_b in zip_longest(left, right):
+        a, b = a if next_a is None else next_a, b if next_b is None else next_b
+        if a is None or b is None:
+            raise OSError("a recording holds no frames")
         yield a, b
-        next_a, next_b = next(left, None), next(right, None)
-        if next_a is None and next_b is None:
-            return
-        a = a if next_a is None else next_a
-        b = b if next_b is None else next_b
 
 
 def _compose(pair: tuple[np.ndarray, np.ndarray], labels: tuple[str, str]) -> np.ndarray:

@@ -70,7 +70,7 @@ def test_the_way_to_an_error_imports_nothing_heavy(tmp_path: Path, code: str, al
         (["train", "--resum", "x"], "Did you mean '--resume'?"),
         (["train", "--dry"], "Did you mean '--dry-run'?"),
         (["train", "--resume"], "expected one argument"),
-        (["train", "--json"], "--json goes with --print-config"),
+        (["train", "--json", "--dry-run"], "--json goes with --print-config"),
         (["train", "--resume", "nowhere"], "no config.yaml there"),
         (["train", "--config-dir", "nowhere"], "no such folder"),
         (["list"], "list what?"),

@@ -56,10 +56,6 @@ class RunView:
     """Key, value and default where they differ."""
     yaml: str
 
-    @property
-    def name(self) -> str:
-        return self.history.name
-
 
 def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED_BYTES) -> list[str]:
     """Write the page about one or more runs, and return its summary as lines of text.
@@ -123,11 +119,10 @@ def _view(history: History) -> RunView:
         text = path.read_text(encoding="utf-8", errors="replace")
         if "Traceback (most recent call last)" in text:
             tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
-    defaults = {name: plain(key.default) for name, key in all_keys().items()}
     settings = [
-        (name, spell(value), spell(defaults[name]))
+        (name, spell(value), spell(key.default))
         for name, value in flat(history.config).items()
-        if name in defaults and value != defaults[name]
+        if (key := all_keys().get(name)) and value != plain(key.default)
     ]
     return RunView(
         history=history,
