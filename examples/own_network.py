@@ -1,0 +1,24 @@
+"""A network of your own, for `embodyrl new policy my_policy`. See docs/tutorials/own_policy.md."""
+
+import torch
+from torch import nn
+
+BINS = 11  # as in the generated policy.py
+
+
+class Net(nn.Module):
+    """Distances between the numbers of the state help to find the way: give them to the network as well."""
+
+    def __init__(self, env, spec):
+        super().__init__()
+        pairs = env.state_dim * (env.state_dim - 1) // 2
+        self.index = torch.triu_indices(env.state_dim, env.state_dim, 1)
+        self.body = nn.Sequential(nn.Linear(env.state_dim + pairs, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU())
+        self.logits = nn.Linear(64, spec.tokens_per_chunk * BINS)
+        self.value_head = nn.Linear(64, spec.value_dim) if spec.value_dim else None
+
+    def forward(self, images, state, task):
+        first, second = self.index
+        hidden = self.body(torch.cat([state, state[:, first] - state[:, second]], dim=1))
+        value = hidden.new_zeros(len(hidden), 0) if self.value_head is None else self.value_head(hidden)
+        return self.logits(hidden).unflatten(1, (-1, BINS)), value
