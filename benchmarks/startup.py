@@ -1,8 +1,7 @@
 """How long a command takes that should answer at once: help, lists, keys, and a configuration error.
 
-Each runs several times in a process of its own, after one that warms the file cache. Wall time is the smallest; CPU time
-of the process is given beside it, because a busy machine stretches the first and hardly the second. The limit is half a
-second.
+Each runs several times in a process of its own, after one that warms the file cache; the smallest counts. CPU time is
+given beside wall time, because a busy machine stretches the second and hardly the first. The limit is half a second.
 
     python benchmarks/startup.py --json startup.json
 """

@@ -1,10 +1,12 @@
-"""An environment of your own: a point in the plane walks to a goal. See docs/tutorials/own_env.md."""
+"""An environment of your own. See docs/tutorials/own_env.md."""
 
 import gymnasium as gym
 import numpy as np
 
 
 class Reach(gym.Env):
+    """A point in the plane walks to a goal."""
+
     observation_space = gym.spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
 
