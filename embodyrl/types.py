@@ -90,6 +90,8 @@ class EnvSpec:
     """Memory that one loaded task takes, roughly, where a worker can only hold some of them; 0: no matter."""
     may_truncate: bool = False
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
+    lockstep: bool = False
+    """The slots of a worker are one batched simulator, which steps them all at once."""
     max_chunks: int = 0
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
     prompt_bytes: int = 0

@@ -60,9 +60,6 @@ class ScriptedSims:
         out.images[...] = self._at[slot][1]
         out.state[:] = self._at[slot]
 
-    def instruction(self, slot: int) -> str:
-        return self.spec.tasks[self.spec.task_of(self._at[slot][0])[0]]
-
     def render(self, slot: int) -> ByteArray:
         return np.full((*self.spec.image_size, 3), self._at[slot][1], np.uint8)
 

@@ -90,11 +90,6 @@ class FaultySims(ToySims):
         if self.plant == "floats_as_pixels":
             out.images[...] = (out.images / 255.0).astype(np.uint8)
 
-    def instruction(self, slot: int) -> str:
-        if self.plant == "slots_share_a_world":
-            slot = 0
-        return self.spec.tasks[0] if self.plant == "wrong_instruction" else super().instruction(slot)
-
     def expert(self, slot: int) -> FloatArray:
         factor = {"expert_out_of_range": 3.0, "expert_never_succeeds": -1.0}.get(self.plant, 1.0)
         return super().expert(slot) * np.float32(factor)
@@ -124,6 +119,9 @@ class FaultyEnv(ChunkedEnv):
         if self.plant == "terminates_when_told_not_to":
             starts = [replace(start, ignore_terminations=False) for start in starts]
         super().reset(slots, starts)
+
+    def instruction(self, slot: int) -> str:
+        return self.spec.tasks[0] if self.plant == "wrong_instruction" else super().instruction(slot)
 
     def step_chunk(self, slots, actions, *, after_step=None) -> ChunkResult:
         if self.plant == "after_step_forgotten":

@@ -115,9 +115,6 @@ class ToySims:
         out.images[0, height // 2, column] = 255
         out.state[:] = np.nan if fault == "nonfinite" else self._position[slot]
 
-    def instruction(self, slot: int) -> str:
-        return self.spec.tasks[self._task[slot]]
-
     def render(self, slot: int) -> ByteArray:
         frame = np.zeros((1, *self.spec.image_size, 3), np.uint8)
         self.observe(slot, ObservationOut(images=frame, state=np.zeros(1, np.float32)))

@@ -52,10 +52,6 @@ class SlotSimulators(Protocol):
         """Write images and state of the slot into the views."""
         ...
 
-    def instruction(self, slot: int) -> str:
-        """Language instruction of the slot's episode."""
-        ...
-
     def render(self, slot: int) -> ByteArray:
         """Return an upright RGB frame [H, W, 3] uint8."""
         ...
@@ -63,6 +59,10 @@ class SlotSimulators(Protocol):
     def close(self) -> None:
         """Free the simulators; idempotent."""
         ...
+
+
+Choice = Callable[[int, int, int], FloatArray]
+"""(row, k, slot) -> action [A]"""
 
 
 @dataclass(slots=True)
@@ -158,29 +158,40 @@ class ChunkedEnv:
         self,
         slots: Sequence[int],
         num_actions: int,
-        choose: Callable[[int, int, int], FloatArray],
+        choose: Choice,
         after_step: AfterStep | None,
     ) -> ChunkResult:
-        running = [self._running(slot) for slot in slots]
+        for slot in slots:
+            self._running(slot)
         shape = (len(slots), num_actions)
-        reward = np.zeros(shape, np.float32)
         flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
-        for row, (slot, progress) in enumerate(zip(slots, running, strict=True)):
-            for k in range(shape[1]):
-                reward[row, k], step = self._step(slot, progress, choose(row, k, slot))
-                ended = step.terminated and not progress.start.ignore_terminations
-                at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps
-                out_of_time = at_limit and not ended
-                flags["valid"][row, k] = True
-                flags["success"][row, k] = step.success
-                flags["terminated"][row, k] = ended
-                flags["truncated"][row, k] = out_of_time
-                if after_step is not None:
-                    after_step(slot, step.success)
-                if ended or out_of_time:
-                    progress.over = True
+        result = ChunkResult(reward=np.zeros(shape, np.float32), components=None, **flags)
+        self._fill(result, slots, choose, after_step)
+        return result
+
+    def _fill(self, result: ChunkResult, slots: Sequence[int], choose: Choice, after_step: AfterStep | None) -> None:
+        """Execute the chunk, slot after slot."""
+        for row, slot in enumerate(slots):
+            for k in range(result.valid.shape[1]):
+                if self._execute(result, row, k, slot, choose(row, k, slot), after_step):
                     break
-        return ChunkResult(reward=reward, components=None, **flags)
+
+    def _execute(
+        self, result: ChunkResult, row: int, k: int, slot: int, action: FloatArray, after_step: AfterStep | None
+    ) -> bool:
+        """Execute one action and note what it brought at [row, k]; true: the episode is over."""
+        progress = self._begun(slot)
+        result.reward[row, k], step = self._step(slot, progress, action)
+        ended = step.terminated and not progress.start.ignore_terminations
+        at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps
+        progress.over = ended or at_limit
+        result.valid[row, k] = True
+        result.success[row, k] = step.success
+        result.terminated[row, k] = ended
+        result.truncated[row, k] = at_limit and not ended
+        if after_step is not None:
+            after_step(slot, step.success)
+        return progress.over
 
     def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
         """Write the current observation of each slot into its views (also of an episode that is over)."""
@@ -196,8 +207,7 @@ class ChunkedEnv:
 
     def instruction(self, slot: int) -> str:
         """Language instruction of the slot's current episode."""
-        self._begun(slot)
-        return self._sims.instruction(slot)
+        return self.spec.tasks[self._task(slot)]
 
     def render(self, slot: int) -> np.ndarray:
         """Return an upright RGB frame [H, W, 3] uint8 of the slot."""

@@ -181,6 +181,11 @@ def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
             f"model '{policy.name}' reads {policy.num_images} camera images, env '{env.name}' gives "
             f"{len(env.cameras)} ({', '.join(env.cameras) or 'none'}); set model.num_images_in_input or the cameras."
         )
+    if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
+        problems.append(
+            f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
+            f"{cfg.rollout.pipeline_stage_num} steps some of them at a time; set it to 1."
+        )
     if policy.uses_state and not env.state_dim:
         problems.append(f"model '{policy.name}' reads proprioception, env '{env.name}' has none.")
     if policy.scripted and not env.expert_tasks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from embodyrl.config.load import load_config
@@ -66,6 +68,13 @@ def test_images_and_states_are_declared_by_the_observation_mode():
 def test_placements_of_the_bridge_tasks_are_numbered():
     spec = described._spec(config(id="PutEggplantInBasketScene-v1"), PANDA)
     assert (spec.num_reset_ids, spec.unnorm_key, spec.expert_tasks) == (64, "bridge_orig", ())
+
+
+def test_the_bridge_preset_is_sound():
+    cfg = load_config("train", ["env=maniskill_bridge"]).env
+    assert FACTORY.validate(cfg) == []
+    spec = described._spec(cfg, replace(PANDA, cameras=("3rd_view_camera",)))
+    assert (spec.tasks, spec.num_reset_ids, spec.cameras) == (("put carrot on plate",), 24, ("3rd_view_camera",))
 
 
 def test_every_task_has_an_instruction():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
@@ -30,6 +31,8 @@ class Probe:
     """The environment's own time limit, env steps; 0: none known."""
     kwargs: dict[str, Any]
     """Arguments of its constructor: `env.kwargs`, and a render mode for people where it has one."""
+    vector: bool
+    """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
 
 
 def probe(cfg: EnvConfig) -> Probe:
@@ -41,28 +44,35 @@ def probe(cfg: EnvConfig) -> Probe:
     kwargs = dict(cfg.kwargs)
     env = create(cfg, kwargs)
     try:
+        vector = isinstance(env, VectorEnv)
+        if vector and (env.metadata or {}).get("autoreset_mode") is not AutoresetMode.DISABLED:
+            raise ConfigError(
+                f"env.id={cfg.id} is a vector environment that resets by itself, so nobody could choose its episodes; "
+                "build it with autoreset_mode=AutoresetMode.DISABLED and let reset take options={'reset_mask': ...}."
+            )
         modes: Iterable[str] = (env.metadata or {}).get("render_modes") or ()
-        if env.render_mode is None and "render_mode" not in kwargs and "rgb_array" in modes:
+        if not vector and env.render_mode is None and "render_mode" not in kwargs and "rgb_array" in modes:
             kwargs["render_mode"] = "rgb_array"
         return Probe(
-            observation_space=env.observation_space,
-            action_space=env.action_space,
+            observation_space=env.single_observation_space if vector else env.observation_space,
+            action_space=env.single_action_space if vector else env.action_space,
             max_episode_steps=(env.spec.max_episode_steps or 0) if env.spec is not None else 0,
             kwargs=kwargs,
+            vector=vector,
         )
     finally:
         env.close()
 
 
-def create(cfg: EnvConfig, kwargs: dict[str, Any]) -> AnyEnv:
-    """Build one environment with its wrappers.
+def create(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
+    """Build one environment, or a native vector environment of `num_envs`, with its wrappers.
 
     Raises:
         UnknownNameError: no environment or wrapper has this name.
         MissingDependencyError: a package that it needs is not installed.
         ConfigError: the constructor or a wrapper refuses its arguments.
     """
-    env = _construct(cfg, kwargs)
+    env = _construct(cfg, kwargs, num_envs)
     for name in cfg.wrappers:
         try:
             env = WRAPPERS.get(name)(env)
@@ -76,12 +86,17 @@ def create(cfg: EnvConfig, kwargs: dict[str, Any]) -> AnyEnv:
     return env
 
 
-def _construct(cfg: EnvConfig, kwargs: dict[str, Any]) -> AnyEnv:
+def _construct(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int) -> Any:
     assert cfg.id is not None
     try:
         if _is_path(cfg.id):
-            return CREATORS.get(cfg.id)(**kwargs)
+            creator = CREATORS.get(cfg.id)
+            batched = isinstance(creator, type) and issubclass(creator, VectorEnv)
+            return creator(**{"num_envs": num_envs} if batched else {}, **kwargs)
         _import_owner(cfg.id)
+        spec = gymnasium.registry.get(cfg.id.rpartition(":")[2])
+        if spec is not None and spec.entry_point is None:
+            return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
         return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingDependencyError(

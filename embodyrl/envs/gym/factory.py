@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.lockstep import LockstepEnv
 from embodyrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -42,10 +43,14 @@ class GymFactory:
         """Build the environment with `num_slots` slots in this process; each is constructed at its first reset."""
         from embodyrl.envs.gym.create import create, probe
         from embodyrl.envs.gym.sims import GymSims
+        from embodyrl.envs.gym.vector import VectorSims
 
         found = probe(cfg)
-        sims = GymSims(_spec(cfg, found), found, partial(create, cfg, found.kwargs))
-        return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
+        spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
+        rewards = {"use_rel_reward": cfg.use_rel_reward, "reward_coef": cfg.reward_coef}
+        if found.vector:
+            return LockstepEnv(VectorSims(spec, found, build, num_slots), num_slots, **rewards)
+        return ChunkedEnv(GymSims(spec, found, build), num_slots, **rewards)
 
 
 def _spec(cfg: EnvConfig, found: Probe) -> EnvSpec:
@@ -66,6 +71,7 @@ def _spec(cfg: EnvConfig, found: Probe) -> EnvSpec:
         max_episode_steps=found.max_episode_steps or max(cfg.train.max_episode_steps, cfg.eval.max_episode_steps),
         action_space=actions,
         may_truncate=True,
+        lockstep=found.vector,
     )
 
 

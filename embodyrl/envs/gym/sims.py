@@ -20,7 +20,7 @@ class GymSims:
 
     task_limit: int | None = None
 
-    def __init__(self, spec: EnvSpec, found: Probe, create: Callable[[], AnyEnv]) -> None:
+    def __init__(self, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
         self.spec = spec
         self._native = native_actions(spec.name, found.action_space)
         self._create = create
@@ -42,7 +42,7 @@ class GymSims:
         return SimStep(
             reward=float(reward),
             terminated=bool(terminated),
-            success=bool(info.get("success", info.get("is_success", False))),
+            success=bool(succeeded(info)),
             truncated=bool(truncated),
         )
 
@@ -53,10 +53,6 @@ class GymSims:
         """Write the newest observation into the views."""
         self._writer.write(self._observations[slot], out)
 
-    def instruction(self, slot: int) -> str:
-        """Name of the environment: there is no language here."""
-        return self.spec.tasks[0]
-
     def render(self, slot: int) -> ByteArray:
         """Return what the environment renders, or else its own image observation.
 
@@ -64,7 +60,7 @@ class GymSims:
             EnvError: it has neither.
         """
         try:
-            frame = self._envs[slot].render() if self._envs[slot].render_mode == "rgb_array" else None
+            frame = self._picture(slot)
         except GymnasiumError as error:
             raise EnvError(f"env '{self.spec.name}' cannot render: {error}; or set video=none.") from error
         if frame is None:
@@ -80,3 +76,12 @@ class GymSims:
         """Close all environments; idempotent."""
         while self._envs:
             self._envs.popitem()[1].close()
+
+    def _picture(self, slot: int) -> Any:
+        env = self._envs[slot]
+        return env.render() if env.render_mode == "rgb_array" else None
+
+
+def succeeded(info: dict[str, Any]) -> Any:
+    """What `info` says of success, for one environment or a batch."""
+    return info.get("success", info.get("is_success", False))

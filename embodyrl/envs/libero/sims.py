@@ -27,7 +27,6 @@ class LiberoSims:
         self.task_limit = max_models
         self._tasks = install.suite_tasks(spec.name)
         self._init_states: dict[int, Any] = {}
-        self._slot_task: dict[int, int] = {}
         self._demonstrators: dict[int, Demonstrator] = {}
         self.pool = SimPool(self._build, max_models=max_models)
 
@@ -44,7 +43,6 @@ class LiberoSims:
                 f"env '{self.spec.name}', task {task}: the installed LIBERO has {len(states)} initial states, "
                 f"{self.spec.states_per_task[task]} expected. Cure: {install.INSTALL}"
             )
-        self._slot_task[slot] = task
         self._demonstrators[slot] = Demonstrator(seed)
         self.pool.begin(slot, task).reset(states[index], seed)
 
@@ -59,10 +57,6 @@ class LiberoSims:
     def observe(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec, and read proprioception [8], into the views."""
         self.pool.use(slot).observe(self.spec.cameras, out.images, out.state)
-
-    def instruction(self, slot: int) -> str:
-        """Language instruction of the slot's task."""
-        return self.spec.tasks[self._slot_task[slot]]
 
     def render(self, slot: int) -> ByteArray:
         """Return an upright frame of the front camera."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.maniskill.expert import Demonstrator
 from embodyrl.envs.maniskill.simulator import build, restart, state
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES
-from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 
@@ -59,15 +56,6 @@ class ManiSkillSims:
             for view, camera in zip(out.images, self.spec.cameras, strict=True):
                 view[...] = pictures[camera]["rgb"][0].numpy()
         out.state[:] = state(env, self._cfg.obs_mode, self._infos[slot]).numpy()
-        if not np.isfinite(out.state).all():
-            raise EnvError(
-                f"env '{self.spec.name}' observed {out.state[~np.isfinite(out.state)][0]}, expected finite numbers. "
-                "Likely the physics diverged; the episode cannot be used."
-            )
-
-    def instruction(self, slot: int) -> str:
-        """Language instruction of the task."""
-        return self.spec.tasks[0]
 
     def render(self, slot: int) -> ByteArray:
         """Return a frame of ManiSkill's camera for people."""

@@ -51,10 +51,6 @@ class TabletopSims:
             view[...] = (draw_front if camera == FRONT else draw_wrist)(world, len(view))
         out.state[:] = world.x, world.y, world.z, float(not world.closed)
 
-    def instruction(self, slot: int) -> str:
-        """Language instruction of the slot's task."""
-        return self._worlds[slot].task.instruction
-
     def render(self, slot: int) -> ByteArray:
         """Return a frame [P, 2P, 3]: front view and wrist view side by side."""
         world = self._worlds[slot]

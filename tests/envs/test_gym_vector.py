@@ -1,0 +1,120 @@
+"""Natively vectorized environments: slots of one batch behave as environments of their own."""
+
+from __future__ import annotations
+
+import json
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from embodyrl.config.load import load_config
+from embodyrl.config.schema import EnvConfig
+from embodyrl.envs import ENVS
+from embodyrl.envs.check import check_env
+from embodyrl.errors import ConfigError
+from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.train import train
+from embodyrl.types import EpisodeStart, ObservationOut
+
+
+class CartPoles(SyncVectorEnv):
+    """A real vector environment that takes reset masks."""
+
+    def __init__(self, num_envs: int, mode: AutoresetMode = AutoresetMode.DISABLED) -> None:
+        super().__init__([lambda: gymnasium.make("CartPole-v1")] * num_envs, autoreset_mode=mode)
+
+
+class Restless(CartPoles):
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs, AutoresetMode.NEXT_STEP)
+
+
+gymnasium.register("test/CartPoles-v0", vector_entry_point=CartPoles)
+
+
+def config(env_id: str) -> EnvConfig:
+    return EnvConfig(env_type="gym", id=env_id, use_rel_reward=False)
+
+
+def play(env_id: str) -> list[np.ndarray]:
+    """Rewards, flags and observations of three slots in which episodes end and begin at different times."""
+    env = ENVS.get("gym").make(config(env_id), 3)
+    state = np.zeros((3, 4), np.float32)
+    outs = [ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=row) for row in state]
+    draw, next_id, seen = np.random.default_rng(0), 3, []
+
+    def start(reset_id: int) -> EpisodeStart:
+        return EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=19)
+
+    env.reset([0, 1, 2], [start(i) for i in range(3)])
+    for _ in range(30):
+        result = env.step_chunk([0, 1, 2], draw.integers(0, 2, (3, 4, 1)).astype(np.float32))
+        env.observe([0, 1, 2], outs)
+        seen += [result.reward, result.valid, result.terminated, result.truncated, state.copy()]
+        for slot in np.flatnonzero(result.done).tolist():
+            env.reset([slot], [start(next_id)])
+            next_id += 1
+        env.observe([0, 1, 2], outs)
+        seen.append(state.copy())
+    env.close()
+    assert next_id > 12
+    return seen
+
+
+@pytest.mark.parametrize("env_id", ["test_gym_vector:CartPoles", "test/CartPoles-v0"])
+def test_a_batch_gives_what_single_environments_give(env_id):
+    for ours, single in zip(play(env_id), play("CartPole-v1"), strict=True):
+        np.testing.assert_array_equal(ours, single)
+
+
+def test_an_episode_that_waits_for_its_first_action_is_not_moved_by_the_others():
+    env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), 2)
+    state = np.zeros((2, 4), np.float32)
+    outs = [ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=row) for row in state]
+    env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6)])
+    env.observe([0, 1], outs)
+    before = state.copy()
+    env.step_chunk([0], np.ones((1, 3, 1), np.float32))
+    env.observe([0, 1], outs)
+    assert not np.array_equal(state[0], before[0])
+    np.testing.assert_array_equal(state[1], before[1])
+
+
+def test_the_contract_holds():
+    findings = list(check_env(config("test_gym_vector:CartPoles")))
+    assert {finding.level for finding in findings} == {"ok"}, findings
+
+
+def test_a_batch_that_resets_by_itself_is_refused():
+    with pytest.raises(ConfigError, match=r"resets by itself.*autoreset_mode=AutoresetMode\.DISABLED"):
+        ENVS.get("gym").spec(config("test_gym_vector:Restless"))
+
+
+WORDS = ("experiment=cartpole", "runner.max_steps=2", "runner.val_check_interval=2", "eval.episodes=12")
+
+
+def rows(folder, *words):
+    places = (f"runner.output_dir={folder}", "runner.logger.backends=[jsonl]")
+    run = train(load_config("train", [*WORDS, *places, *words])).run
+    lines = (run / "metrics.jsonl").read_text()
+    found = [json.loads(line) for line in lines.splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and "per_s" not in k} for row in found]
+
+
+@pytest.mark.integration
+def test_training_on_a_batch_gives_the_numbers_of_training_on_single_environments(tmp_path):
+    words = ("runner.deterministic=true", "env.train.max_steps_per_rollout_epoch=64", "rollout.pipeline_stage_num=1")
+    one, other = (
+        rows(tmp_path / name, *words, f"env.id={env_id}")
+        for name, env_id in (("single", "CartPole-v1"), ("batch", "test_gym_vector:CartPoles"))
+    )
+    assert one == other
+    assert one[-1]["eval/episodes"] == 12
+
+
+def test_stages_are_refused():
+    cfg = load_config("train", [*WORDS, "env.id=test_gym_vector:CartPoles", "rollout.pipeline_stage_num=2"])
+    with pytest.raises(ConfigError, match=r"steps all slots of a worker at once.*set it to 1"):
+        draw_blueprint(cfg, training=True)
