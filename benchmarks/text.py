@@ -6,7 +6,8 @@
 Everybody trains the same model folder (random weights, single characters) on the same prompts: 8 prompts, 8 replies
 each, of at most 32 tokens, one optimizer step on all 64, float32, one thread. TRL generates with transformers, because
 its vLLM mode does not run on a CPU. Each system runs in a process of its own, one after the other, several turns; a
-figure is the median of all steps but the first of each turn.
+figure is the median of the CPU seconds of all steps but the first of each turn. The limit of a step with vLLM is
+`LLM.generate` alone, on the same prompts with the log-probabilities and seeds that training needs.
 """
 
 from __future__ import annotations
@@ -23,22 +24,32 @@ from pathlib import Path
 
 PROMPTS, GROUP, TOKENS, STEPS, TURNS = 8, 8, 32, 6, 3
 GOALS = {"hf": 1.2, "vllm": 1.5}
+PEER = "TRL GRPOTrainer (transformers)"
 
 OURS = """
-import json, sys
+import json, sys, time
 from embodyrl.config.load import load_config
 from embodyrl.runtime.train import train
 folder, data, out, backend = sys.argv[1:5]
 prompts, group, tokens, steps = map(int, sys.argv[5:])
+rows, begun = [], [0.0]
+class Clock:
+    def open(self, run, info): begun[0] = time.process_time()
+    def log(self, step, metrics):
+        now = time.process_time()
+        rows.append([now - begun[0], metrics["env/steps"]])
+        begun[0] = now
+    def video(self, step, path): pass
+    def text(self, line): pass
+    def close(self): pass
 words = ["env=text/copy", f"data.path={data}", "data.val_share=0.5", "model=causal_lm", f"model.path={folder}",
-  "model.precision=fp32", "launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={out}",
+  "model.precision=fp32", "launcher=inline", "runner.logger.backends=[__main__:Clock]", f"runner.output_dir={out}",
   f"runner.max_steps={steps}", "runner.val_check_interval=-1", f"algorithm.group_size={group}",
   f"env.train.total_num_envs={prompts * group}", f"env.eval.total_num_envs={prompts}", "actor.optim.lr=1e-6",
   f"algorithm.sampling_params.max_new_tokens={tokens}", f"actor.micro_batch_size={prompts * group}",
   f"actor.global_batch_size={prompts * group}", f"rollout.backend={backend}"]
-run = train(load_config("train", words)).run
-rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-print("ROWS", json.dumps([[r["time/step"], r["env/steps"]] for r in rows]))
+train(load_config("train", words))
+print("ROWS", json.dumps(rows))
 """
 
 THEIRS = """
@@ -53,8 +64,8 @@ def reward(completions, answer, **_):
     return [float(c.strip() == a) + sum(x == y for x, y in zip(c, a)) / 4 for c, a in zip(completions, answer)]
 times = []
 class Clock(TrainerCallback):
-    def on_step_begin(self, *a, **k): self.began = time.perf_counter()
-    def on_step_end(self, *a, **k): times.append(time.perf_counter() - self.began)
+    def on_step_begin(self, *a, **k): self.began = time.process_time()
+    def on_step_end(self, *a, **k): times.append(time.process_time() - self.began)
 cfg = GRPOConfig(output_dir=out, per_device_train_batch_size=prompts * group, num_generations=group,
   max_completion_length=tokens, max_steps=steps, learning_rate=1e-6, use_cpu=True, bf16=False, beta=0.0, report_to=[],
   gradient_checkpointing=False, save_strategy="no", logging_steps=1, disable_tqdm=True, temperature=1.0)
@@ -65,17 +76,59 @@ lengths = [row["completions/mean_length"] for row in trainer.state.log_history i
 print("ROWS", json.dumps([[t, n * prompts * group] for t, n in zip(times, lengths)]))
 """
 
+BARE = """
+import json, sys, time
+from transformers import AutoTokenizer
+from vllm import LLM, SamplingParams
+folder, data, _, _ = sys.argv[1:5]
+prompts, group, tokens, steps = map(int, sys.argv[5:])
+llm = LLM(folder, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 30, disable_log_stats=True)
+encode, rows = AutoTokenizer.from_pretrained(folder), [json.loads(line) for line in open(data)]
+found = []
+for step in range(steps):
+    chosen = [row for row in rows[step * prompts:][:prompts] for _ in range(group)]
+    asked = [{"prompt_token_ids": encode(row["prompt"])["input_ids"]} for row in chosen]
+    params = [SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, seed=64 * step + i, detokenize=False)
+              for i in range(len(asked))]
+    begun = time.process_time()
+    out = llm.generate(asked, params, use_tqdm=False)
+    found.append([time.process_time() - begun, sum(len(o.outputs[0].token_ids) for o in out)])
+print("ROWS", json.dumps(found))
+"""
+
 
 def measure(source: str, backend: str, folder: Path, data: Path, out: Path) -> list[tuple[float, float]]:
-    """(seconds, tokens) of each step but the first, in a process of its own."""
+    """(CPU seconds, tokens) of each step but the first, in a process of its own."""
     sizes = [str(n) for n in (PROMPTS, GROUP, TOKENS, STEPS)]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     command = [sys.executable, "-c", source, str(folder), str(data), str(out), backend, *sizes]
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=1200)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ROWS ")]
     if not lines:
         raise SystemExit(f"{backend}: no result\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     return [(seconds, tokens) for seconds, tokens in json.loads(lines[0][5:])][1:]
+
+
+def compare(found: dict[str, list[tuple[float, float]]], name: str, other: str, against: str) -> list[dict]:
+    """Rows of one system against another: seconds per step and tokens per second."""
+    rows = []
+    for what, unit, better in (("step", "CPU s", -1), ("tokens", "tokens/CPU s", 1)):
+        ours, theirs = (
+            statistics.median(s if what == "step" else t / s for s, t in found[who]) for who in (name, other)
+        )
+        rows.append(
+            {
+                "what": f"GRPO {what}, rollout.backend={name}",
+                "unit": unit,
+                "ours": ours,
+                "against": against,
+                "theirs": theirs,
+                "ratio": (ours / theirs) ** better,
+                "goal": GOALS[name] if what == "step" and against == PEER else None,
+            }
+        )
+    return rows
 
 
 def prepare(folder: Path) -> tuple[Path, Path]:
@@ -101,31 +154,16 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         model, data = prepare(Path(scratch))
-        systems = [("hf", OURS), ("trl", THEIRS)] + ([("vllm", OURS)] if args.without is None else [])
+        systems = [("hf", OURS), ("trl", THEIRS)]
+        if args.without is None:
+            systems += [("vllm", OURS), ("bare", BARE)]
         for turn in range(args.turns):
             for name, source in systems:
-                backend = name if name != "trl" else "-"
-                found.setdefault(name, []).extend(
-                    measure(source, backend, model, data, Path(scratch) / f"{name}{turn}")
-                )
-                print(f"{name}: {statistics.median(s for s, _ in found[name]):.3f} s per step", flush=True)
-    rows = []
-    for name in (n for n in found if n != "trl"):
-        for what, unit, better in (("step", "s", -1), ("tokens", "tokens/s", 1)):
-            ours, theirs = (
-                statistics.median(s if unit == "s" else t / s for s, t in found[who]) for who in (name, "trl")
-            )
-            rows.append(
-                {
-                    "what": f"GRPO {what}, rollout.backend={name}",
-                    "unit": unit,
-                    "ours": ours,
-                    "against": "TRL GRPOTrainer (transformers)",
-                    "theirs": theirs,
-                    "ratio": (ours / theirs) ** better,
-                    "goal": GOALS[name] if unit == "s" else None,
-                }
-            )
+                found.setdefault(name, []).extend(measure(source, name, model, data, Path(scratch) / f"{name}{turn}"))
+                print(f"{name}: {statistics.median(s for s, _ in found[name]):.3f} CPU s per step", flush=True)
+    rows = [row for name in ("hf", "vllm") if name in found for row in compare(found, name, "trl", PEER)]
+    if "bare" in found:
+        rows += compare(found, "vllm", "bare", "LLM.generate alone")
     machine = {"cpu": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version()}
     args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=2) + "\n")
     for row in rows:

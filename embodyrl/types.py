@@ -100,6 +100,8 @@ class EnvSpec:
     """The last so many initial states of each task are for evaluation, unless `state_ids` says otherwise."""
     components: tuple[str, ...] = ()
     """Names of the parts of the reward that are logged one by one."""
+    component_weights: tuple[float, ...] = ()
+    """What each part counts in the reward."""
 
     @property
     def num_reset_ids(self) -> int:

@@ -10,8 +10,10 @@ for _name, _attr in {
     "opo": "outcome:OPO",
     "gpg": "outcome:GPG",
     "pass_at_k": "outcome:PASS_AT_K",
+    "gdpo": "outcome:GDPO",
     "gigpo": "outcome:GIGPO",
     "gae": "stepwise:GAE",
+    "remax": "stepwise:REMAX",
     "reinforce_pp": "stepwise:REINFORCE_PP",
     "reinforce_pp_baseline": "stepwise:REINFORCE_PP_BASELINE",
 }.items():

@@ -88,6 +88,20 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
     return _by_group(reward, group, compute)
 
 
+def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> Float64:
+    """Sum_k w_k grpo(R_k), whitened over the batch: no part of the reward drowns another one (arXiv 2601.05242).
+
+    Args:
+        parts: [E, C] outcome of each part of the reward.
+        group: [E] group ids; a group of one is compared with nobody and counts as 0.
+        weight: [C]
+    """
+    names, sizes = np.unique(group, return_counts=True)
+    alone = np.isin(group, names[sizes == 1])
+    columns = zip(np.asarray(parts, dtype=np.float64).T, weight, strict=True)
+    return whiten(sum(w * np.where(alone, 0.0, grpo(part, group)) for part, w in columns))
+
+
 def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:
     """Number the chunk steps of all episodes so that equal states within one group share a number (GiGPO).
 

@@ -60,7 +60,7 @@ def consumed_keys(adv_type: str, loss_type: str) -> frozenset[str]:
         keys |= VALUE_KEYS
     if estimator.needs_groups:
         keys |= GROUP_KEYS
-    return keys
+    return keys - estimator.ignores
 
 
 def value_dim(cfg: AlgorithmConfig, num_action_chunks: int) -> int:

@@ -11,34 +11,28 @@ from embodyrl.algorithms import advantages
 from embodyrl.algorithms.advantages import Float64
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
 from embodyrl.config.schema import AlgorithmConfig
-from embodyrl.types import Episode, FloatArray
+from embodyrl.types import Episode
 
-Compute = Callable[[Sequence[Episode], list[float], list[int], AlgorithmConfig], Float64]
-"""(episodes, returns, groups, config) -> [E] advantages."""
+Compute = Callable[[Sequence[Episode], list[float], list[int], AlgorithmConfig, Scores], Float64]
+"""(episodes, returns, groups, config, scores) -> [E] advantages."""
 
 
 def spread(episode: Episode, advantage: float | Float64) -> Credit:
-    """Give an advantage, one number or [T, 1], to all executed actions of an episode."""
-    return Credit(
-        advantage=np.where(episode.valid, advantage, 0.0).astype(np.float32), returns=no_values(len(episode.valid))
-    )
+    """Give an advantage, one number, [T, 1] or [T, K], to all executed actions of an episode without value targets."""
+    given = np.where(episode.valid, advantage, 0.0).astype(np.float32)
+    return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
 
 
-def no_values(steps: int) -> FloatArray:
-    """Return [T, 0] value targets."""
-    return np.zeros((steps, 0), dtype=np.float32)
-
-
-def outcome_estimator(compute: Compute, *consumes: str) -> AdvantageEstimator:
+def outcome_estimator(compute: Compute, *consumes: str, ignores: frozenset[str] = frozenset()) -> AdvantageEstimator:
     """Spread the advantage of each episode over all its actions.
 
     An episode whose group was lost to crashed env workers has nobody to be compared with: its advantage is 0.
     """
 
-    def credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+    def credits(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
         groups = [episode.spec.group_id for episode in episodes]
         sizes = Counter(groups)
-        advantage = compute(episodes, [episode.episode_return for episode in episodes], groups, cfg)
+        advantage = compute(episodes, [episode.episode_return for episode in episodes], groups, cfg, scores)
         return [
             spread(episode, one if sizes[group] > 1 else 0.0)
             for episode, one, group in zip(episodes, advantage, groups, strict=True)
@@ -47,27 +41,42 @@ def outcome_estimator(compute: Compute, *consumes: str) -> AdvantageEstimator:
     return AdvantageEstimator(
         compute=credits,
         consumes=frozenset(consumes),
+        ignores=ignores,
         needs_groups=True,
-        needs_values=False,
-        counts_chunk_steps=False,
     )
 
 
 GRPO = outcome_estimator(
-    lambda _, reward, group, cfg: advantages.grpo(
+    lambda _, reward, group, cfg, __: advantages.grpo(
         reward, group, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased
     ),
     "normalize_advantages",
     "std_unbiased",
 )
-RLOO = outcome_estimator(lambda _, reward, group, __: advantages.rloo(reward, group))
+RLOO = outcome_estimator(lambda _, reward, group, *__: advantages.rloo(reward, group))
 OPO = outcome_estimator(
-    lambda episodes, reward, group, _: advantages.opo(reward, group, [episode.length for episode in episodes])
+    lambda episodes, reward, group, *_: advantages.opo(reward, group, [episode.length for episode in episodes])
 )
-GPG = outcome_estimator(lambda _, reward, group, __: advantages.gpg(reward, group))
+GPG = outcome_estimator(lambda _, reward, group, *__: advantages.gpg(reward, group))
 PASS_AT_K = outcome_estimator(
-    lambda _, reward, group, cfg: advantages.pass_at_k(reward, group, normalize=cfg.normalize_advantages),
+    lambda _, reward, group, cfg, __: advantages.pass_at_k(reward, group, normalize=cfg.normalize_advantages),
     "normalize_advantages",
+)
+
+
+def _gdpo(
+    episodes: Sequence[Episode], returns: list[float], groups: list[int], _: AlgorithmConfig, scores: Scores
+) -> Float64:
+    """Credit each part of the reward by itself; where there are no parts, the return is the only one."""
+    if not scores.part_weights:
+        return advantages.gdpo(np.asarray(returns)[:, None], groups, [1.0])
+    return advantages.gdpo([e.components.sum(axis=0) for e in episodes], groups, scores.part_weights)
+
+
+GDPO = outcome_estimator(
+    _gdpo,
+    ignores=frozenset({"reward_scale", "reward_bias", "reward_clip", "reward_norm"})
+    | {"kl_in_reward", "kl_target", "kl_horizon"},
 )
 
 
@@ -98,7 +107,5 @@ GIGPO = AdvantageEstimator(
     compute=_gigpo,
     consumes=frozenset({"normalize_advantages", "std_unbiased", "gamma", "step_advantage_weight"}),
     needs_groups=True,
-    needs_values=False,
-    counts_chunk_steps=False,
     needs_states=True,
 )

@@ -48,6 +48,7 @@ class PolicyGradient:
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
         self.needs_states = self._estimator.needs_states
+        self.needs_greedy = self._estimator.needs_greedy
         self.needs_reference = cfg.kl_beta > 0
         self.needs_reference_in_prepare = cfg.kl_in_reward
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
@@ -78,7 +79,11 @@ class PolicyGradient:
         shaped, metrics = self._shape(episodes, scores)
         keep = self.select(shaped)
         kept = [shaped[i] for i in keep]
-        scores = Scores(states=tuple(scores.states[i] for i in keep) if self.needs_states else ())
+        scores = Scores(
+            states=tuple(scores.states[i] for i in keep) if self.needs_states else (),
+            greedy=tuple(scores.greedy[i] for i in keep) if self.needs_greedy else (),
+            part_weights=scores.part_weights,
+        )
         credits = self._estimator.compute(kept, scores, self._cfg) if kept else []
         for episode, credit in zip(kept, credits, strict=True):
             _require_finite(episode, "advantage", credit.advantage[episode.valid])

@@ -24,6 +24,10 @@ class Scores:
     """[T, L] of the reference policy."""
     states: tuple[IntArray, ...] = ()
     """[T] hash of the observation before each chunk."""
+    greedy: tuple[Episode | None, ...] = ()
+    """The greedy episode of each one's group; None: lost to a crash."""
+    part_weights: tuple[float, ...] = ()
+    """[C] weight of each part of the reward, `EnvSpec.component_weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,8 @@ class Algorithm(Protocol):
     needs_reference: bool
     needs_states: bool
     """`Scores.states`."""
+    needs_greedy: bool
+    """`Scores.greedy`."""
     needs_reference_in_prepare: bool
     """`Scores.logprob` and `Scores.ref_logprob`."""
     recomputes_logprob: bool
@@ -156,10 +162,13 @@ class AdvantageEstimator:
     """Credits aligned with the episodes of one training step."""
     consumes: frozenset[str]
     """Keys below `algorithm` that this estimator reads besides the common ones."""
-    needs_groups: bool
-    needs_values: bool
-    counts_chunk_steps: bool
+    ignores: frozenset[str] = frozenset()
+    """Common keys that it does not read."""
+    needs_groups: bool = False
+    needs_values: bool = False
+    counts_chunk_steps: bool = False
     needs_states: bool = False
+    needs_greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

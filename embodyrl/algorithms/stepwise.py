@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from embodyrl.algorithms.advantages import Float64, discounted, gae, grpo, whiten
-from embodyrl.algorithms.outcome import no_values
+from embodyrl.algorithms.outcome import spread
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.shaping import shape_rewards
 from embodyrl.config.schema import AlgorithmConfig, RewardLevel
 from embodyrl.types import BoolArray, Episode
 
@@ -31,12 +32,19 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) ->
 
 def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
     """Whiten discounted returns-to-go over the batch (REINFORCE++, arXiv 2501.03262)."""
-    parts = []
-    for episode in episodes:
-        reward = _rewards(episode, cfg)
-        to_go = discounted(reward.ravel(), _credited(episode, cfg).ravel(), gamma=cfg.gamma)
-        parts.append(to_go.reshape(reward.shape))
+    parts = [_to_go(episode, cfg, cfg.gamma) for episode in episodes]
     return _whitened_credits(episodes, parts, [_credited(episode, cfg) for episode in episodes])
+
+
+def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+    """Return-to-go minus the return of the greedy episode from the same initial state (ReMax, arXiv 2310.10505).
+
+    An episode whose greedy one was lost to a crashed env worker has nothing to be compared with: its advantage is 0.
+    """
+    return [
+        spread(e, 0.0 if greedy is None else _to_go(e, cfg, 1.0) - shape_rewards([greedy], cfg)[0].episode_return)
+        for e, greedy in zip(episodes, scores.greedy, strict=True)
+    ]
 
 
 def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
@@ -52,10 +60,7 @@ def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: A
 
 def _whitened_credits(episodes: Sequence[Episode], parts: list[Float64], masks: Sequence[BoolArray]) -> list[Credit]:
     _whiten(parts, masks)
-    return [
-        Credit(advantage=np.where(e.valid, part, 0.0).astype(np.float32), returns=no_values(len(e.valid)))
-        for e, part in zip(episodes, parts, strict=True)
-    ]
+    return [spread(episode, part) for episode, part in zip(episodes, parts, strict=True)]
 
 
 def _whiten(parts: Sequence[Float64], masks: Sequence[BoolArray]) -> None:
@@ -66,6 +71,11 @@ def _whiten(parts: Sequence[Float64], masks: Sequence[BoolArray]) -> None:
     ends = np.cumsum([int(m.sum()) for m in masks])
     for part, mask, own in zip(parts, masks, np.split(flat, ends[:-1]), strict=True):
         part[mask] = own
+
+
+def _to_go(episode: Episode, cfg: AlgorithmConfig, gamma: float) -> Float64:
+    reward = _rewards(episode, cfg)
+    return discounted(reward.ravel(), _credited(episode, cfg).ravel(), gamma=gamma).reshape(reward.shape)
 
 
 def _rewards(episode: Episode, cfg: AlgorithmConfig) -> Float64:
@@ -99,21 +109,21 @@ def _one_episode(episode: Episode, cfg: AlgorithmConfig) -> tuple[Float64, Float
 GAE = AdvantageEstimator(
     compute=gae_credits,
     consumes=frozenset({"gamma", "gae_lambda", "reward_type", "normalize_advantages"}),
-    needs_groups=False,
     needs_values=True,
     counts_chunk_steps=True,
 )
 REINFORCE_PP = AdvantageEstimator(
     compute=reinforce_pp_credits,
     consumes=frozenset({"gamma", "reward_type"}),
-    needs_groups=False,
-    needs_values=False,
-    counts_chunk_steps=False,
+)
+REMAX = AdvantageEstimator(
+    compute=remax_credits,
+    consumes=frozenset({"reward_type"}),
+    ignores=frozenset({"reward_norm"}),
+    needs_greedy=True,
 )
 REINFORCE_PP_BASELINE = AdvantageEstimator(
     compute=reinforce_pp_baseline_credits,
     consumes=frozenset(),
     needs_groups=True,
-    needs_values=False,
-    counts_chunk_steps=False,
 )

@@ -201,7 +201,8 @@ class RewardConfig:
     name: str | None = None
     """Reward of a text answer that also decides success (at least 1); docs/text.md lists them."""
     path: str | None = None
-    """In place of a name: package.module:function of (prompt, response, reference) -> number or named numbers."""
+    """Another reward, or the only one: package.module:function of (prompt, response, reference) -> number or named
+    numbers, an http address that is asked, or the folder of a reward model."""
     weights: dict[str, float] = field(default_factory=dict)
     """Weight of each reward by name, 1 where none is given; names not chosen above are added."""
     overlong_buffer: int = 0

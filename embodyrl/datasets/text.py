@@ -39,9 +39,6 @@ class TextRows:
         paths = [self.cfg.path, self.cfg.val_path]
         return tuple((path, _read(path, self.cfg)) for path in paths if path is not None)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def __getstate__(self) -> dict[str, Any]:
         return {f: getattr(self, f) for f in ("cfg", "name", "held_out", "prompt_bytes", "keep")}
 

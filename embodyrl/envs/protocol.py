@@ -101,6 +101,8 @@ class Judge(Protocol):
     """Turns answers into rewards. Picklable; each env worker has its own."""
 
     components: tuple[str, ...]
+    weights: tuple[float, ...]
+    """What each component counts in the reward."""
 
     def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
         """Judge a batch; a reward function that fails or runs out of time earns 0 and is counted as a component."""

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-from embodyrl.rewards import REWARDS
+from embodyrl.rewards.services import find
 
 
 def main() -> None:
@@ -17,7 +17,14 @@ def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what reward functions print must not mix with the replies
-    functions = [REWARDS.get(name) for name in names]
+    try:
+        functions = [find(name) for name in names]
+        for function in functions:
+            if prepare := getattr(function, "prepare", None):
+                prepare()
+    except Exception as error:  # the judge says it to the user
+        out.write(" ".join(f"{type(error).__name__}: {error}".split())[:300] + "\n")
+        return
     out.write("ready\n")
     for line in sys.stdin:
         for prompt, response, reference in json.loads(line):

@@ -16,39 +16,37 @@ from embodyrl.config.schema import RewardConfig
 from embodyrl.conversation import Answer, Judgement
 from embodyrl.errors import EmbodyError, UnknownNameError
 from embodyrl.rewards.registry import REWARDS
+from embodyrl.rewards.services import find
 
 ERRORS, OVERLONG = "errors", "overlong"
-_START_S, _GRACE_S = 60.0, 5.0
+_START_S, _GRACE_S = 300.0, 5.0
 _CHILD = "from embodyrl.rewards.child import main; main()"
 
 
 def chosen(cfg: RewardConfig) -> list[str]:
     """Names of the rewards, the one that decides success first."""
-    first = cfg.path or cfg.name
-    own = _components(first) if first else ()
-    return [*([first] if first else []), *(n for n in cfg.weights if n != first and n not in own)]
+    first = [n for n in (cfg.name, cfg.path) if n]
+    own = {*first, *(part for n in first for part in _components(n))}
+    return [*first, *(n for n in cfg.weights if n not in own)]
 
 
 def problems(cfg: RewardConfig) -> list[str]:
     """Problems below `reward`, one line each."""
-    found = []
-    if (cfg.name is None) == (cfg.path is None):
-        found.append(
-            "reward.name and reward.path: set one of them, a registered reward "
-            f"({', '.join(REWARDS.names())}) or package.module:function."
-        )
-    for name in (n for n in (cfg.name, cfg.path) if n):
-        try:
-            REWARDS.get(name)
-        except UnknownNameError as error:
-            found += error.problems
-    if not found:
-        for name in chosen(cfg)[1:]:
-            try:
-                REWARDS.get(name)
-            except UnknownNameError as error:
-                found += [f"reward.weights: {line}" for line in error.problems]
-    return found
+    if cfg.name is None and cfg.path is None:
+        return [
+            f"reward.name and reward.path: set one of them, a registered reward ({', '.join(REWARDS.names())}), or "
+            "package.module:function, an http address, or the folder of a reward model."
+        ]
+    found = [line for name in (cfg.name, cfg.path) if name for line in _unknown(name)]
+    return found or [f"reward.weights: {line}" for name in chosen(cfg) for line in _unknown(name)]
+
+
+def _unknown(name: str) -> list[str]:
+    try:
+        find(name)
+    except UnknownNameError as error:
+        return error.problems
+    return []
 
 
 def build_judge(cfg: RewardConfig, max_tokens: int) -> RewardJudge:
@@ -56,12 +54,13 @@ def build_judge(cfg: RewardConfig, max_tokens: int) -> RewardJudge:
     names = tuple(chosen(cfg))
     parts = [part for name in names for part in _components(name)]
     components = (*parts, *([OVERLONG] if cfg.overlong_buffer else []), ERRORS)
-    return RewardJudge(cfg=cfg, names=names, components=components, max_tokens=max_tokens)
+    weights = (*(cfg.weights.get(name, 1.0) for name in components[:-1]), 0.0)
+    return RewardJudge(cfg=cfg, names=names, components=components, weights=weights, max_tokens=max_tokens)
 
 
 def _components(name: str) -> tuple[str, ...]:
     """A function that returns several numbers declares their names in its attribute `components`."""
-    return tuple(getattr(REWARDS.get(name), "components", (name.rpartition(":")[2],)))
+    return tuple(getattr(find(name), "components", (name.rpartition(":")[2],)))
 
 
 def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
@@ -76,6 +75,7 @@ class RewardJudge:
     cfg: RewardConfig
     names: tuple[str, ...]
     components: tuple[str, ...]
+    weights: tuple[float, ...]
     max_tokens: int
     _children: list[_Child] = field(default_factory=list, repr=False)
 
@@ -100,9 +100,8 @@ class RewardJudge:
                 buffer=self.cfg.overlong_buffer,
                 factor=self.cfg.overlong_penalty,
             )
-        weight = [self.cfg.weights.get(name, 1.0) for name in self.components[:-1]]
         return Judgement(
-            reward=sum(w * v for w, v in zip(weight, values, strict=False)),
+            reward=sum(w * v for w, v in zip(self.weights, values, strict=True)),
             success=values[0] >= 1.0 - 1e-6,
             components=tuple(values),
             problem=problem,
@@ -136,8 +135,10 @@ class _Child:
                 stdout=subprocess.PIPE,
                 env=environ,
             )
-            if self._line(_START_S) is None:
-                raise EmbodyError(f"The process that judges answers with {', '.join(self._names)} does not start.")
+            if (said := self._line(_START_S)) != b"ready":
+                self.stop()
+                why = "no sign of life" if said is None else said.decode()
+                raise EmbodyError(f"The process that judges with {', '.join(self._names)} does not start: {why}")
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(answers).encode() + b"\n")
         self._process.stdin.flush()

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.algorithms.protocol import Algorithm, Scores
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Ticket
+from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.jobs import Collection
-from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import LoadOrder, SaveOrder, ScoreOrder, UpdateOrder
 
@@ -21,12 +21,13 @@ ALGORITHM_FILE = "algorithm.json"
 class Actors:
     """Scores, trains, saves and loads; replay batches are tickets, their contents stay in the arena."""
 
-    def __init__(self, policy: PolicyClient, arena: Arena, algorithm: Algorithm, *, in_parts: bool) -> None:
-        """Join; `in_parts`: the policy acts between the micro-batches of an update."""
-        self._policy = policy
-        self._arena = arena
+    def __init__(self, crew: Crew, algorithm: Algorithm, blueprint: Blueprint) -> None:
+        self._policy = crew.policy
+        self._arena = crew.arena
         self._algorithm = algorithm
-        self._in_parts = in_parts
+        self._part_weights = blueprint.env.component_weights
+        # The policy acts between the micro-batches of an update.
+        self._in_parts = blueprint.cfg.algorithm.max_staleness > 0
 
     def score(self, collection: Collection) -> Scores:
         """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""
@@ -42,6 +43,8 @@ class Actors:
             logprob=tuple(arena["logprob"][records] for records in wants),
             ref_logprob=tuple(arena["ref_logprob"][records] for records in wants),
             states=tuple(self._hashes(records) for records in rows) if algorithm.needs_states else (),
+            greedy=tuple(collection.greedy.get(e.spec.group_id) for e in collection.episodes),
+            part_weights=self._part_weights,
         )
 
     def _hashes(self, records: IntArray) -> IntArray:

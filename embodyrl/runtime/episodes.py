@@ -130,6 +130,12 @@ def refill_plan(cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int)
     return _list_plan(cfg, cfg.env.train, episodes)
 
 
+def greedy_plan(cfg: Config, plan: RolloutPlan) -> RolloutPlan:
+    """Plan one more episode of each group of a training step, from its initial state."""
+    first = {e.group_id: e for wave in plan.waves for queue in wave.queues for e in queue}
+    return _list_plan(cfg, cfg.env.train, [first[group] for group in sorted(first)])
+
+
 def eval_plan(cfg: Config, env: EnvSpec) -> RolloutPlan:
     """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed."""
     split = cfg.env.eval

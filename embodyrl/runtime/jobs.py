@@ -44,6 +44,8 @@ class Collection:
     """Episodes that other groups ran in place of; their records are gone."""
     refills: int = 0
     """Groups that ran in their place."""
+    greedy: dict[int, Episode] = field(default_factory=dict)
+    """Greedy episode of each group, where the algorithm compares with it."""
     tally: Tally = field(default_factory=Tally)
     video_problems: list[str] = field(default_factory=list)
 

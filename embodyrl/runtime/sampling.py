@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from embodyrl.algorithms.protocol import Algorithm
 from embodyrl.runtime.build import Blueprint, Crew
-from embodyrl.runtime.episodes import RolloutPlan, groups_per_step, refill_plan, train_plan
+from embodyrl.runtime.episodes import RolloutPlan, greedy_plan, groups_per_step, refill_plan, train_plan
 from embodyrl.runtime.jobs import Collection, Job
 from embodyrl.types import Episode
 
@@ -39,6 +39,10 @@ class Sampler:
 
         job.on_episode = note
         collection = self._rollouts.finish(job)
+        if self._algorithm.needs_greedy:
+            found = self._rollouts.collect(Job(greedy_plan(self._cfg, job.plan), greedy=True, keep=False))
+            collection.greedy = {e.spec.group_id: e for e in found.episodes}
+            collection.tally.add(found.tally)
         for attempt in range(self._cfg.algorithm.filter_refills):
             kept = [collection.episodes[i] for i in self._algorithm.select(collection.episodes)]
             missing = groups_per_step(self._cfg) - len({e.spec.group_id for e in kept})

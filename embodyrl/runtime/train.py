@@ -91,7 +91,7 @@ class _Training:
             self.monitor.close()
 
     def _train(self, crew: Crew, start: Path | None) -> TrainResult:
-        actors = Actors(crew.policy, crew.arena, self.algorithm, in_parts=self.cfg.algorithm.max_staleness > 0)
+        actors = Actors(crew, self.algorithm, self.blueprint)
         try:
             if start is not None:
                 actors.load(start)

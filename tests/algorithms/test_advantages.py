@@ -15,7 +15,7 @@ from algorithm_cases import (
     token_rewards,
 )
 
-from embodyrl.algorithms.advantages import discounted, gae, gpg, grpo, opo, pass_at_k, rloo, step_groups, whiten
+from embodyrl.algorithms.advantages import discounted, gae, gdpo, gpg, grpo, opo, pass_at_k, rloo, step_groups, whiten
 
 
 def reference_gae() -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +54,22 @@ def test_pass_at_k_credits_the_lead_of_the_best():
     np.testing.assert_allclose(pass_at_k([1, 0, 0.5], [0, 0, 0], normalize=False), [0.5, 0, 0])
     np.testing.assert_allclose(pass_at_k([1, 0, 0.5], [0, 0, 0]), [0.5 / (0.5 + 1e-6), 0, 0])
     np.testing.assert_array_equal(pass_at_k([2.0, -1.0, 2.0], [0, 0, 0], normalize=False), 0.0)  # no lead
+
+
+def test_gdpo_sums_normalised_parts_and_whitens_over_the_batch():
+    other, weight = np.array([0.0, 1.0, 0.0, 1.0, 1.0, 0.0]), (1.0, 0.5)
+    third = np.sqrt(1 / 3)
+    normalised = np.array([-third, 2 * third, -third, third, third, -2 * third])  # (x - 1/3) / sqrt(1/3) and mirrored
+    total = np.array(GRPO_REFERENCE) + 0.5 * normalised
+    expected = (total - total.mean()) / total.std(ddof=1)
+    np.testing.assert_allclose(gdpo(np.stack([REWARDS, other], 1), GROUPS, weight), expected, atol=1e-5)
+    louder = gdpo(np.stack([REWARDS, 100 * other], 1), GROUPS, weight)
+    np.testing.assert_allclose(louder, expected, atol=1e-5)
+
+
+def test_gdpo_compares_a_group_of_one_with_nobody():
+    found = gdpo([[1.0], [0.0], [5.0]], [0, 0, 1], [1.0])
+    np.testing.assert_allclose(found, [1.0, -1.0, 0.0], atol=1e-5)
 
 
 def test_return_to_go_skips_a_hole_in_the_mask():

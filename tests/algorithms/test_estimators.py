@@ -1,5 +1,7 @@
 """Estimators from episodes to credits, through `prepare`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from algorithm_cases import (
@@ -12,7 +14,7 @@ from algorithm_cases import (
     reference_episodes,
 )
 
-from embodyrl.algorithms import ADVANTAGES, build_algorithm
+from embodyrl.algorithms import ADVANTAGES, build_algorithm, consumed_keys
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.config.schema import AlgorithmConfig, RewardLevel
 
@@ -67,6 +69,43 @@ def test_gigpo_compares_steps_from_equal_states_within_a_group():
     assert algorithm.needs_states
     batch = algorithm.prepare(episodes, Scores(states=states))
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 2 * 0.5, -0.5, -0.5 - 2 * 0.5])
+
+
+def test_remax_compares_with_the_greedy_episode_under_the_same_shaping():
+    """Returns of the six episodes are 1, 0, 0.5, 2, -1, 2; one greedy episode was lost."""
+    greedy = [make_episode([[r]]) for r in (1.0, 0.5, 1.0, 1.0, 1.0)]
+    scores = Scores(greedy=(*greedy, None))
+    for scale in (1.0, 3.0):
+        cfg = AlgorithmConfig(adv_type="remax", loss_type="pg", group_size=1, reward_scale=scale)
+        algorithm = build_algorithm(cfg)
+        assert algorithm.needs_greedy
+        batch = algorithm.prepare(reference_episodes(), scores)
+        expected = scale * np.repeat([0.0, -0.5, -0.5, 1.0, -2.0, 0.0], LENGTHS)
+        np.testing.assert_allclose(batch.advantage[:, 0], expected, atol=1e-6)
+
+
+def test_remax_credits_what_comes_after_a_step():
+    cfg = AlgorithmConfig(adv_type="remax", loss_type="pg", group_size=1, gamma=1.0)
+    batch = build_algorithm(cfg).prepare([make_episode([[3.0], [1.0]])], Scores(greedy=(make_episode([[2.0]]),)))
+    np.testing.assert_allclose(batch.advantage[:, 0], [4.0 - 2.0, 1.0 - 2.0])
+
+
+def test_gdpo_reads_the_parts_of_the_reward():
+    parts = [(1.0, 0.0), (0.0, 0.0), (1.0, 40.0), (1.0, 0.0)]
+    episodes = [
+        replace(make_episode([[0.0]], episode_id=i, group=i // 2, first_record=i), components=np.array([part]))
+        for i, part in enumerate(parts)
+    ]
+    algorithm = build_algorithm(AlgorithmConfig(adv_type="gdpo", group_size=2))
+    batch = algorithm.prepare(episodes, Scores(part_weights=(1.0, 0.5)))
+    # Within pairs both parts become +-1/sqrt(2), whatever their size; the second one counts half.
+    np.testing.assert_allclose(batch.advantage[:, 0] / batch.advantage[2, 0], [2.0, -2.0, 1.0, -1.0], atol=1e-4)
+
+
+def test_gdpo_refuses_keys_that_shape_the_sum_of_the_parts():
+    assert not {"reward_clip", "kl_in_reward"} & consumed_keys("gdpo", "ppo_clip")
+    assert "reward_norm" not in consumed_keys("remax", "pg")
+    assert "reward_norm" in consumed_keys("grpo", "ppo_clip")
 
 
 def test_advantages_are_clipped_where_asked():

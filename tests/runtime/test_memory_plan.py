@@ -37,7 +37,7 @@ def peak(pid: int) -> int:
 def test_the_estimate_is_near_the_measured_peak(tmp_path, words):
     with running_crew(tmp_path, "launcher=local", "env.kwargs.echo=true", *words) as stage:
         blueprint, crew = stage.blueprint, stage.crew
-        actors = Actors(crew.policy, crew.arena, blueprint.algorithm, in_parts=False)
+        actors = Actors(crew, blueprint.algorithm, blueprint)
         plan = train_plan(blueprint.cfg, blueprint.env, 0, counts_chunk_steps=False)
         rollout = crew.rollouts.collect(Job(plan))
         actors.update(0, rollout, blueprint.algorithm.prepare(rollout.episodes, actors.score(rollout)))

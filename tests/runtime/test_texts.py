@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from text_runs import text_config
+from text_runs import SMALL, text_config
 from toy_runs import comparable, rows
+from transformers import AutoTokenizer
 
+from embodyrl.cli.main import main
 from embodyrl.config.load import load_config, save_config
 from embodyrl.errors import ConfigError
+from embodyrl.policies.causal_lm.loading import tiny_model, tiny_tokenizer
 from embodyrl.runtime.build import draw_blueprint
 from embodyrl.runtime.checks import check_components
 from embodyrl.runtime.sft import sft
@@ -60,6 +63,49 @@ def test_a_token_budget_does_not_change_the_gradient(tmp_path: Path):
         found.append(rows(train(cfg).run)[0])
     for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
         assert found[1][key] == pytest.approx(found[0][key], rel=1e-4, abs=1e-6), key
+
+
+@pytest.mark.integration
+def test_remax_runs_one_greedy_episode_per_group_and_gdpo_sees_the_parts(tmp_path: Path):
+    words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "runner.max_steps=1")
+    cfg = text_config(tmp_path, *words, "runner.experiment_name=remax")
+    (row,) = rows(train(cfg).run)
+    assert 0 <= row["train/greedy_return"] < 1
+    assert row["train/episodes"] == 8
+    assert row["env/steps"] > 8 * row["train/episode_len"], "the greedy episodes are work, too"
+    assert row["train/advantage_mean"] == pytest.approx(row["train/return"] - row["train/greedy_return"], abs=0.3)
+    assert row["actor/grad_norm"] > 0
+    (row,) = rows(train(text_config(tmp_path, "algorithm=gdpo", "runner.max_steps=1")).run)
+    assert row["train/advantage_abs_max"] > 0.5
+    assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.integration
+def test_a_model_folder_with_a_chat_template_learns_from_a_file_of_sums(tmp_path: Path):
+    """The command line as in the README: the folder of a model, GSM8K's columns, the preset's reward."""
+    tokenizer = tiny_tokenizer()
+    said = "{% for m in messages %}|{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = "{{ bos_token }}" + said + "{% if add_generation_prompt %}={% endif %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_model(len(tokenizer), 0).save_pretrained(tmp_path / "model")
+    sums = [{"question": f"{a}+{b}", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a in range(5) for b in range(8)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    words = ["env=text/gsm8k", f"data.path={tmp_path}/sums.jsonl", "model=causal_lm", f"model.path={tmp_path}/model"]
+    words += ["data.prompt_template='{prompt}'", "algorithm.sampling_params.max_new_tokens=6", *SMALL]
+    words += [f"runner.output_dir={tmp_path}/runs", "runner.experiment_name=run", "runner.logger.backends=[jsonl]"]
+    words += ["runner.val_check_interval=2", "launcher=local", "algorithm.entropy_bonus=0.01"]
+    assert main(["train", *words]) == 0
+    run = tmp_path / "runs" / "run"
+    first, *_, last = rows(run)
+    assert first["step"] == 0
+    assert last["step"] == 2
+    assert last["train/reward_errors"] == 0
+    assert last["actor/logprob_gap"] < 0.05
+    assert last["actor/grad_norm"] > 0
+    policy = AutoTokenizer.from_pretrained(next(run.glob("checkpoints/step_*/policy")))
+    assert policy.chat_template == tokenizer.chat_template
+    seen = [json.loads(line) for line in next(run.glob("eval/step_*/episodes.jsonl")).read_text().splitlines()]
+    assert len(seen) == 4
 
 
 @pytest.mark.integration

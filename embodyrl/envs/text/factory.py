@@ -49,6 +49,7 @@ class TextFactory:
             prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
             held_out=rows.held_out,
             components=cfg.judge.components,
+            component_weights=cfg.judge.weights,
         )
 
     def make(self, cfg: EnvConfig, num_slots: int) -> ConversationEnv:

@@ -109,6 +109,7 @@ class VllmEngine:
                 repetition_penalty=s.repetition_penalty,
                 stop=s.stop or None,
                 include_stop_str_in_output=True,
+                detokenize=bool(s.stop),  # a sixth of the time of a small model
                 max_tokens=limit,
                 logprobs=0,
                 seed=None if noise is None else int(float(noise[i, 0]) * 2**31),

@@ -1,0 +1,75 @@
+"""Rewards from elsewhere: a service that answers over HTTP, and a model trained to judge."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import CheckpointError
+from embodyrl.rewards.registry import REWARDS, Reward
+
+
+def find(name: str) -> Reward:
+    """The reward of a registered name, package.module:function, http(s) address, or folder of a reward model.
+
+    Raises:
+        UnknownNameError: nothing has this name.
+    """
+    if name.startswith(("http://", "https://")):
+        return RemoteReward(name)
+    folder = resolve_asset(name)
+    return RewardModel(folder) if "/" in name and (folder / "config.json").is_file() else REWARDS.get(name)
+
+
+@dataclass(frozen=True)
+class RemoteReward:
+    """Posts {prompt, response, reference} as JSON; the answer is a number, or an object with `reward`."""
+
+    url: str
+    components = ("remote",)
+
+    def __call__(self, prompt: str, response: str, reference: str) -> float:
+        body = json.dumps({"prompt": prompt, "response": response, "reference": reference}).encode()
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as reply:  # the judge's alarm is the deadline
+            value = json.load(reply)
+        return float(value["reward"] if isinstance(value, dict) else value)
+
+
+@dataclass
+class RewardModel:
+    """A sequence classifier with one output, which is the reward; reads the dialogue through its chat template."""
+
+    folder: Path
+    components = ("model",)
+
+    def prepare(self) -> None:
+        """Load the model, before the time of any answer runs.
+
+        Raises:
+            CheckpointError: the folder holds no such model.
+        """
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, **options)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(self.folder, use_safetensors=True, **options)
+        if model.config.num_labels != 1:
+            raise CheckpointError(f"{self.folder}: a reward model has 1 output, this one {model.config.num_labels}.")
+        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    def __call__(self, prompt: str, response: str, reference: str) -> float:
+        import torch
+
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        if self._tokenizer.chat_template is None:
+            ids = self._tokenizer(prompt + response, return_tensors="pt")["input_ids"]
+        else:
+            ids = self._tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=False)
+        with torch.no_grad():
+            return float(self._model(input_ids=ids.to(self._model.device)).logits)
