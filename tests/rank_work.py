@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch.distributed import TCPStore
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.runtime.build import Blueprint, _policy_spec, draw_blueprint
+from embodyrl.runtime.build import Blueprint, draw_blueprint
+from embodyrl.runtime.policy_hosts import policy_init
 from embodyrl.types import encode_instruction
 from embodyrl.workers.messages import InferItem, InferOrder, LoadOrder, RankSeat, SaveOrder, UpdateOrder
 from embodyrl.workers.policy_host import PolicyHost
@@ -34,7 +35,7 @@ class Job:
     load: Path | None = None
 
 
-def run_ranks(folder: Path, world: int, jobs: Sequence[Job], *, deadline_s: float = 280.0) -> None:
+def run_ranks(folder: Path, world: int, jobs: Sequence[Job], *, deadline_s: float = 900.0) -> None:
     """Carry out jobs on `world` ranks; each leaves <folder>/<name>/ with metrics.json and what was saved."""
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in jobs]
     context = multiprocessing.get_context("spawn")
@@ -77,8 +78,7 @@ def _do(folder: Path, rank: int, world: int, job: Job, port: int) -> None:
     blueprint = draw_blueprint(cfg, training=True)
     seat = RankSeat(rank=rank, world=world, host="127.0.0.1" if world > 1 else "", port=port)
     arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
-    host = _policy_spec(blueprint, arena, None, "policy", seat).build()
-    assert isinstance(host, PolicyHost)
+    host = PolicyHost(replace(policy_init(blueprint, arena, None), seat=seat))
     tickets = _fill(arena, blueprint, host)
     if job.load is not None:
         list(host.handle(LoadOrder(sequence=0, folder=str(job.load))))

@@ -73,7 +73,7 @@ def comparable(run: Path) -> list[dict[str, Any]]:
 def weights(run: Path, step: int) -> dict[str, bytes]:
     """The policy's weight files of a checkpoint."""
     folder = run / "checkpoints" / f"step_{step:06d}" / "policy"
-    files = {p.name: p.read_bytes() for p in sorted(folder.glob("*.safetensors"))}
+    files = {p.name: p.read_bytes() for p in sorted(folder.rglob("*.safetensors"))}
     assert files, f"no weights in {folder}"
     return files
 

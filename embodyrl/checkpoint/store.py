@@ -7,7 +7,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,16 @@ class CheckpointStore:
     def write(
         self, step: int, fill: Callable[[Path], None], meta: Mapping[str, Any], *, expected_bytes: int | None = None
     ) -> Path:
-        """Write a checkpoint: `fill(folder)` puts its files into a scratch folder, which is then moved into place.
+        """Write a checkpoint: `stage` and `commit`."""
+        self.stage(step, fill, expected_bytes=expected_bytes)
+        return self.commit(step, meta)
+
+    def stage(self, step: int, fill: Callable[[Path], None], *, expected_bytes: int | None = None) -> None:
+        """Let `fill(folder)` put the files of a checkpoint into a scratch folder.
 
         Args:
             step: training step; must not exist yet.
             fill: writes plain files and folders.
-            meta: JSON values kept in the manifest.
             expected_bytes: size of the checkpoint; default: that of the newest one, with some headroom.
 
         Raises:
@@ -84,21 +89,40 @@ class CheckpointStore:
         scratch = self._scratch(step)
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        try:
+        with self._cleaned_up(step, needed):
             fill(scratch)
-            _seal(scratch, step, meta)
-            os.replace(scratch, target)
+
+    def commit(self, step: int, meta: Mapping[str, Any]) -> Path:
+        """Bring what was staged to the disk, seal it with its manifest and move it into place.
+
+        Args:
+            step: training step.
+            meta: JSON values kept in the manifest.
+
+        Raises:
+            CheckpointError: the disk is full. Nothing is left behind.
+        """
+        target = self.path(step)
+        with self._cleaned_up(step):
+            _seal(self._scratch(step), step, meta)
+            os.replace(self._scratch(step), target)
+        _sync(self.root)
+        return target
+
+    @contextmanager
+    def _cleaned_up(self, step: int, needed: int = 0) -> Iterator[None]:
+        """Leave no scratch folder behind when the body fails, and name a full disk."""
+        scratch = self._scratch(step)
+        try:
+            yield
         except BaseException as error:
             written = size_bytes(scratch)
             shutil.rmtree(scratch, ignore_errors=True)
             if _is_full_disk(error):
                 free = shutil.disk_usage(self.root).free
-                raise CheckpointError(
-                    _full_disk(target, needed=max(needed, written), free=free, cause=error)
-                ) from error
+                text = _full_disk(self.path(step), needed=max(needed, written), free=free, cause=error)
+                raise CheckpointError(text) from error
             raise
-        _sync(self.root)
-        return target
 
     def verify(self, path: Path) -> Manifest:
         """Check a checkpoint byte by byte before it is used.

@@ -10,10 +10,10 @@ from embodyrl.errors import ConfigError
 COMPONENTS = ("env", "rollout", "actor")
 
 
-def parse_placement(placement: Mapping[str, str], num_nodes: int) -> dict[str, tuple[int, ...]]:
+def parse_placement(placement: Mapping[str, str], num_nodes: int, *, apart: bool = True) -> dict[str, tuple[int, ...]]:
     """Turn {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
 
-    Of two entries for one component the later counts.
+    Of two entries for one component the later counts. Unless they are `apart`, rollout and actor need the same nodes.
 
     Raises:
         ConfigError: an unknown or missing component, or a node that does not exist.
@@ -30,10 +30,10 @@ def parse_placement(placement: Mapping[str, str], num_nodes: int) -> dict[str, t
             found[name] = nodes
     if missing := [name for name in COMPONENTS if name not in found]:
         raise ConfigError(f"cluster.component_placement does not say where {', '.join(missing)} run; add it.")
-    if found["rollout"] != found["actor"]:
+    if found["rollout"] != found["actor"] and not apart:
         raise ConfigError(
-            "cluster.component_placement: rollout and actor share a process and need the same nodes; "
-            "write the same for both."
+            "cluster.component_placement: with rollout.mode=collocated rollout and actor share a process and need the "
+            "same nodes; write the same for both, or use rollout.mode=disaggregated."
         )
     return found
 

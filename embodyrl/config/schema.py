@@ -97,7 +97,10 @@ class LauncherConfig:
 @dataclass
 class RolloutConfig:
     mode: RolloutMode = RolloutMode.collocated
-    """collocated: rollout and actor share one process and one copy of the weights."""
+    """collocated: rollout and actor share one process and one copy of the weights; disaggregated: other processes act,
+    and new weights are copied to them between two chunks."""
+    num_workers: int = 1
+    """Processes that act with rollout.mode=disaggregated."""
     backend: str = "hf"
     """hf: the policy's own module; vllm: language models only."""
     pipeline_stage_num: int = 2
@@ -233,6 +236,8 @@ class CheckpointConfig:
     """Newest checkpoints that stay."""
     keep_best: bool = True
     """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
+    async_save: bool = False
+    """Go on training once the files are written, while they are hashed, synced to the disk and moved into place."""
 
 
 @dataclass

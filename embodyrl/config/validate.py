@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from embodyrl.config.keys import all_keys, leaves, plain, spell
 from embodyrl.config.placement import parse_placement
-from embodyrl.config.schema import ClusterConfig, Config
+from embodyrl.config.schema import ClusterConfig, Config, RolloutMode
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
@@ -126,6 +126,7 @@ RULES: dict[str, Rule] = {
     "algorithm.sampling_params.top_p": _number(lambda v: 0 < v <= 1, "greater than 0 and at most 1"),
     "rollout.pipeline_stage_num": _COUNT,
     "rollout.backend": _one_of("hf", "vllm"),
+    "rollout.num_workers": _COUNT,
     "actor.micro_batch_size": _COUNT,
     "actor.global_batch_size": _COUNT,
     "actor.max_tokens_per_mbs": _COUNT,
@@ -168,7 +169,6 @@ RULES: dict[str, Rule] = {
 _NO_OFFLOAD = "offloading is not available in this version"
 
 UNAVAILABLE: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "rollout.mode": (("collocated",), "separate rollout processes are not available in this version"),
     "rollout.enable_offload": ((False,), _NO_OFFLOAD),
     "env.train.enable_offload": ((False,), _NO_OFFLOAD),
     "env.eval.enable_offload": ((False,), _NO_OFFLOAD),
@@ -250,7 +250,8 @@ def _cluster(cfg: Config) -> str | None:
     name, cluster = cfg.launcher.name, cfg.cluster
     if name == "ray":
         try:
-            parse_placement(cluster.component_placement, cluster.num_nodes)
+            apart = cfg.rollout.mode == RolloutMode.disaggregated
+            parse_placement(cluster.component_placement, cluster.num_nodes, apart=apart)
         except ConfigError as error:
             return str(error)
         return None
@@ -274,15 +275,22 @@ def _ranks(cfg: Config) -> str | None:
             f"actor.fsdp.size={fsdp.size} is not a multiple of actor.fsdp.shard_size={fsdp.shard_size}: every copy of "
             f"the weights needs as many ranks. Use actor.fsdp.shard_size=-1."
         )
-    if fsdp.size > 1 and cfg.rollout.backend != "hf":
+    collocated = cfg.rollout.mode == RolloutMode.collocated
+    if fsdp.size > 1 and cfg.rollout.backend != "hf" and collocated:
         return (
             f"rollout.backend={cfg.rollout.backend} generates with one actor rank. Use actor.fsdp.size=1, "
-            "or rollout.backend=hf."
+            "rollout.mode=disaggregated, or rollout.backend=hf."
         )
-    if (fsdp.size > 1 or fsdp.cpu_offload) and cfg.algorithm.max_staleness:
+    if (fsdp.size > 1 or fsdp.cpu_offload) and cfg.algorithm.max_staleness and collocated:
         return (
             f"algorithm.max_staleness={cfg.algorithm.max_staleness} acts while it trains, which takes one actor rank "
-            "with its weights in place. Use actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
+            "with its weights in place. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and "
+            "actor.fsdp.cpu_offload=false."
+        )
+    if collocated and cfg.rollout.num_workers > 1:
+        return (
+            f"rollout.num_workers={cfg.rollout.num_workers}: with rollout.mode=collocated the actor ranks act. "
+            "Use rollout.mode=disaggregated, or actor.fsdp.size."
         )
     if fsdp.size > 1 and cfg.model.compile:
         return "model.compile=true works with one actor rank. Use actor.fsdp.size=1, or model.compile=false."

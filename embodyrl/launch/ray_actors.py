@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.channels.arena import Arena
+from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.config.placement import parse_placement
 from embodyrl.config.schema import ClusterConfig
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.launch.protocol import Event, WorkerDied
-from embodyrl.launch.remote import Rows, copy_in, copy_out, paste
+from embodyrl.launch.remote import Pools, Rows, copy_in, copy_out, paste
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log_tail
 from embodyrl.workers.messages import WorkerFailed
 
@@ -58,17 +58,15 @@ class RemoteWorker:
         self._told = 0
         self._spec = spec
         self._beside_driver = ray.get_runtime_context().get_node_id() == driver_node
-        self._arena: Arena | None = None
+        self._pools: Pools | None = None
         self._worker: Worker | None = None
 
     def start(self) -> _Answer:
         """Build the worker."""
-        handle = self._spec.init.arena
-        if self._beside_driver:
-            self._arena = Arena.attach(handle)
-        else:
-            self._arena = Arena.create(handle.layout, handle.capacity)
-        init = replace(self._spec.init, shared_arena=self._arena)
+        self._pools = pools = _open_pools(self._spec, mirror=not self._beside_driver)
+        init = replace(self._spec.init, shared_arena=pools.arena)
+        if pools.mail is not None:
+            init = replace(init, mail=pools.mail.handle)
         try:
             self._worker = replace(self._spec, init=init).build()
         except Exception as error:
@@ -77,14 +75,14 @@ class RemoteWorker:
 
     def handle(self, order: Any, rows: list[Rows]) -> _Answer:
         """Carry out an order."""
-        assert self._worker is not None and self._arena is not None, "not started"
+        assert self._worker is not None and self._pools is not None, "not started"
         if not self._beside_driver:
-            paste(self._arena, rows)
+            paste(self._pools, rows)
         try:
             replies = tuple(self._worker.handle(order))
         except Exception as error:
             return self._answer(describe_failure(error))
-        return self._answer(*replies, rows=[] if self._beside_driver else copy_out(self._arena, order))
+        return self._answer(*replies, rows=[] if self._beside_driver else copy_out(self._pools, order))
 
     def _answer(self, *replies: Any, rows: list[Rows] | None = None) -> _Answer:
         sys.stdout.flush()
@@ -99,7 +97,7 @@ class RemoteWorker:
 class _Seat:
     actor: Any
     node: str
-    arena: Arena
+    pools: Pools
     beside_driver: bool
     log: Path
     since: float
@@ -125,7 +123,6 @@ class RayLauncher:
         self._look_at = 0.0
         self._lost: set[str] = set()
         """Nodes that could not be reached; they are not used again."""
-        self._arenas: dict[str, Arena] = {}
         self._events: deque[Event] = deque()
 
     def _find_nodes(self, count: int) -> list[str]:
@@ -146,14 +143,11 @@ class RayLauncher:
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         assert spec.name not in self._seats, f"worker {spec.name} is already running"
         number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
-        chosen = self._placement["env" if spec.restartable else "actor"]
+        chosen = self._placement[spec.component]
         living = _living() - self._lost
         candidates = [self._nodes[i] for i in chosen if self._nodes[i] in living] or [self._driver_node]
         node = candidates[number % len(candidates)]
-        handle = spec.init.arena
-        if handle.path not in self._arenas:
-            self._arenas[handle.path] = Arena.attach(handle)
-        gpus = 1 if not spec.restartable and ray.cluster_resources().get("GPU", 0) else 0
+        gpus = 1 if spec.component != "env" and ray.cluster_resources().get("GPU", 0) else 0
         options = {
             "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
             "num_gpus": gpus,
@@ -166,7 +160,7 @@ class RayLauncher:
         seat = _Seat(
             actor=actor,
             node=node,
-            arena=self._arenas[handle.path],
+            pools=_open_pools(spec, mirror=False),
             beside_driver=node == self._driver_node,
             log=self._log_dir / f"{spec.name}.log",
             since=time.monotonic(),
@@ -182,7 +176,7 @@ class RayLauncher:
         if not seat.limits:
             seat.since = time.monotonic()
         seat.limits.append(timeout_s)
-        rows = [] if seat.beside_driver else copy_in(seat.arena, order)
+        rows = [] if seat.beside_driver else copy_in(seat.pools, order)
         seat.open.append(seat.actor.handle.remote(order, rows))
 
     def wait(self, timeout_s: float) -> list[Event]:
@@ -237,7 +231,7 @@ class RayLauncher:
         if answer.log:
             with open(seat.log, "ab") as file:
                 file.write(answer.log)
-        paste(seat.arena, answer.rows)
+        paste(seat.pools, answer.rows)
         for reply in answer.replies:
             if isinstance(reply, WorkerFailed):
                 self._bury(name, f"raised {reply.error}", traceback=reply.traceback, exit_code=reply.exit_code)
@@ -247,6 +241,7 @@ class RayLauncher:
 
     def _bury(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
         seat = self._seats.pop(name)
+        seat.pools.close()
         ray.kill(seat.actor, no_restart=True)
         died = WorkerDied(
             reason=reason, log=str(seat.log), traceback=traceback or log_tail(seat.log), exit_code=exit_code
@@ -259,13 +254,21 @@ class RayLauncher:
     def stop(self, *, grace_s: float = 10.0) -> None:
         for seat in self._seats.values():
             ray.kill(seat.actor, no_restart=True)
+            seat.pools.close()
         self._seats.clear()
         self._events.clear()
-        for arena in self._arenas.values():
-            arena.close()
-        self._arenas.clear()
         if self._ours and ray.is_initialized():
             ray.shutdown()
+
+
+def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
+    """The driver's pools, on its host; or, elsewhere, empty ones like them."""
+
+    def opened(handle: ArenaHandle) -> Arena:
+        return Arena.create(handle.layout, handle.capacity) if mirror else Arena.attach(handle)
+
+    mail = getattr(spec.init, "mail", None)
+    return Pools(opened(spec.init.arena), None if mail is None else opened(mail))
 
 
 def _living() -> set[str]:

@@ -1,19 +1,27 @@
 """Records between hosts: what an order's worker must see, and what it has changed when it is done.
 
-Within a host workers share the arena. A worker on another host holds a mirror of it: the rows that an order reads
-travel with the order, the rows that it wrote come back with its replies.
+Within a host workers share the arena, and the buckets for new weights. A worker on another host holds mirrors of them:
+the rows that an order reads travel with the order, the rows that it wrote come back with its replies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.workers.messages import EnvOrders, InferOrder, ScoreOrder, UpdateOrder, ValueOrder
+from embodyrl.channels.arena import Arena, RecordState, Ticket
+from embodyrl.workers.messages import (
+    EnvOrders,
+    InferOrder,
+    PublishOrder,
+    ScoreOrder,
+    TakeOrder,
+    UpdateOrder,
+    ValueOrder,
+)
 
 _SEEN = ("images", "observed_state", "instruction")
 _HEADER = ("generation", "sequence", "state")
@@ -21,10 +29,24 @@ _OUTCOME = ("action", "reward", "terminated", "truncated", "valid", "success", "
 _ACTED = ("action", "tokens", "logprob", "value", "version", "reply", "cost")
 
 
+class Pools(NamedTuple):
+    """What a worker shares with the driver, or a mirror of it."""
+
+    arena: Arena
+    mail: Arena | None
+
+    def close(self) -> None:
+        self.arena.close()
+        if self.mail is not None:
+            self.mail.close()
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Some fields of some records."""
 
+    pool: int
+    """Index in `Pools`."""
     records: np.ndarray
     fields: dict[str, np.ndarray]
     """[n, ...] by name."""
@@ -34,23 +56,31 @@ class Rows:
 class _Use:
     tickets: Sequence[Ticket]
     fields: tuple[str, ...]
+    pool: int = 0
 
 
-def copy_in(arena: Arena, order: Any) -> list[Rows]:
+def copy_in(pools: Pools, order: Any) -> list[Rows]:
     """The rows that the worker of an order reads."""
-    return [_copy(arena, use) for use in _reads(arena, order)]
+    return [_copy(pools, use) for use in _reads(pools.arena, order)]
 
 
-def copy_out(arena: Arena, order: Any) -> list[Rows]:
+def copy_out(pools: Pools, order: Any) -> list[Rows]:
     """The rows that the worker of an order wrote."""
-    return [_copy(arena, use) for use in _writes(order)]
+    return [_copy(pools, use) for use in _writes(pools, order)]
 
 
-def paste(arena: Arena, rows: Sequence[Rows]) -> None:
-    """Write rows into an arena."""
+def paste(pools: Pools, rows: Sequence[Rows]) -> None:
+    """Write rows where they belong."""
     for part in rows:
+        pool = _pool(pools, part.pool)
         for name, values in part.fields.items():
-            arena[name][part.records] = values
+            pool[name][part.records] = values
+
+
+def _pool(pools: Pools, index: int) -> Arena:
+    pool = pools[index]
+    assert pool is not None, "this worker has no buckets"
+    return pool
 
 
 def _reads(arena: Arena, order: Any) -> Iterator[_Use]:
@@ -64,9 +94,13 @@ def _reads(arena: Arena, order: Any) -> Iterator[_Use]:
             yield _Use(order.tickets, (*_SEEN, *_HEADER))
         case ScoreOrder() | UpdateOrder():
             yield _Use(order.tickets, tuple(field.name for field in arena.layout.all_fields))
+        case PublishOrder():
+            yield _Use([order.ticket], _HEADER, pool=1)
+        case TakeOrder():
+            yield _Use([order.ticket], ("weights", *_HEADER), pool=1)
 
 
-def _writes(order: Any) -> Iterator[_Use]:
+def _writes(pools: Pools, order: Any) -> Iterator[_Use]:
     match order:
         case EnvOrders():
             yield _Use([step.source for step in order.steps], _OUTCOME)
@@ -77,8 +111,12 @@ def _writes(order: Any) -> Iterator[_Use]:
             yield _Use(order.tickets, ("value",))
         case ScoreOrder():
             yield _Use(order.tickets, ("ref_logprob",))
+        # All ranks get the order, one of them writes.
+        case PublishOrder() if _pool(pools, 1)["state"][order.ticket.record] == RecordState.READY:
+            yield _Use([order.ticket], ("weights", "state"), pool=1)
 
 
-def _copy(arena: Arena, use: _Use) -> Rows:
+def _copy(pools: Pools, use: _Use) -> Rows:
     records = np.fromiter((ticket.record for ticket in use.tickets), dtype=np.int64, count=len(use.tickets))
-    return Rows(records, {name: arena[name][records] for name in use.fields})
+    pool = _pool(pools, use.pool)
+    return Rows(use.pool, records, {name: pool[name][records] for name in use.fields})

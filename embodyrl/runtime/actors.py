@@ -12,6 +12,7 @@ from embodyrl.algorithms.protocol import Algorithm, Scores
 from embodyrl.channels.arena import Ticket
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.jobs import Collection
+from embodyrl.runtime.policy_hosts import is_apart
 from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import LoadOrder, SaveOrder, ScoreOrder, UpdateOrder
 
@@ -26,8 +27,8 @@ class Actors:
         self._arena = crew.arena
         self._algorithm = algorithm
         self._part_weights = blueprint.env.component_weights
-        # The policy acts between the micro-batches of an update.
-        self._in_parts = blueprint.cfg.algorithm.max_staleness > 0
+        # A process that acts and trains does so between the micro-batches of an update.
+        self._in_parts = blueprint.cfg.algorithm.max_staleness > 0 and not is_apart(blueprint)
 
     def score(self, collection: Collection) -> Scores:
         """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""

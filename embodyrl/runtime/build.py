@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 from embodyrl.algorithms.protocol import Algorithm, build_algorithm
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.buckets import bucket_layout
 from embodyrl.channels.layout import RecordLayout, record_layout
-from embodyrl.config.schema import Config, RewardLevel
+from embodyrl.config.schema import Config, RewardLevel, RolloutMode
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
 from embodyrl.launch import LAUNCHERS
 from embodyrl.policies import POLICIES
-from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset_ids
 from embodyrl.runtime.fleet import Callback, Fleet
 from embodyrl.runtime.policy_client import PolicyClient
+from embodyrl.runtime.policy_hosts import is_apart, plan_hosts, rendezvous, shared_arena
 from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
 from embodyrl.runtime.texts import fit_lengths, sampling_problems, with_task
 from embodyrl.runtime.timeline import Timeline
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
-from embodyrl.workers.messages import RankSeat
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -56,7 +56,7 @@ class Blueprint:
     max_samples: int
     """Chunk samples of one training step, at most."""
     ranks: int
-    """Processes that hold the policy."""
+    """Processes that train the policy."""
     single_step: bool = False
     """Every env step is a record: the policy is asked anew after each action."""
 
@@ -83,6 +83,7 @@ class Crew:
         self.fleet.stop()
         if self.trace is not None:
             self.fleet.timeline.write(self.trace)
+        self.policy.close()
         self.arena.close()
 
 
@@ -206,8 +207,12 @@ def start_crew(
     timeline = Timeline(num_slots=blueprint.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
     fleet = Fleet(launcher, cfg.faults, say, timeline)
-    hosts = ["policy", *(f"policy_{rank}" for rank in range(1, blueprint.ranks))]
-    policy = PolicyClient(fleet, hosts, timeout_s=cfg.faults.update_timeout_s)
+    # One bucket is filled while the other is taken.
+    mail = Arena.create(bucket_layout(), 2) if is_apart(blueprint) else None
+    store = rendezvous(blueprint.ranks, launcher.host)
+    place = (launcher.host, store.port) if store else ("", 0)
+    hosts = plan_hosts(blueprint, arena, start_from, mail=mail, host=place[0], port=place[1])
+    policy = PolicyClient(fleet, hosts, timeout_s=cfg.faults.update_timeout_s, mail=mail)
     rules = RolloutRules(
         stages=cfg.rollout.pipeline_stage_num,
         deterministic=cfg.runner.deterministic,
@@ -217,73 +222,20 @@ def start_crew(
         value_dim=blueprint.policy.value_dim,
     )
     rollouts = Rollouts(fleet, arena, blueprint.seats, policy, rules)
-    store = _rendezvous(blueprint, launcher.host)
-    specs: dict[str, tuple[WorkerSpec, Callback]] = {}
-    for rank, name in enumerate(hosts):
-        seat = RankSeat(
-            rank=rank,
-            world=blueprint.ranks,
-            host=launcher.host if store else "",
-            port=store.port if store else 0,
-            timeout_s=cfg.faults.update_timeout_s,
-        )
-        spec = _policy_spec(blueprint, arena, start_from, name, seat)
-        specs[name] = (spec, partial(policy.on_message, name))
+    specs: dict[str, tuple[WorkerSpec, Callback]] = {
+        spec.name: (spec, partial(policy.on_message, spec.name)) for spec in hosts
+    }
     for seat in blueprint.seats:
         specs[seat.name] = (_env_spec(blueprint, arena, seat), partial(rollouts.on_message, seat.name))
     try:
         fleet.start(specs)
     except BaseException:
         fleet.stop()
+        policy.close()
         arena.close()
         raise
     trace = log_dir / "trace.json" if cfg.runner.trace else None
     return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy, store=store, trace=trace)
-
-
-def _rendezvous(blueprint: Blueprint, host: str) -> TCPStore | None:
-    """Where the actor ranks meet: it lives as long as the driver, at a port that the system chose."""
-    if blueprint.ranks == 1:
-        return None
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
-
-
-def _policy_spec(blueprint: Blueprint, arena: Arena, start_from: Path | None, name: str, seat: RankSeat) -> WorkerSpec:
-    # Imports torch, which nothing before this point needs.
-    from embodyrl.workers.policy_host import PolicyHostInit
-
-    cfg = blueprint.cfg
-    training = blueprint.algorithm is not None
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    request = PolicyRequest(
-        env=blueprint.env,
-        value_dim=blueprint.policy.value_dim,
-        temperature=cfg.algorithm.sampling_params.temperature,
-        sampling=cfg.algorithm.sampling_params,
-        backend=cfg.rollout.backend,
-        device="auto",
-        seed=cfg.seed,
-        trainable=training,
-        gradient_checkpointing=training and cfg.actor.gradient_checkpointing,
-    )
-    init = PolicyHostInit(
-        cfg=cfg,
-        request=request,
-        arena=arena.handle,
-        total_steps=blueprint.total_steps * blueprint.optimizer_steps_per_step,
-        threads=int(threads),
-        seat=seat,
-        start_from=str(start_from) if start_from else None,
-        shared_arena=_shared(cfg, arena),
-    )
-    return WorkerSpec(
-        name=name,
-        entry="embodyrl.workers.policy_host:PolicyHost",
-        init=init,
-        environ={"OMP_NUM_THREADS": threads},
-    )
 
 
 def _env_spec(blueprint: Blueprint, arena: Arena, seat: EnvSeat) -> WorkerSpec:
@@ -294,20 +246,15 @@ def _env_spec(blueprint: Blueprint, arena: Arena, seat: EnvSeat) -> WorkerSpec:
         arena=arena.handle,
         scripted=blueprint.policy.scripted,
         single_step=blueprint.single_step,
-        shared_arena=_shared(cfg, arena),
+        shared_arena=shared_arena(cfg, arena),
     )
     return WorkerSpec(
         name=seat.name,
         entry="embodyrl.workers.env_worker:EnvWorker",
         init=init,
         environ=_ONE_THREAD,
-        restartable=True,
+        component="env",
     )
-
-
-def _shared(cfg: Config, arena: Arena) -> Arena | None:
-    """The driver's own arena object, for workers that live in its process."""
-    return arena if cfg.launcher.name == "inline" else None
 
 
 def deal_slots(num_slots: int, num_workers: int) -> tuple[EnvSeat, ...]:
@@ -331,11 +278,13 @@ def _count_env_workers(cfg: Config, env: EnvSpec, *, training: bool) -> int:
 
 
 def count_ranks(cfg: Config) -> int:
-    """Processes that hold the policy: `actor.fsdp.size`, or one per GPU where the run can be spread."""
+    """Actor ranks: `actor.fsdp.size`, or one per GPU that nobody else needs where the run can be spread."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    alone = cfg.algorithm.max_staleness or cfg.model.compile or cfg.rollout.backend != "hf"
-    return 1 if alone or cfg.launcher.name == "inline" else max(1, count_gpus())
+    apart = cfg.rollout.mode == RolloutMode.disaggregated
+    alone = cfg.model.compile or (not apart and (cfg.algorithm.max_staleness or cfg.rollout.backend != "hf"))
+    free = count_gpus() - (cfg.rollout.num_workers if apart else 0)
+    return 1 if alone or cfg.launcher.name == "inline" else max(1, free)
 
 
 def count_gpus() -> int:

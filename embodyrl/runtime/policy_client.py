@@ -3,70 +3,140 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.buckets import WeightInfo, WeightPart, fill_buckets
 from embodyrl.runtime.fleet import Fleet
-from embodyrl.workers.messages import ContinueOrder, Done
+from embodyrl.workers.lifecycle import WorkerSpec
+from embodyrl.workers.messages import ContinueOrder, Done, PublishOrder, TakeOrder, WorkerReady
 
 OnDone = Callable[[Done], None]
 
 
 class PolicyClient:
-    """Orders in sequence; a reply that does not belong to a rank's oldest open order is a defect."""
+    """Orders in sequence; a reply that does not belong to a process's oldest open order is a defect."""
 
-    def __init__(self, fleet: Fleet, workers: Sequence[str], *, timeout_s: float) -> None:
+    def __init__(
+        self, fleet: Fleet, hosts: Sequence[WorkerSpec], *, timeout_s: float, mail: Arena | None = None
+    ) -> None:
+        """Join.
+
+        Args:
+            fleet: carries the orders.
+            hosts: the processes; the actor ranks act where there are no rollout processes.
+            timeout_s: longest wait for a reply.
+            mail: where rollout and actor are apart: buckets for new weights. Closed with this client.
+        """
         self._fleet = fleet
+        self._training = [spec.name for spec in hosts if spec.component == "actor"]
+        self._acting = [spec.name for spec in hosts if spec.component == "rollout"] or self._training
         self._timeout_s = timeout_s
+        self._mail = mail
         self._sequence = 0
-        self._open: dict[str, deque[tuple[int, OnDone]]] = {worker: deque() for worker in workers}
+        self._open: dict[str, deque[tuple[int, OnDone]]] = {spec.name: deque() for spec in hosts}
+        self._weights: dict[str, tuple[WeightInfo, ...]] = {}
+        self._publishing = False
+        self._published = False
         self.meanwhile: Callable[[], None] = lambda: None
         """What else there is to do while somebody waits for a reply."""
 
     @property
     def busy(self) -> bool:
-        """Every rank has work."""
-        return all(self._open.values())
+        """Nobody can act: every process has work, or new weights are on their way."""
+        return self._publishing or all(self._open[name] for name in self._acting)
 
     @property
     def idle(self) -> bool:
-        """No rank has work."""
+        """No process has work."""
         return not any(self._open.values())
 
     def submit(self, order: Any, on_done: OnDone) -> None:
-        """Send an order to the rank with the least work and return; `on_done` runs inside a later `Fleet.pump`."""
-        self._send(min(self._open, key=lambda worker: len(self._open[worker])), order, on_done)
+        """Send an order to whoever acts and has the least work; `on_done` runs inside a later `Fleet.pump`."""
+        self._send(min(self._acting, key=lambda name: len(self._open[name])), order, on_done)
+
+    def call_acting(self, order: Any) -> None:
+        """Let all processes that act carry out an order together."""
+        self._wait(self._spread(self._acting, order), self._acting)
 
     def call(self, order: Any) -> Done:
-        """Let all ranks carry out an order together; returns the first rank's reply, with the longest time.
+        """Let all actor ranks carry out an order together; returns the first one's reply, with the longest time.
 
         An order that is carried out in parts lets others in between.
         """
         seconds = 0.0
         while True:
-            replies: dict[str, Done] = {}
-            for worker in self._open:
-                self._send(worker, order, partial(replies.__setitem__, worker))
-            while len(replies) < len(self._open):
-                self._fleet.pump(1.0)
-                self.meanwhile()
+            replies = self._spread(self._training, order)
+            self._wait(replies, self._training)
             seconds += max(done.seconds for done in replies.values())
-            done = replies[next(iter(self._open))]
+            done = replies[self._training[0]]
             if done.finished:
                 return replace(done, seconds=seconds)
             order = ContinueOrder(sequence=0)
 
+    def publish(self) -> None:
+        """Bring new weights from the actor ranks to those who act; nobody acts before all of them have arrived.
+
+        The first time these are all weights, afterwards those that are trained. One bucket is filled while the one
+        before is taken.
+        """
+        if self._mail is None:
+            return
+        self._publishing = True
+        under_way: list[tuple[Ticket, dict[str, Done]]] = []
+
+        def end(mail: Arena) -> None:
+            while under_way:
+                ticket, replies = under_way.pop()
+                self._wait(replies, self._acting)
+                mail.free([ticket])
+
+        for parts in self._buckets(self._mail):
+            ticket = self._mail.allocate()
+            filled = self._spread(self._training, PublishOrder(sequence=0, ticket=ticket, parts=parts))
+            self._wait(filled, self._training)
+            end(self._mail)
+            under_way.append((ticket, self._spread(self._acting, TakeOrder(sequence=0, ticket=ticket, parts=parts))))
+        end(self._mail)
+        self._publishing, self._published = False, True
+
+    def _buckets(self, mail: Arena) -> Iterator[tuple[WeightPart, ...]]:
+        held = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
+        wanted = self._weights[self._acting[0]]
+        assert all(weight.name in held for weight in wanted), "rollout and actor were built differently"
+        chosen = [weight for weight in wanted if held[weight.name] or not self._published]
+        return fill_buckets(chosen, mail["weights"].shape[1])
+
     def on_message(self, worker: str, message: Any) -> None:
         """Callback for `Fleet`."""
-        if not isinstance(message, Done):
-            return
-        sequence, on_done = self._open[worker].popleft()
-        assert sequence == message.sequence, f"reply {message.sequence} to order {sequence}"
-        on_done(message)
+        if isinstance(message, WorkerReady):
+            self._weights[worker] = message.weights
+        if isinstance(message, Done):
+            sequence, on_done = self._open[worker].popleft()
+            assert sequence == message.sequence, f"reply {message.sequence} to order {sequence}"
+            on_done(message)
+
+    def _spread(self, workers: Sequence[str], order: Any) -> dict[str, Done]:
+        """Send an order to several; their replies arrive in the result."""
+        replies: dict[str, Done] = {}
+        for worker in workers:
+            self._send(worker, order, partial(replies.__setitem__, worker))
+        return replies
+
+    def _wait(self, replies: dict[str, Done], workers: Sequence[str]) -> None:
+        while len(replies) < len(workers):
+            self._fleet.pump(1.0)
+            self.meanwhile()
 
     def _send(self, worker: str, order: Any, on_done: OnDone) -> None:
         self._sequence += 1
         self._open[worker].append((self._sequence, on_done))
         self._fleet.send(worker, replace(order, sequence=self._sequence), timeout_s=self._timeout_s)
+
+    def close(self) -> None:
+        """Free the buckets."""
+        if self._mail is not None:
+            self._mail.close()

@@ -84,7 +84,8 @@ class Rollouts:
         policy.meanwhile = self.advance
 
     def publish(self, version: int) -> None:
-        """The policy acts with these weights from now on; running episodes go on with them."""
+        """Let the policy act with these weights from its next chunk on; running episodes go on with them."""
+        self._policy.publish()
         self._version = version
 
     def open(self, job: Job, *, first: bool = False) -> Job:
@@ -337,7 +338,7 @@ class Rollouts:
             return
         tickets = tuple(out.tickets[e.spec.episode_id][-1] for _, e in pending)
         padded = self._rules.total_slots if self._rules.deterministic else 0
-        self._policy.call(ValueOrder(sequence=0, tickets=tickets, padded_size=padded))
+        self._policy.call_acting(ValueOrder(sequence=0, tickets=tickets, padded_size=padded))
         for (i, episode), ticket in zip(pending, tickets, strict=True):
             value = self._arena["value"][ticket.record].copy()
             out.episodes[i] = replace(episode, bootstrap_value=value)

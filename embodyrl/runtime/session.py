@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ class Session:
         self._best_step: int | None = None
         self._store = CheckpointStore(folder.checkpoints)
         self._store.clean_stale()
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
 
     def find_start(self) -> Path | None:
         """Find the newest complete checkpoint of a resumed run and take over its counters.
@@ -99,7 +102,11 @@ class Session:
             self._best, self._best_step = score, self.step
 
     def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of the current step, once, and drop old ones."""
+        """Write a checkpoint of the current step, once, and drop old ones.
+
+        With `checkpoint.async_save` it is complete when `settle` returns.
+        """
+        self.settle()
         path = self._store.path(self.step)
         if path.is_dir():
             return path
@@ -109,13 +116,38 @@ class Session:
             fill(folder)
             write_atomically(folder / LOOP_FILE, json.dumps(loop, indent=2) + "\n")
 
-        self._store.write(self.step, write, meta)
-        keeps = self.cfg.checkpoint.keep_best and self._best_step is not None
-        self._store.prune(self.cfg.checkpoint.keep, [self._best_step] if keeps and self._best_step is not None else [])
+        self._store.stage(self.step, write)
+        protect = [self._best_step] if self.cfg.checkpoint.keep_best and self._best_step is not None else []
+        self._saving = self._writer.submit(self._commit, self.step, meta, protect)
+        if not self.cfg.checkpoint.async_save:
+            self.settle()
         return path
 
+    def _commit(self, step: int, meta: Mapping[str, Any], protect: Sequence[int]) -> None:
+        self._store.commit(step, meta)
+        self._store.prune(self.cfg.checkpoint.keep, protect)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Raise what went wrong with the last checkpoint; `wait` until it is complete.
+
+        Raises:
+            CheckpointError: it could not be written, or takes longer than `faults.update_timeout_s`.
+        """
+        if self._saving is None or not (wait or self._saving.done()):
+            return
+        limit = self.cfg.faults.update_timeout_s
+        try:
+            self._saving.result(limit)
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"{self._store.root}: a checkpoint is not on the disk after {limit:g} s (faults.update_timeout_s); "
+                "is the file system still there?"
+            ) from error
+        self._saving = None
+
     def farewell(self, interruption: Interrupted, saved: Path) -> Interrupted:
-        """Say where the run stopped and how to go on."""
+        """Say where the run stopped and how to go on, once the checkpoint is complete."""
+        self.settle()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; saved {saved}; "
             f"go on with: embodyrl {self._command} --resume {self.folder.root}",

@@ -92,6 +92,7 @@ class _Sft:
                 except Interrupted as interruption:
                     raise session.farewell(interruption, self._save()) from None
             checkpoint = self._save()
+            session.settle()
             for line in (
                 f"run        {root}",
                 f"checkpoint {checkpoint}",
@@ -164,6 +165,7 @@ class _Sft:
                     # The step is done and will not be repeated, even if its validation was interrupted.
                     self.monitor.log(session.step, row)
                 losses, began = [], time.perf_counter()
+            session.settle(wait=False)
             if session.due(runner.save_interval) and not last:
                 self._save()
 

@@ -95,11 +95,13 @@ class _Training:
         try:
             if start is not None:
                 actors.load(start)
+            crew.rollouts.publish(self.session.step)
             if self.session.step == 0 and self._validates:
                 self.first = self._validate(crew)
                 self.monitor.log(0, self.first.metrics())
             self._loop(crew, actors)
             checkpoint = self._save(crew, actors)
+            self.session.settle()
         except Interrupted as interruption:
             crew.rollouts.abandon()
             raise self.session.farewell(interruption, self._save(crew, actors)) from None
@@ -116,7 +118,6 @@ class _Training:
         """Rollout, score, advantages, update, log, save: the order in which data flows."""
         session, algorithm = self.session, self.algorithm
         sampler = Sampler(self.blueprint, crew, algorithm)
-        crew.rollouts.publish(session.step)
         for step in range(session.step, session.total):
             started = time.perf_counter()
             crew.fleet.timeline.begin()
@@ -130,7 +131,9 @@ class _Training:
                 result = actors.update(step, rollout, batch)
                 crew.rollouts.release(rollout)
                 session.step = step + 1
+                published = time.perf_counter()
                 crew.rollouts.publish(session.step)
+                publish_s = time.perf_counter() - published
             metrics = rollout_metrics(
                 rollout,
                 num_workers=len(self.blueprint.seats),
@@ -138,7 +141,7 @@ class _Training:
                 components=self.blueprint.env.components,
             )
             metrics |= crew.fleet.timeline.metrics() | batch.metrics
-            metrics["time/update"] = result.pop("seconds")
+            metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}
             metrics |= {f"actor/{name}": value for name, value in result.items()}
             metrics["time/step"] = time.perf_counter() - started
             try:
@@ -150,6 +153,7 @@ class _Training:
                 self.monitor.log(session.step, settle(metrics, deterministic=self.cfg.runner.deterministic))
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
+            session.settle(wait=False)
             if session.due(self.cfg.runner.save_interval) and session.step < session.total:
                 self._save(crew, actors)
 

@@ -80,11 +80,13 @@ class ActorWorker:
         """
         records = self._arena.read(order.tickets)
         batch = self._batch(records, np.asarray(order.episode, dtype=np.int64))
+        if self._algorithm.recomputes_logprob:
+            self._ranks.act()
         proximal = yield from self._proximal(batch)
         self._ranks.train()
         result = yield from self._train(batch, proximal, order.step)
         self.optimization.zero_grad()
-        self._ranks.act()
+        self._ranks.rest()
         return result
 
     def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:

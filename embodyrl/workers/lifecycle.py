@@ -52,8 +52,14 @@ class WorkerSpec:
     name: str
     entry: str
     init: Any
+    component: str = "actor"
+    """env, rollout or actor, as in `cluster.component_placement`."""
     environ: dict[str, str] = field(default_factory=dict)
-    restartable: bool = False
+
+    @property
+    def restartable(self) -> bool:
+        """Only simulators start anew."""
+        return self.component == "env"
 
     def build(self) -> Worker:
         module, _, attribute = self.entry.partition(":")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embodyrl.channels.arena import Ticket
+from embodyrl.channels.buckets import WeightInfo, WeightPart
 from embodyrl.types import EpisodeStart
 
 POLICY_FOLDER = "policy"
@@ -22,6 +23,8 @@ class WorkerReady:
     info: str = ""
     task_limit: int | None = None
     """Env workers: how many different tasks the slots may run at the same time; None: any number."""
+    weights: tuple[WeightInfo, ...] = ()
+    """Where rollout and actor are apart: what this process holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +165,24 @@ class LoadOrder:
 
     sequence: int
     folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOrder:
+    """Write parts of the trained weights into a bucket."""
+
+    sequence: int
+    ticket: Ticket
+    parts: tuple[WeightPart, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeOrder:
+    """Act with the parts in a bucket from now on."""
+
+    sequence: int
+    ticket: Ticket
+    parts: tuple[WeightPart, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""One process that holds one copy of the weights: a rollout worker and an actor worker on the same module."""
+"""One process that holds one copy of the weights: a rollout worker, an actor worker, or both on the same module."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from embodyrl.workers.messages import (
     Done,
     InferOrder,
     LoadOrder,
+    PublishOrder,
     RankSeat,
     SaveOrder,
     ScoreOrder,
+    TakeOrder,
     UpdateOrder,
     ValueOrder,
     WorkerReady,
@@ -31,6 +33,7 @@ from embodyrl.workers.messages import (
 from embodyrl.workers.ranks import OneRank, open_ranks
 from embodyrl.workers.rollout_worker import RolloutWorker
 from embodyrl.workers.training import best_device, seed_everything
+from embodyrl.workers.weight_sync import describe_weights, publish, take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +48,19 @@ class PolicyHostInit:
     """Optimizer steps of the whole run."""
     threads: int
     seat: RankSeat = field(default_factory=RankSeat)
+    acts: bool = True
+    trains: bool
+    device: int = 0
+    """Number of the GPU, where there are any."""
+    mail: ArenaHandle | None = None
+    """Where rollout and actor are apart: buckets for new weights."""
     start_from: str | None = None
     """Folder of weights in the policy's own layout that replace those of `model.path`."""
     shared_arena: Arena | None = None
 
 
 class PolicyHost:
-    """Collocated rollout and actor worker."""
+    """Rollout and actor worker, as far as the process does both."""
 
     def __init__(self, init: PolicyHostInit) -> None:
         cfg = init.cfg
@@ -59,19 +68,20 @@ class PolicyHost:
         seed_everything(cfg.seed, deterministic=cfg.runner.deterministic)
         self._init = init
         self._arena = init.shared_arena or Arena.attach(init.arena)
+        self._mail = None if init.mail is None else Arena.attach(init.mail)
         self._policy = self._build()
         self._rollout = RolloutWorker(self._policy, self._arena, init.request.env.gripper, init.seat)
         self._ranks = OneRank(init.seat)
         self._actor: ActorWorker | None = None
         self._update: InParts[dict[str, float]] | None = None
-        if init.request.trainable:
+        if init.trains:
             algorithm = build_algorithm(cfg.algorithm)
             reference = None
             if algorithm.needs_reference:
                 reference = self._build()
                 reference.module.requires_grad_(False)
             half = cfg.model.precision == Precision.bf16
-            self._ranks = open_ranks(self._policy.module, init.seat, cfg.actor.fsdp, half=half)
+            self._ranks = open_ranks(self._policy.module, init.seat, cfg.actor.fsdp, half=half, acts=init.acts)
             self._actor = ActorWorker(
                 self._policy,
                 self._arena,
@@ -81,12 +91,12 @@ class PolicyHost:
                 reference=reference,
                 ranks=self._ranks,
             )
-            self._ranks.act()
+            self._ranks.rest()
 
     def _build(self) -> Policy:
         model = self._init.cfg.model
         policy = POLICIES.get(model.model_type).build(
-            model, replace(self._init.request, device=best_device(self._init.seat.rank))
+            model, replace(self._init.request, device=best_device(self._init.device))
         )
         if self._init.start_from is not None:
             policy.load_weights(Path(self._init.start_from))
@@ -95,7 +105,8 @@ class PolicyHost:
     def ready(self) -> WorkerReady:
         """Introduce the worker."""
         count = sum(p.numel() for p in self._policy.module.parameters())
-        return WorkerReady(pid=os.getpid(), info=f"{self._policy.spec.name}, {count:,} parameters")
+        weights = () if self._mail is None else describe_weights(self._policy.module)
+        return WorkerReady(pid=os.getpid(), info=f"{self._policy.spec.name}, {count:,} parameters", weights=weights)
 
     def handle(self, order: Any) -> Iterator[Done]:
         """Carry out one order and report how long it took."""
@@ -118,6 +129,10 @@ class PolicyHost:
                 return self._go_on(in_parts=order.in_parts)
             case ContinueOrder():
                 return self._go_on(in_parts=True)
+            case PublishOrder() if self._mail is not None:
+                publish(order, self._policy.module, self._ranks, self._mail)
+            case TakeOrder() if self._mail is not None:
+                take(order, self._policy.module, self._mail)
             case SaveOrder():
                 self._trainer.optimization.save(Path(order.folder), self._policy)
             case LoadOrder():
@@ -144,5 +159,7 @@ class PolicyHost:
 
     def close(self) -> None:
         self._ranks.close()
+        if self._mail is not None:
+            self._mail.close()
         if self._init.shared_arena is None:
             self._arena.close()

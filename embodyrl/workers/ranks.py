@@ -44,6 +44,9 @@ class OneRank:
     def act(self) -> None:
         """Make ready for acting; collective."""
 
+    def rest(self) -> None:
+        """Make ready for the next order: whole where the process acts, sharded where it only trains; collective."""
+
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
         """Let the module hold whole, plain parameters; with `write`, what was changed inside is kept; collective."""
@@ -82,7 +85,7 @@ class _Root(nn.Module):
 class ShardedRanks(OneRank):
     """N ranks: each holds a shard of the fp32 weights, gradients and optimizer state."""
 
-    def __init__(self, module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool) -> None:
+    def __init__(self, module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool, acts: bool) -> None:
         """Shard a module that holds the same weights on every rank; collective.
 
         Args:
@@ -90,10 +93,12 @@ class ShardedRanks(OneRank):
             seat: this process.
             cfg: how to shard.
             half: gather the layers in bfloat16; master weights and reductions stay float32.
+            acts: the process also acts.
         """
         super().__init__(seat)
         self._module = module
         self._cfg = cfg
+        self._acts = acts
         device = next(module.parameters()).device.type
         _join(seat, device)
         shards = seat.world if cfg.shard_size == -1 else cfg.shard_size
@@ -140,6 +145,12 @@ class ShardedRanks(OneRank):
         for unit in self._units:
             unit.unshard()
 
+    def rest(self) -> None:
+        if self._acts:
+            self.act()
+        else:
+            self.train()
+
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
         self.train()
@@ -160,7 +171,7 @@ class ShardedRanks(OneRank):
                 for shard in {id(s): s for s in shards.values()}.values():
                     assert isinstance(shard, DTensor)
                     shard.copy_(_scatter(whole[id(shard)].data, shard))
-        self.act()
+        self.rest()
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
         if isinstance(state, DTensor):
@@ -185,11 +196,11 @@ class ShardedRanks(OneRank):
             dist.destroy_process_group()
 
 
-def open_ranks(module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool) -> OneRank:
+def open_ranks(module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool, acts: bool) -> OneRank:
     """Bind a policy's module to the ranks of the run; collective."""
     if seat.world == 1 and not cfg.cpu_offload:
         return OneRank(seat)
-    return ShardedRanks(module, seat, cfg, half=half)
+    return ShardedRanks(module, seat, cfg, half=half, acts=acts)
 
 
 def layers(module: nn.Module) -> list[nn.Module]:

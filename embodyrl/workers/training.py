@@ -31,9 +31,9 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     torch.manual_seed(seed)
 
 
-def best_device(rank: int = 0) -> str:
-    """Name of the device that a rank's policy runs on."""
-    return f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+def best_device(number: int = 0) -> str:
+    """Name of the GPU with that number (beyond the last they are counted again), or of the CPU."""
+    return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
 class Optimization:
@@ -167,7 +167,9 @@ def deal(cost: IntArray, seat: RankSeat, size: int, max_cost: int | None) -> lis
         (positions, whether they count) of each micro-batch: ranks with nothing left run the first sample again, because
         all ranks must take part in every collective.
     """
-    shares = [np.arange(rank, len(cost), seat.world) for rank in range(seat.world)]
+    # Neighbours in length go to different ranks, so that the micro-batches which run side by side are alike.
+    order = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
+    shares = [order[rank :: seat.world] for rank in range(seat.world)]
     ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in shares]
     mine = [(rows, True) for rows in ranks[seat.rank]]
     return mine + [(np.zeros(1, np.int64), False)] * (max(map(len, ranks)) - len(mine))

@@ -15,7 +15,10 @@ from embodyrl.checkpoint import CheckpointStore
 from embodyrl.errors import CheckpointError
 
 KILL_AT = {
-    "in the middle of fill": "fill_hook = die",
+    "in the middle of the data": "fill_hook = die",
+    "between data and manifest": "import embodyrl.checkpoint.store as module\nmodule.Manifest = lambda **_: die()",
+    "in the middle of the manifest": "write = Path.write_text\n"
+    "Path.write_text = lambda path, text, **_: (write(path, text[:40]), die())",
     "between manifest and rename": "os.replace = lambda *paths: die()",
 }
 
@@ -112,7 +115,7 @@ def test_a_killed_writer_leaves_the_previous_checkpoint_and_no_new_one(moment: s
     assert child.returncode == -signal.SIGKILL, child.stderr
     (scratch,) = [p for p in tmp_path.iterdir() if p != previous]
     assert scratch.name.startswith(".tmp-step_000200-")
-    assert (scratch / "manifest.json").exists() is (moment == "between manifest and rename")
+    assert (scratch / "manifest.json").exists() is ("data" not in moment)
     assert store.steps() == [100]
     assert store.clean_stale() == [scratch]
     assert list(tmp_path.iterdir()) == [previous]
@@ -120,17 +123,37 @@ def test_a_killed_writer_leaves_the_previous_checkpoint_and_no_new_one(moment: s
     store.verify(store.write(200, fill, {}))
 
 
-def test_a_killed_prune_leaves_no_half_checkpoint_under_its_name(tmp_path: Path):
+def test_a_writer_killed_right_after_the_rename_leaves_a_complete_checkpoint(tmp_path: Path):
+    store = CheckpointStore(tmp_path)
+    store.write(100, fill, {})
+    after = "replace = os.replace\nos.replace = lambda *paths: (replace(*paths), die())\nstore.write(200, fill, {})"
+    assert run_child(tmp_path, after).returncode == -signal.SIGKILL
+    assert store.steps() == [100, 200]
+    store.verify(store.path(200))
+    assert store.clean_stale() == []
+
+
+@pytest.mark.parametrize(
+    ("kill", "left", "scratch"),
+    [
+        ("os.replace = lambda *paths: die()", [1, 2, 3], 0),
+        ("replace = os.replace\nos.replace = lambda *paths: (replace(*paths), die())", [2, 3], 1),
+        ("import shutil\nshutil.rmtree = lambda *a, **k: die()", [2, 3], 1),
+        ("os.rmdir = lambda *a, **k: die()", [2, 3], 1),
+    ],
+    ids=["before the rename", "after the rename", "before the deletion", "in the middle of the deletion"],
+)
+def test_a_killed_prune_leaves_no_half_checkpoint_under_its_name(kill: str, left, scratch, tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         store.write(step, fill, {})
-    child = run_child(tmp_path, "import shutil\nshutil.rmtree = lambda *a, **k: die()\nstore.prune(1)")
+    child = run_child(tmp_path, f"{kill}\nstore.prune(1)")
     assert child.returncode == -signal.SIGKILL, child.stderr
-    assert store.steps() == [2, 3]
-    for step in store.steps():
+    assert store.steps() == left
+    for step in left:
         store.verify(store.path(step))
-    assert len(store.clean_stale()) == 1
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+    assert len(store.clean_stale()) == scratch
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
 
 
 def test_scratch_of_a_living_process_stays(tmp_path: Path):

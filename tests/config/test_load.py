@@ -71,7 +71,7 @@ BAD = [
     ("actor.optim.schedule=linaer", ["constant, linear, cosine, wsd"]),
     ("runner.val_check_interval=0", ["at least 1, or -1"]),
     # not available yet
-    ("rollout.mode=disaggregated", ["not available in this version", "rollout.mode=collocated"]),
+    ("rollout.num_workers=2", ["the actor ranks act", "rollout.mode=disaggregated"]),
     ("rollout.backend=sglang", ["one of hf, vllm"]),
     ("env.eval.enable_offload=true", ["not available"]),
     ("actor.fsdp.size=2 launcher=inline", ["one process", "launcher=local"]),

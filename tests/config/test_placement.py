@@ -33,4 +33,4 @@ def test_an_override_replaces_the_default_of_its_component():
 )
 def test_nonsense_is_refused_by_name(placement, fragment):
     with pytest.raises(ConfigError, match=fragment):
-        parse_placement(placement, 2)
+        parse_placement(placement, 2, apart=False)

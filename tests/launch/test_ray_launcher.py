@@ -50,6 +50,15 @@ def test_actor_ranks_on_two_nodes_train_like_one(tmp_path, two_nodes):
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
+def test_weights_travel_between_nodes(tmp_path, two_nodes):
+    words = (*WORDS, "model.precision=fp32", "rollout.mode=disaggregated")
+    alone = train_toy(tmp_path, *words, name="alone")
+    spread = (*APART, "cluster.component_placement={env:0,rollout:1,actor:0}", "launcher.env_workers=1")
+    apart = train_toy(tmp_path, *words, *spread, name="apart")
+    assert comparable(apart) == comparable(alone)
+    assert weights(apart, 2) == weights(alone, 2)
+
+
 def test_a_lost_env_node_is_survived(tmp_path, two_nodes):
     cluster, second = two_nodes
     gate = tmp_path / "gate"

@@ -1,0 +1,172 @@
+"""Peak memory of the process that holds the policy: measured, against two modules in it and against the plan.
+
+    python benchmarks/memory.py --json memory.json          0.3 B parameters, about 7 GB of memory and some minutes
+
+Every row is a process of its own that builds a policy with random weights, acts on synthetic observations and makes one
+optimizer step. `two modules` is the same process with a second module that acts, as where rollout and training keep a
+model each. The plan is what `embodyrl train --dry-run` prints; the shared arena is left out on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import re
+import tempfile
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.config.load import load_config
+from embodyrl.config.paths import assets_dir
+from embodyrl.runtime.build import Blueprint, draw_blueprint
+from embodyrl.runtime.memory import GIB, plan_memory
+from embodyrl.runtime.policy_hosts import policy_init, rendezvous
+from embodyrl.types import encode_instruction
+from embodyrl.workers.messages import InferItem, InferOrder, RankSeat, UpdateOrder
+from embodyrl.workers.policy_host import PolicyHost
+
+SIZES = {"tiny": (128, 352, 3, 4), "100m": (768, 2048, 14, 12), "300m": (1024, 2816, 24, 16)}
+"""Width, inner width, layers and heads of the language model."""
+COMMON = ("env=tabletop", "model=openvla_oft_tiny", "launcher=local", "actor.micro_batch_size=1")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration."""
+
+    name: str
+    size: str
+    words: tuple[str, ...]
+    ranks: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Two micro-batches on each rank: the second one's activations lie beside the first one's gradients."""
+        return 2 * self.ranks
+
+
+CASES = (
+    Case("full fp32", "300m", ("model.precision=fp32",)),
+    Case("adapters bf16, recomputed", "300m", ("model.is_lora=true", "actor.gradient_checkpointing=true")),
+    Case("full bf16, 2 ranks", "100m", (), ranks=2),
+)
+
+
+def write_folder(folder: Path, size: str) -> None:
+    """A checkpoint folder that asks for random weights."""
+    for path in (assets_dir() / "openvla_oft_tiny").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    width, inner, layers, heads = SIZES[size]
+    config["text_config"] |= {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    config["text_config"] |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def draw(folder: Path, case: Case) -> Blueprint:
+    words = (
+        *COMMON,
+        f"model.path={folder}",
+        f"actor.fsdp.size={case.ranks}",
+        f"actor.global_batch_size={case.samples}",
+    )
+    return draw_blueprint(load_config("train", [*words, *case.words]), training=True)
+
+
+def peak() -> float:
+    """Largest resident memory of this process so far without what it shares, bytes."""
+    status = Path("/proc/self/status").read_text()
+    high, shared = (int(re.findall(rf"{name}:\s+(\d+)", status)[0]) * 1024 for name in ("VmHWM", "RssShmem"))
+    return high - shared
+
+
+def process(folder: Path, case: Case, seat: RankSeat, twice: bool, out: Connection) -> None:
+    """Act and train once; send the peak after acting and the one after training."""
+    blueprint = draw(folder, case)
+    arena = Arena.create(blueprint.layout, case.samples)
+    init = replace(policy_init(blueprint, arena, None), seat=seat)
+    trainer = actor = PolicyHost(init)
+    if twice:
+        actor = PolicyHost(replace(init, trains=False))
+        actor._policy.module.load_state_dict(trainer._policy.module.state_dict())
+    tickets = fill(arena, blueprint)
+    items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
+    list(actor.handle(InferOrder(sequence=0, items=items, greedy=False, version=0)))
+    acted = peak()
+    episode = tuple(range(len(tickets)))
+    (done,) = trainer.handle(UpdateOrder(sequence=0, step=0, tickets=tickets, episode=episode))
+    assert done.metrics["optimizer_steps"] == 1
+    out.send((acted, peak()))
+    trainer.close()
+
+
+def fill(arena: Arena, blueprint: Blueprint) -> tuple[Ticket, ...]:
+    rng, tickets = np.random.default_rng(0), tuple(arena.allocate() for _ in range(arena.capacity))
+    for ticket in tickets:
+        with arena.write(ticket) as record:
+            arena["images"][record] = rng.integers(0, 256, arena["images"].shape[1:])
+            arena["instruction"][record] = encode_instruction(blueprint.env.tasks[0], arena["instruction"].shape[1])
+            arena["advantage"][record] = rng.normal()
+            arena["valid"][record] = True
+    return tickets
+
+
+def measure(folder: Path, case: Case, *, twice: bool = False) -> tuple[float, float]:
+    """Peaks of the first rank in GiB: after acting, after training."""
+    context, store = multiprocessing.get_context("spawn"), rendezvous(case.ranks, "127.0.0.1")
+    ends, processes = [], []
+    for rank in range(case.ranks):
+        ours, theirs = context.Pipe()
+        seat = RankSeat(rank=rank, world=case.ranks, host="127.0.0.1" if store else "", port=store.port if store else 0)
+        processes.append(context.Process(target=process, args=(folder, case, seat, twice, theirs)))
+        processes[-1].start()
+        theirs.close()
+        ends.append(ours)
+    peaks = [end.recv() for end in ends]
+    for one in processes:
+        one.join(60)
+    acted, trained = peaks[0]
+    return acted / GIB, trained / GIB
+
+
+def row(what: str, ours: float, against: str, theirs: float, ratio: float, goal: float) -> dict:
+    numbers = {"ours": ours, "theirs": theirs, "ratio": ratio}
+    rounded = {key: float(f"{value:.4g}") for key, value in numbers.items()}
+    line = {"what": what, "unit": "GiB", "against": against, **rounded, "goal": goal}
+    print(f"{what}: {ours:.2f} GiB, {against} {theirs:.2f} GiB, ratio {ratio:.2f}", flush=True)
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, help="one size for all cases, for a quick look")
+    args = parser.parse_args()
+    rows = []
+    for number, case in enumerate(replace(case, size=args.size or case.size) for case in CASES):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_folder(folder, case.size)
+            planned = plan_memory(draw(folder, case)).policy / GIB
+            acted, trained = measure(folder, case)
+            what = f"{case.size} {case.name}"
+            rows.append(
+                row(f"{what}, plan", planned, "measured", trained, min(planned, trained) / max(planned, trained), 0.85)
+            )
+            if number == 0:
+                acted_2, trained_2 = measure(folder, case, twice=True)
+                rows.append(row(f"{what}, acting", acted, "two modules", acted_2, acted_2 / acted, 1.0))
+                rows.append(row(f"{what}, training", trained, "two modules", trained_2, trained_2 / trained, 1.0))
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The processes that hold the policy: which ones a run has, and what each of them needs to start."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.channels.arena import Arena
+from embodyrl.config.schema import Config, RolloutMode
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.workers.lifecycle import WorkerSpec
+from embodyrl.workers.messages import RankSeat
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from embodyrl.runtime.build import Blueprint
+    from embodyrl.workers.policy_host import PolicyHostInit
+
+
+def is_apart(blueprint: Blueprint) -> bool:
+    """Whether rollout and actor are different processes; nothing but training has actors."""
+    return blueprint.algorithm is not None and blueprint.cfg.rollout.mode == RolloutMode.disaggregated
+
+
+def rendezvous(ranks: int, host: str) -> TCPStore | None:
+    """Where the actor ranks meet: it lives as long as the driver, at a port that the system chose."""
+    if ranks == 1:
+        return None
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+def plan_hosts(
+    blueprint: Blueprint, arena: Arena, start_from: Path | None, *, mail: Arena | None, host: str, port: int
+) -> list[WorkerSpec]:
+    """Say which processes hold the policy of a run, the actor ranks first.
+
+    Args:
+        blueprint: the run.
+        arena: its records.
+        start_from: weights that replace those of `model.path`.
+        mail: buckets for new weights, where rollout and actor are apart.
+        host: of the rendezvous.
+        port: of the rendezvous.
+    """
+    cfg, ranks = blueprint.cfg, blueprint.ranks
+    common = replace(policy_init(blueprint, arena, start_from), mail=mail.handle if mail else None)
+    seat = RankSeat(world=ranks, host=host, port=port, timeout_s=cfg.faults.update_timeout_s)
+    actors = [
+        _spec(
+            f"policy_{rank}" if rank else "policy",
+            "actor",
+            replace(common, seat=replace(seat, rank=rank), device=rank, acts=mail is None),
+        )
+        for rank in range(ranks)
+    ]
+    # Adapters stay apart from the weights that they change: only they will be published.
+    request = replace(common.request, trainable=cfg.model.is_lora, gradient_checkpointing=False)
+    count = cfg.rollout.num_workers if mail else 0
+    rollouts = [
+        _spec(
+            f"rollout_{i}",
+            "rollout",
+            replace(common, seat=RankSeat(rank=i, world=count), device=ranks + i, trains=False, request=request),
+        )
+        for i in range(count)
+    ]
+    return actors + rollouts
+
+
+def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> PolicyHostInit:
+    """What a process needs that acts and trains alone."""
+    # Imports torch, which nothing before this point needs.
+    from embodyrl.workers.policy_host import PolicyHostInit
+
+    cfg = blueprint.cfg
+    training = blueprint.algorithm is not None
+    request = PolicyRequest(
+        env=blueprint.env,
+        value_dim=blueprint.policy.value_dim,
+        temperature=cfg.algorithm.sampling_params.temperature,
+        sampling=cfg.algorithm.sampling_params,
+        backend=cfg.rollout.backend,
+        device="auto",
+        seed=cfg.seed,
+        trainable=training,
+        gradient_checkpointing=training and cfg.actor.gradient_checkpointing,
+    )
+    return PolicyHostInit(
+        cfg=cfg,
+        request=request,
+        arena=arena.handle,
+        total_steps=blueprint.total_steps * blueprint.optimizer_steps_per_step,
+        threads=int(_threads()),
+        trains=training,
+        start_from=str(start_from) if start_from else None,
+        shared_arena=shared_arena(cfg, arena),
+    )
+
+
+def _spec(name: str, component: str, init: PolicyHostInit) -> WorkerSpec:
+    return WorkerSpec(
+        name=name,
+        entry="embodyrl.workers.policy_host:PolicyHost",
+        init=init,
+        environ={"OMP_NUM_THREADS": _threads()},
+        component=component,
+    )
+
+
+def _threads() -> str:
+    return os.environ.get("OMP_NUM_THREADS", "1")
+
+
+def shared_arena(cfg: Config, arena: Arena) -> Arena | None:
+    """The driver's own arena object, for workers that live in its process."""
+    return arena if cfg.launcher.name == "inline" else None

@@ -1,0 +1,49 @@
+"""New weights from the actor ranks to processes that only act: through shared memory, a bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.buckets import WeightInfo, WeightPart
+from embodyrl.workers.messages import PublishOrder, TakeOrder
+from embodyrl.workers.ranks import OneRank
+
+
+def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
+    """All weights of a module."""
+    return tuple(
+        WeightInfo(name, p.numel(), str(p.dtype).removeprefix("torch."), p.element_size(), p.requires_grad)
+        for name, p in module.named_parameters()
+    )
+
+
+def publish(order: PublishOrder, module: nn.Module, ranks: OneRank, mail: Arena) -> None:
+    """Write parts of the weights into a bucket, in the type of those who take them; all ranks, the first writes."""
+    parameters = dict(module.named_parameters())
+    writes = ranks.seat.rank == 0
+    whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in order.parts)}
+    if writes:
+        with mail.write(order.ticket) as record:
+            for part, target in _views(order.parts, mail, record):
+                target.copy_(whole[part.name].detach().reshape(-1)[part.start : part.stop])
+
+
+def take(order: TakeOrder, module: nn.Module, mail: Arena) -> None:
+    """Replace parts of the weights by those in a bucket."""
+    parameters = dict(module.named_parameters())
+    (record,) = mail.read([order.ticket])
+    with torch.no_grad():
+        for part, source in _views(order.parts, mail, int(record)):
+            parameters[part.name].view(-1)[part.start : part.stop].copy_(source)
+
+
+def _views(parts: tuple[WeightPart, ...], mail: Arena, record: int) -> Iterator[tuple[WeightPart, Tensor]]:
+    bucket = torch.from_numpy(mail["weights"][record])
+    for part in parts:
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        size = (part.stop - part.start) * dtype.itemsize
+        yield part, bucket[part.offset : part.offset + size].view(dtype)

@@ -1,0 +1,71 @@
+"""Checkpoints of a session: in turn or beside the training, complete either way, and no failure is lost."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from toy_runs import comparable, toy_config, train_toy, weights
+
+from embodyrl.checkpoint import CheckpointStore
+from embodyrl.errors import CheckpointError
+from embodyrl.runtime.rundir import open_run
+from embodyrl.runtime.session import Session
+
+
+def session(folder: Path, *words: str) -> Session:
+    cfg = toy_config(folder, *words)
+    return Session(cfg, open_run(cfg, "train", [], None), "train")
+
+
+def fill(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(bytes(1000))
+
+
+def test_an_asynchronous_save_returns_before_the_checkpoint_is_complete(tmp_path):
+    one = session(tmp_path, "checkpoint.async_save=true", "checkpoint.keep=1")
+    gate = threading.Event()
+    one._writer.submit(gate.wait, 60)
+    one.step = 1
+    path = one.save(fill, {})
+    assert not path.exists()
+    one.settle(wait=False)
+    gate.set()
+    one.settle()
+    store = CheckpointStore(path.parent)
+    store.verify(path)
+    one.step = 2
+    one.save(fill, {})
+    one.settle()
+    assert store.steps() == [2]
+
+
+def test_a_synchronous_save_returns_with_a_complete_checkpoint(tmp_path):
+    one = session(tmp_path)
+    one.step = 1
+    path = one.save(fill, {})
+    CheckpointStore(path.parent).verify(path)
+
+
+def test_a_failure_of_an_asynchronous_save_is_raised_later(tmp_path):
+    one = session(tmp_path, "checkpoint.async_save=true")
+    one.step = 1
+    one.save(lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})
+    with pytest.raises(CheckpointError, match="links and special files"):
+        one.settle()
+    assert CheckpointStore(one.folder.checkpoints).steps() == []
+
+
+def test_an_asynchronous_run_leaves_the_same_checkpoints(tmp_path):
+    words = ("runner.max_steps=3", "runner.save_interval=1", "checkpoint.keep=2", "runner.deterministic=true")
+    runs = [
+        train_toy(tmp_path, *words, f"checkpoint.async_save={value}", name=f"r-{value}") for value in ("false", "true")
+    ]
+    for run in runs:
+        store = CheckpointStore(run / "checkpoints")
+        assert store.steps() == [2, 3]
+        store.verify(store.path(3))
+    assert comparable(runs[0]) == comparable(runs[1])
+    assert weights(runs[0], 2) == weights(runs[1], 2)
+    assert weights(runs[0], 3) == weights(runs[1], 3)

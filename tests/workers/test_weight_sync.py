@@ -1,0 +1,57 @@
+"""New weights reach the processes that act: complete, in their own type, whatever the size of a bucket."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.buckets import bucket_layout, fill_buckets
+from embodyrl.workers.messages import PublishOrder, RankSeat, TakeOrder
+from embodyrl.workers.ranks import OneRank
+from embodyrl.workers.weight_sync import describe_weights, publish, take
+
+
+def module(dtype, seed):
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(13, 7), torch.nn.Linear(7, 3, bias=False)).to(dtype)
+    net.register_parameter("scale", torch.nn.Parameter(torch.tensor(float(seed), dtype=torch.float32)))
+    return net
+
+
+@pytest.mark.parametrize("size", [16, 48, 100, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_arrive_in_the_type_of_the_reader(size, dtype):
+    trained, acting = module(torch.float32, 1), module(dtype, 2)
+    mail = Arena.create(bucket_layout(size), 2)
+    wanted = describe_weights(acting)
+    for parts in fill_buckets(wanted, size):
+        assert all(part.offset + (part.stop - part.start) * 2 <= size for part in parts)
+        ticket = mail.allocate()
+        publish(PublishOrder(sequence=0, ticket=ticket, parts=parts), trained, OneRank(RankSeat()), mail)
+        take(TakeOrder(sequence=0, ticket=ticket, parts=parts), acting, mail)
+        mail.free([ticket])
+    for (name, a), b in zip(trained.named_parameters(), acting.parameters(), strict=True):
+        assert torch.equal(a.to(b.dtype), b), name
+    mail.close()
+
+
+def test_every_element_travels_once():
+    weights = describe_weights(module(torch.float32, 1))
+    parts = [part for bucket in fill_buckets(weights, 64) for part in bucket]
+    for weight in weights:
+        spans = sorted((part.start, part.stop) for part in parts if part.name == weight.name)
+        assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+        assert spans[-1][1] == weight.count
+
+
+def test_engines_notice_new_weights():
+    """vLLM takes over the module's weights when their version counters changed."""
+    acting, mail = module(torch.float32, 2), Arena.create(bucket_layout(4096), 1)
+    before = sum(p._version for p in acting.parameters())
+    (parts,) = fill_buckets(describe_weights(acting), 4096)
+    order = TakeOrder(sequence=0, ticket=mail.allocate(), parts=parts)
+    publish(PublishOrder(sequence=0, ticket=order.ticket, parts=parts), acting, OneRank(RankSeat()), mail)
+    take(order, acting, mail)
+    assert sum(p._version for p in acting.parameters()) > before
+    mail.close()
