@@ -33,6 +33,8 @@ class Job:
     last: int
     first: int = 0
     load: Path | None = None
+    poison: bool = False
+    """One sample, which one rank trains on, has an advantage that is no number."""
 
 
 def run_ranks(folder: Path, world: int, jobs: Sequence[Job], *, deadline_s: float = 900.0) -> None:
@@ -80,6 +82,8 @@ def _do(folder: Path, rank: int, world: int, job: Job, port: int) -> None:
     arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
     host = PolicyHost(replace(policy_init(blueprint, arena, None), seat=seat))
     tickets = _fill(arena, blueprint, host)
+    if job.poison:
+        arena["advantage"][tickets[0].record] = np.nan
     if job.load is not None:
         list(host.handle(LoadOrder(sequence=0, folder=str(job.load))))
     metrics = []

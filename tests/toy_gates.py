@@ -1,4 +1,4 @@
-"""Advantage estimators that tests register by path."""
+"""Advantage estimators and a policy that tests register by path."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from toy_env import wait_at_gate
 
 from embodyrl.algorithms.outcome import GRPO
 from embodyrl.algorithms.protocol import Credit, Scores
-from embodyrl.config.schema import AlgorithmConfig
+from embodyrl.config.schema import AlgorithmConfig, ModelConfig
+from embodyrl.policies.openvla_oft import FACTORY
+from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import Episode
 
 GATE = "TOY_GATE"
-"""Environment variable: where `GATED_GRPO` shows that an update has begun."""
+"""Environment variable: where `GATED_GRPO` shows that an update has begun, `GATED_OFT` a checkpoint."""
 
 
 def _gated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
@@ -29,3 +32,24 @@ def _negated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) 
 
 GATED_GRPO = replace(GRPO, compute=_gated)
 NEGATED_GRPO = replace(GRPO, compute=_negated)
+
+
+class _GatedFactory:
+    """The tiny OpenVLA-OFT, whose `save` waits at the gate."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(FACTORY, name)
+
+    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+        policy = FACTORY.build(cfg, request)
+        save = policy.save
+
+        def gated(folder: Path) -> None:
+            wait_at_gate(Path(os.environ[GATE]))
+            save(folder)
+
+        policy.save = gated
+        return policy
+
+
+GATED_OFT = _GatedFactory()

@@ -16,6 +16,7 @@ from embodyrl.config.choices import (  # re-exported: the schema is one import f
     OnEnvCrash,
     OnExisting,
     OnNonfinite,
+    OnSaveError,
     OnVideoError,
     Precision,
     RenderProfile,
@@ -238,6 +239,8 @@ class CheckpointConfig:
     """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
     async_save: bool = False
     """Go on training once the files are written, while they are hashed, synced to the disk and moved into place."""
+    on_error: OnSaveError = OnSaveError["continue"]
+    """A checkpoint on the way cannot be written (full disk): warn and continue, or stop. The last one must succeed."""
 
 
 @dataclass

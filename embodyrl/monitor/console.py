@@ -63,6 +63,8 @@ def _time_shares(metrics: Mapping[str, float]) -> str:
 class ConsoleMonitor(Monitor):
     """Writes to a text stream, standard output by default; colours follow NO_COLOR."""
 
+    prompt = True
+
     def __init__(self, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stdout
         self._console = Console(file=self._stream, highlight=False)

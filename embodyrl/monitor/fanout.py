@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.monitor.background import BackgroundMonitor
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo, TaskResult
 
 _log = logging.getLogger(__name__)
@@ -36,7 +37,8 @@ def build_monitor(backends: Sequence[str]) -> Fanout:
     Raises:
         UnknownNameError: no such backend.
     """
-    return Fanout({name: MONITORS.get(name)() for name in dict.fromkeys(backends)})
+    monitors = {name: MONITORS.get(name)() for name in dict.fromkeys(backends)}
+    return Fanout({name: m if m.prompt else BackgroundMonitor(m) for name, m in monitors.items()})
 
 
 class Fanout(Monitor):

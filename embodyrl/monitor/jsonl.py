@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 class JsonlMonitor(Monitor):
     """Rows `{"step": 3, "train/return": 0.25, ...}`; a value that is not finite is written as null and named once."""
 
+    prompt = True
     file_name = "metrics.jsonl"
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from embodyrl.monitor.intervals import Rate
 from embodyrl.registry import Registry
@@ -39,6 +40,9 @@ class TaskResult:
 
 class Monitor:
     """One backend: a subclass implements what it serves. Methods may raise: the caller drops the backend."""
+
+    prompt: ClassVar[bool] = False
+    """The caller waits for each call; others get theirs, but for what only people at a screen want, in a thread."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Start; an error here is fatal for the run."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.buckets import WeightInfo, WeightPart, fill_buckets
+from embodyrl.errors import CheckpointError
 from embodyrl.runtime.fleet import Fleet
 from embodyrl.workers.lifecycle import WorkerSpec
 from embodyrl.workers.messages import ContinueOrder, Done, PublishOrder, TakeOrder, WorkerReady
@@ -66,11 +67,16 @@ class PolicyClient:
         """Let all actor ranks carry out an order together; returns the first one's reply, with the longest time.
 
         An order that is carried out in parts lets others in between.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written or read.
         """
         seconds = 0.0
         while True:
             replies = self._spread(self._training, order)
             self._wait(replies, self._training)
+            if errors := [done.error for done in replies.values() if done.error]:
+                raise CheckpointError(errors[0])
             seconds += max(done.seconds for done in replies.values())
             done = replies[self._training[0]]
             if done.finished:

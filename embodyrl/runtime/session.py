@@ -6,12 +6,13 @@ import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from embodyrl import __version__
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore
-from embodyrl.config.schema import Config
+from embodyrl.config.schema import Config, OnSaveError
 from embodyrl.errors import CheckpointError, Interrupted
 from embodyrl.files import write_atomically
 from embodyrl.monitor import Fanout, RunInfo, build_monitor
@@ -106,7 +107,7 @@ class Session:
 
         With `checkpoint.async_save` it is complete when `settle` returns.
         """
-        self.settle()
+        self._tolerate(self.settle)
         path = self._store.path(self.step)
         if path.is_dir():
             return path
@@ -135,15 +136,29 @@ class Session:
         """
         if self._saving is None or not (wait or self._saving.done()):
             return
-        limit = self.cfg.faults.update_timeout_s
+        limit, saving, self._saving = self.cfg.faults.update_timeout_s, self._saving, None
         try:
-            self._saving.result(limit)
+            saving.result(limit)
         except TimeoutError as error:
             raise CheckpointError(
                 f"{self._store.root}: a checkpoint is not on the disk after {limit:g} s (faults.update_timeout_s); "
                 "is the file system still there?"
             ) from error
-        self._saving = None
+
+    def save_if_due(self, save: Callable[[], Path]) -> None:
+        """Save on the way; the last step, which must succeed, is the caller's."""
+        self._tolerate(partial(self.settle, wait=False))
+        if self.due(self.cfg.runner.save_interval) and self.step < self.total:
+            self._tolerate(save)
+
+    def _tolerate(self, act: Callable[[], object]) -> None:
+        """Let a checkpoint on the way fail, where `checkpoint.on_error` says so."""
+        try:
+            act()
+        except (CheckpointError, OSError) as error:
+            if self.cfg.checkpoint.on_error == OnSaveError.stop:
+                raise
+            self.monitor.text(f"warning: a checkpoint could not be written, training goes on: {error}")
 
     def farewell(self, interruption: Interrupted, saved: Path) -> Interrupted:
         """Say where the run stopped and how to go on, once the checkpoint is complete."""

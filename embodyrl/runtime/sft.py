@@ -165,9 +165,7 @@ class _Sft:
                     # The step is done and will not be repeated, even if its validation was interrupted.
                     self.monitor.log(session.step, row)
                 losses, began = [], time.perf_counter()
-            session.settle(wait=False)
-            if session.due(runner.save_interval) and not last:
-                self._save()
+            session.save_if_due(self._save)
 
     def _update(self) -> dict[str, float]:
         """One optimizer step on the batch that belongs to this step, whatever happened before."""

@@ -153,9 +153,7 @@ class _Training:
                 self.monitor.log(session.step, settle(metrics, deterministic=self.cfg.runner.deterministic))
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
-            session.settle(wait=False)
-            if session.due(self.cfg.runner.save_interval) and session.step < session.total:
-                self._save(crew, actors)
+            session.save_if_due(lambda: self._save(crew, actors))
 
     @property
     def _validates(self) -> bool:

@@ -192,6 +192,8 @@ class Done:
     sequence: int
     seconds: float
     metrics: dict[str, float]
+    error: str = ""
+    """What went wrong with a checkpoint; the worker itself is as it was."""
     finished: bool = True
     """False: a part of an order; the rest waits for a ContinueOrder."""
 

@@ -14,6 +14,7 @@ import torch
 from embodyrl.algorithms.protocol import build_algorithm
 from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.config.schema import Config, Precision
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
 from embodyrl.workers.actor_worker import ActorWorker, InParts
 from embodyrl.workers.messages import (
@@ -111,9 +112,14 @@ class PolicyHost:
     def handle(self, order: Any) -> Iterator[Done]:
         """Carry out one order and report how long it took."""
         started = time.perf_counter()
-        metrics = self._carry_out(order)
+        error = ""
+        try:
+            metrics = self._carry_out(order)
+        except CheckpointError as problem:
+            metrics, error = {}, str(problem)
         seconds = time.perf_counter() - started
-        yield Done(sequence=order.sequence, seconds=seconds, metrics=metrics or {}, finished=metrics is not None)
+        finished = metrics is not None
+        yield Done(sequence=order.sequence, seconds=seconds, metrics=metrics or {}, error=error, finished=finished)
 
     def _carry_out(self, order: Any) -> dict[str, float] | None:
         """Return metrics, or None if this was a part only."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
 from embodyrl.config.schema import ActorConfig
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray
 from embodyrl.workers.messages import POLICY_FOLDER, RankSeat
@@ -87,19 +90,31 @@ class Optimization:
         """Write the policy, and all that training needs to go on, below `folder`; all ranks, of which the first writes.
 
         Nothing in it depends on the number of ranks.
+
+        Raises:
+            CheckpointError: it could not be written (full disk); this rank has still done its part for the others.
         """
-        writes = self._ranks.seat.rank == 0
+        problems: list[str] = []
+
+        def write(files: Callable[[], None]) -> None:
+            if self._ranks.seat.rank or problems:
+                return
+            try:
+                files()
+            except (OSError, SafetensorError) as error:
+                number = f" (os error {error.errno})" if isinstance(error, OSError) else ""
+                problems.append(f"{folder}: {error}{number}")
+
         with self._ranks.full_weights(write=False):
-            if writes:
-                (folder / POLICY_FOLDER).mkdir(parents=True)
-                policy.save(folder / POLICY_FOLDER)
+            write(lambda: _save_policy(policy, folder / POLICY_FOLDER))
         state = {
             "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
             "schedule": {"last_epoch": self.scheduler.last_epoch},
             "rng": rng_state(),
         }
-        if writes:
-            save_state(folder, TRAINING_STATE, state)
+        write(lambda: save_state(folder, TRAINING_STATE, state))
+        if problems:
+            raise CheckpointError(problems[0])
 
     def load(self, folder: Path, policy: Policy) -> None:
         """Load what `save` wrote."""
@@ -109,6 +124,11 @@ class Optimization:
         self.optimizer.load_state_dict(self._ranks.shard(state["optimizer"], self.optimizer))
         self.scheduler.last_epoch = int(state["schedule"]["last_epoch"])
         set_rng_state(state["rng"])
+
+
+def _save_policy(policy: Policy, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    policy.save(folder)
 
 
 def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArray]:

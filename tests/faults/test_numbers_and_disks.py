@@ -78,11 +78,28 @@ def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(tmp_path, s
     size = sum(p.stat().st_size for p in (probe / "checkpoints").rglob("*") if p.is_file())
     (small_disk / "ballast").write_bytes(bytes(max(0, 12 * 2**20 - int(1.5 * size) - 2**20)))
     with pytest.raises(CheckpointError, match=r"No space left.*needs.*MiB.*checkpoint\.keep=1") as caught:
-        train_toy(small_disk, "runner.max_steps=3", "runner.save_interval=1")
+        train_toy(small_disk, "runner.max_steps=3", "runner.save_interval=1", "checkpoint.on_error=stop")
     assert caught.value.exit_code == 6
     store = CheckpointStore(small_disk / "run" / "checkpoints")
     assert store.steps() == [1]
     store.verify(store.path(1))
+    assert [row["step"] for row in rows(small_disk / "run")] == [1, 2]
+
+
+def test_training_goes_on_where_the_policy_cannot_write_its_checkpoint(small_disk):
+    """There is no earlier checkpoint to tell its size: the disk fills while the policy's worker writes."""
+    (small_disk / "ballast").write_bytes(bytes(12 * 2**20 - 2**18))
+    with pytest.raises(CheckpointError, match=r"No space left on device") as caught:
+        train_toy(small_disk, "runner.max_steps=3", "runner.save_interval=1")
+    assert caught.value.exit_code == 6, "the last checkpoint must succeed"
+    run = small_disk / "run"
+    assert [row["step"] for row in rows(run)] == [1, 2, 3]
+    assert all(row["actor/optimizer_steps"] > 0 or row["train/groups_without_signal"] == 1 for row in rows(run))
+    warnings = (run / "logs" / "events.log").read_text()
+    assert warnings.count("a checkpoint could not be written, training goes on") == 2
+    assert "step_000001" in warnings
+    assert "step_000002" in warnings
+    assert list((run / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.integration

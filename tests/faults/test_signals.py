@@ -153,15 +153,57 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_policy_worker_ends_the_run_with_exit_4(start, tmp_path):
+@pytest.mark.parametrize(
+    ("signum", "said"), [(signal.SIGKILL, "died with SIGKILL"), (signal.SIGSTOP, "gave no answer for 15 s")]
+)
+def test_a_policy_worker_that_dies_or_stops_ends_the_run_with_exit_4(start, tmp_path, signum, said):
     gate = tmp_path / "gate"
-    command = start(*hold_in_rollout(gate, at=60))
+    command = start(*hold_in_rollout(gate, at=60), "faults.update_timeout_s=15")
     command.wait_for(tmp_path / "run" / "metrics.jsonl", lines=1)
     command.wait_for(gate)
-    os.kill(command.worker("policy"), signal.SIGKILL)
+    os.kill(command.worker("policy"), signum)
     open_gate(gate)
-    assert command.wait(10.0) == 4
+    assert command.wait() == 4
     error = command.err.read_text()
-    assert "worker policy died with SIGKILL" in error
+    assert f"worker policy {said}" in error
     assert "policy.log" in error
     assert_saved(tmp_path / "run")
+
+
+GATED_SAVE = "model.model_type=toy_gates:GATED_OFT"
+
+
+def test_ctrl_c_in_a_save_finishes_the_checkpoint_first(start, tmp_path):
+    gate = tmp_path / "gate"
+    command = start(GATED_SAVE, **{GATE: str(gate)})
+    command.wait_for(gate)
+    command.signal_group(signal.SIGINT)
+    open_gate(gate)
+    assert command.wait() == 130
+    assert "after step 1; saved" in assert_one_line_and_no_traceback(command)
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [1]
+    assert_saved(tmp_path / "run")
+
+
+def test_a_policy_worker_killed_in_a_save_leaves_no_half_checkpoint(start, tmp_path):
+    gate = tmp_path / "gate"
+    command = start(GATED_SAVE, **{GATE: str(gate)})
+    command.wait_for(gate)
+    os.kill(command.worker("policy"), signal.SIGKILL)
+    assert command.wait() == 4
+    assert "worker policy died with SIGKILL" in command.err.read_text()
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_rank_that_dies_in_an_update_ends_the_others_at_once(start, tmp_path):
+    """Rank 0 waits for it in a collective whose own limit is an hour."""
+    gate = tmp_path / "gate"
+    command = start("algorithm.adv_type=toy_gates:GATED_GRPO", "actor.fsdp.size=2", **{GATE: str(gate)})
+    command.wait_for(gate, deadline_s=100)
+    victim = command.worker("policy_1")
+    os.kill(victim, signal.SIGSTOP)
+    open_gate(gate)
+    os.kill(victim, signal.SIGKILL)
+    assert command.wait() == 4
+    assert "worker policy_1 died with SIGKILL" in command.err.read_text()
+    assert not (tmp_path / "run" / "lock").exists()

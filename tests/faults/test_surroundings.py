@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from processes import Command, command_environment, start_cli, wait_until, workers_of
-from toy_runs import resume_toy, rows, toy_words
+from processes import Command, command_environment, run_cli, start_cli, wait_until, workers_of
+from toy_runs import comparable, resume_toy, rows, toy_words, train_toy
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Field, RecordLayout
@@ -84,6 +84,35 @@ def test_odd_paths_no_home_no_locale_and_hardly_any_shared_memory(tmp_path):
         pytest.skip(f"no private mounts here: {done.stderr!r}")
     assert done.returncode == 0, done.stderr
     assert len(rows(real / "run")) == 1
+
+
+JUMPING_CLOCK = """
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t id, struct timespec *t) {
+    static long calls;
+    int failed = syscall(SYS_clock_gettime, id, t);
+    if (!failed && id == CLOCK_REALTIME) t->tv_sec += (calls++ % 3 - 1) * 86400;
+    return failed;
+}
+"""
+
+
+@pytest.mark.integration
+def test_a_clock_that_jumps_by_days_changes_nothing(tmp_path):
+    """As after a suspended machine or a corrected time server; only the wall clock jumps, as on a real system."""
+    compiler, library = shutil.which("cc"), tmp_path / "clock.so"
+    if compiler is None:
+        pytest.skip("no C compiler")
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", library, "-x", "c", "-"], input=JUMPING_CLOCK, text=True, check=True
+    )
+    words = ("launcher.env_workers=1", "runner.deterministic=true")
+    done = run_cli("train", *toy_words(tmp_path, *words), cwd=tmp_path, env={"LD_PRELOAD": str(library)})
+    assert done.returncode == 0, done.stderr
+    calm = train_toy(tmp_path, "runner.deterministic=true", name="calm")
+    assert comparable(tmp_path / "run") == comparable(calm)
 
 
 @pytest.mark.integration

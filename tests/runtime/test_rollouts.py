@@ -77,7 +77,7 @@ def test_each_action_meets_its_own_reward(tmp_path):
 
 def test_the_number_of_stages_does_not_change_the_episodes(tmp_path):
     seen = []
-    for stages in (1, 2, 3):
+    for stages in (1, 2, 4):
         words = (f"rollout.pipeline_stage_num={stages}", "runner.deterministic=true", "algorithm.rollout_epoch=2")
         with running_crew(tmp_path, *words, "env.kwargs.tasks=3") as stage:
             rollout = collect(stage)
@@ -85,6 +85,17 @@ def test_the_number_of_stages_does_not_change_the_episodes(tmp_path):
             seen.append((facts(rollout), logprob))
     assert seen[0] == seen[1] == seen[2]
     assert any(e[1] < 8 for e in seen[0][0]), "some episode must end early, or this shows nothing"
+
+
+def test_the_list_of_episodes_is_the_same_however_they_are_run(tmp_path):
+    """Also where the clock decides which slot runs what."""
+    lists = []
+    for stages, slots in ((1, 4), (2, 4), (4, 4), (2, 8)):
+        words = (f"rollout.pipeline_stage_num={stages}", f"env.train.total_num_envs={slots}", "env.kwargs.tasks=3")
+        with running_crew(tmp_path, *words, f"algorithm.rollout_epoch={16 // slots}") as stage:
+            lists.append([e.spec for e in collect(stage).episodes])
+    assert len(lists[0]) == 16
+    assert lists[0] == lists[1] == lists[2] == lists[3]
 
 
 PPO = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12")

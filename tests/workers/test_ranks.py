@@ -43,6 +43,18 @@ def test_two_ranks_equal_one(tmp_path):
         torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-5)
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_all_ranks_refuse_what_is_not_finite_on_one(tmp_path):
+    words = (*FULL, "faults.on_nonfinite=skip", "algorithm.update_epoch=1")
+    run_ranks(tmp_path, 2, [Job(name="before", words=words, last=0), Job(name="bad", words=words, last=1, poison=True)])
+    (metrics,) = losses(tmp_path / "bad")
+    assert (metrics["skipped_nonfinite"], metrics["optimizer_steps"]) == (1, 0)
+    before, after = state(tmp_path / "before" / "saved"), state(tmp_path / "bad" / "saved")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("words", [FULL, LORA], ids=["full", "lora"])
