@@ -56,14 +56,15 @@ def workers_of(pid: int) -> dict[str, int]:
         if not entry.name.isdigit():
             continue
         try:
-            name, parent = (
-                (entry / "comm").read_text().strip(),
-                (entry / "stat").read_text().rpartition(")")[2].split()[1],
-            )
+            if not (entry / "comm").read_text().startswith("embodyrl:"):
+                continue
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            # The kernel cuts names after 15 bytes; a worker's output goes to <its name>.log.
+            name = (entry / "fd" / "1").readlink().stem
         except OSError:
             continue
-        if name.startswith("embodyrl:") and int(parent) == pid:
-            found[name.removeprefix("embodyrl:")] = int(entry.name)
+        if int(parent) == pid:
+            found[name] = int(entry.name)
     return found
 
 
@@ -115,7 +116,7 @@ class Command:
         """Process id of a worker, which must be running by now."""
         return workers_of(self.pid)[name]
 
-    def wait_for(self, path: Path, *, lines: int = 0, deadline_s: float = 60.0) -> None:
+    def wait_for(self, path: Path, *, lines: int = 0, deadline_s: float = 100.0) -> None:
         """Wait until a file is there and holds at least so many lines."""
 
         def there() -> bool:
