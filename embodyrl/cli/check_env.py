@@ -39,7 +39,5 @@ def _show(finding: Finding) -> None:
     # Flushed, so that whoever waits for a slow simulator sees how far it has come.
     note = f": {finding.note}" if finding.note and not finding.violations else ""
     print(f"  {finding.level:<4}  {finding.check}{note}", flush=True)
-    for violation in finding.violations:
-        print(f"        {violation.field}", flush=True)
-        print(f"          expected  {violation.expected}", flush=True)
-        print(f"          found     {violation.found}", flush=True)
+    for v in finding.violations:
+        print(f"        {v.field}\n          expected  {v.expected}\n          found     {v.found}", flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore, size_bytes
@@ -15,25 +14,20 @@ from embodyrl.registry import closest
 
 def ckpt(args: argparse.Namespace) -> int:
     """Run `embodyrl ckpt`."""
-    verbs: dict[str, Callable[[argparse.Namespace], int]] = {
-        "ls": _ls,
-        "verify": _verify,
-        "export": _export,
-        "prune": _prune,
-    }
-    verb, count = (args.words[0] if args.words else ""), 3 if args.words[:1] == ["export"] else 2
+    verbs = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
+    wants = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
+    verb = args.words[0] if args.words else ""
     if verb not in verbs:
         raise ConfigError(f"embodyrl ckpt '{verb}'?{closest(verb, verbs)} One of: {', '.join(verbs)}.")
-    if len(args.words) != count:
-        wants = "RUN_OR_CHECKPOINT FOLDER" if verb == "export" else "RUN" if verb != "verify" else "RUN_OR_CHECKPOINT"
-        raise ConfigError(f"embodyrl ckpt {verb} takes: {wants}.")
+    if len(args.words) != 1 + len(wants[verb].split()):
+        raise ConfigError(f"embodyrl ckpt {verb} takes: {wants[verb]}.")
     if args.keep is not None and verb != "prune":
         raise ConfigError("--keep goes with embodyrl ckpt prune.")
     return verbs[verb](args)
 
 
 def _ls(args: argparse.Namespace) -> int:
-    store = _store(find_run(args.words[1]))
+    store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
     best = store.best()
     rows = [
         {
@@ -85,7 +79,7 @@ def _export(args: argparse.Namespace) -> int:
 def _prune(args: argparse.Namespace) -> int:
     if args.keep is None or not args.keep.isdecimal() or int(args.keep) < 1:
         raise ConfigError("embodyrl ckpt prune RUN --keep N: how many of the newest checkpoints stay, at least 1.")
-    store = _store(find_run(args.words[1]))
+    store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
     from embodyrl.runtime.rundir import in_use
 
     best = store.best()
@@ -99,10 +93,6 @@ def _prune(args: argparse.Namespace) -> int:
     return 0
 
 
-def _store(run: Path) -> CheckpointStore:
-    return CheckpointStore(run / "checkpoints")
-
-
 def _target(word: str) -> tuple[CheckpointStore, list[int]]:
     """The store and the steps that a run or one of its checkpoints stands for."""
     path = Path(word)
@@ -112,7 +102,7 @@ def _target(word: str) -> tuple[CheckpointStore, list[int]]:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such checkpoint; there are {store.steps() or 'none'}.")
         return store, [int(step)]
-    store = _store(find_run(word))
+    store = CheckpointStore(find_run(word) / "checkpoints")
     if not store.steps():
         raise CheckpointError(f"{word}: this run has no complete checkpoint.")
     return store, store.steps()

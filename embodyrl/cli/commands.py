@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import tomllib
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -33,9 +34,7 @@ class Command:
         """Text below the flags in `--help`."""
         text = "examples:\n" + "\n".join(f"  {e}" for e in self.examples)
         if self.long_help:
-            from embodyrl.cli.help import groups_and_keys
-
-            text += "\n\n" + groups_and_keys(_SURFACE["common_keys"])
+            text += "\n\n" + _groups_and_keys()
         return text
 
 
@@ -55,3 +54,26 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     return _SURFACE["overview"].format(commands=lines)
+
+
+def _groups_and_keys() -> str:
+    """Return the sections "groups" and "common keys" of the help of a run command."""
+    from embodyrl.config import tree
+    from embodyrl.config.keys import all_keys, spell
+
+    lines = ["groups (group=option; * = default):"]
+    for group, default in tree.default_options("train").items():
+        lines.append(f"  {group}")
+        found = tree.options(group)
+        width = max(map(len, found))
+        for option, file in found.items():
+            mark = "*" if option == default else " "
+            text = textwrap.shorten(tree.one_line(file), 100 - width, placeholder="...")
+            lines.append(f"   {mark} {option:<{width}}  {text}")
+    lines += ["", "common keys (key=value):"]
+    for name in _SURFACE["common_keys"]:
+        key = all_keys()[name]
+        lines.append(f"  {name}: {key.type_text} = {spell(key.default)}")
+        lines.append(f"      {key.doc}")
+    lines += ["", "all keys: embodyrl show train"]
+    return "\n".join(lines)

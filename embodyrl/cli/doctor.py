@@ -36,12 +36,11 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json:
         summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(f) for f in findings]}
         print(json.dumps(summary, indent=2))
-        return 3 if failed else 0
-    for finding in findings:
-        print(f"  {finding.level:<4}  {finding.name}: {finding.text}")
-        if finding.fix:
-            print(f"        fix: {finding.fix}")
-    print(f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}")
+    for finding in [] if args.json else findings:
+        fix = f"\n        fix: {finding.fix}" if finding.fix else ""
+        print(f"  {finding.level:<4}  {finding.name}: {finding.text}{fix}")
+    if not args.json:
+        print(f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}")
     return 3 if failed else 0
 
 

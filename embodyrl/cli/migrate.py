@@ -183,7 +183,11 @@ def translate(source: Mapping[str, Any], system: str | None = None) -> Migration
         raise ConfigError(f"--from {system}: one of {', '.join(systems())}.")
     system = system or detect(source)
     table = load_table(system)
-    kind = next(kind for kind in table["kinds"] if _is_kind(kind, source))
+    kind = next(
+        kind
+        for kind in table["kinds"]
+        if all(str(source.get(key)) in map(str, values) for key, values in kind.get("when", {}).items())
+    )
     result = Migration(system=system, groups=dict(kind["groups"]), settings=dict(kind.get("settings", {})))
     sizes: dict[str, float] = {}
     for key, value in source.items():
@@ -200,10 +204,6 @@ def translate(source: Mapping[str, Any], system: str | None = None) -> Migration
     _settle_sizes(result, sizes)
     _fit(result)
     return result
-
-
-def _is_kind(kind: Mapping[str, Any], source: Mapping[str, Any]) -> bool:
-    return all(str(source.get(key)) in [str(v) for v in values] for key, values in kind.get("when", {}).items())
 
 
 def _find(table: Mapping[str, Any], key: str) -> tuple[str, Any]:
@@ -333,16 +333,13 @@ def _fit(result: Migration) -> None:
 
 def _problems(result: Migration) -> list[str]:
     words = [f"{group}={option}" for group, option in result.groups.items()]
-    words += [f"{key}={_typed(value)}" for key, value in result.settings.items()]
+    for key, value in result.settings.items():
+        words.append(f"{key}={json.dumps(value) if isinstance(value, str) else spell(value)}")
     try:
         check_components(load_config("train", words))
     except ConfigError as error:
         return error.problems
     return []
-
-
-def _typed(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, str) else spell(value)
 
 
 def experiment_text(result: Migration, source: str) -> str:

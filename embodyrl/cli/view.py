@@ -13,8 +13,6 @@ from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_PERIOD_S = 1.0
-
 
 def view(args: argparse.Namespace) -> int:
     """Run `embodyrl view`."""
@@ -25,16 +23,16 @@ def view(args: argparse.Namespace) -> int:
     from rich.live import Live
 
     if not args.follow:
-        Console().print(_picture(read_history(run)))
+        Console().print(picture(read_history(run)))
         return 0
-    with Live(_picture(read_history(run)), auto_refresh=False) as live:
+    with Live(picture(read_history(run)), auto_refresh=False) as live:
         while (run / "lock").exists():
-            time.sleep(_PERIOD_S)
-            live.update(_picture(read_history(run)), refresh=True)
+            time.sleep(1.0)
+            live.update(picture(read_history(run)), refresh=True)
     return 0
 
 
-def _picture(history: History) -> RenderableType:
+def picture(history: History) -> RenderableType:
     """The dashboard of a training, the table of an evaluation."""
     from rich.table import Table
 

@@ -91,9 +91,6 @@ class ConsoleMonitor(Monitor):
         else:
             self._write(step_line(step, self._total, metrics))
 
-    def video(self, step: int, path: Path) -> None:
-        self.text(f"video of step {step}: {path}")
-
     def text(self, line: str) -> None:
         if self._board is not None and self._total:
             self._board.event(f"{time.strftime('%H:%M:%S')} {line}")

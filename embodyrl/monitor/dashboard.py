@@ -177,10 +177,8 @@ def _bar(share: float, width: int) -> str:
 
 def _pairs() -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
+    for side in ("left", "right", "right", "left"):
+        table.add_column(justify=side, no_wrap=True)
     return table
 
 

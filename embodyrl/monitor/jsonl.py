@@ -53,9 +53,6 @@ class JsonlMonitor(Monitor):
                 _log.warning("metric '%s' is %s at step %d; %s has null instead", name, number, step, self.file_name)
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def video(self, step: int, path: Path) -> None:
-        self.text(f"video of step {step}: {path}")
-
     def text(self, line: str) -> None:
         assert self._events is not None, "text before open"
         self._events.parent.mkdir(exist_ok=True)

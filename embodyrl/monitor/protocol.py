@@ -51,7 +51,8 @@ class Monitor:
         """Record the flat metrics of one step."""
 
     def video(self, step: int, path: Path) -> None:
-        """A recording was written."""
+        """A recording was written: a line for people, unless the backend shows it."""
+        self.text(f"video of step {step}: {path}")
 
     def text(self, line: str) -> None:
         """One line for people."""

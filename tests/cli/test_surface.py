@@ -149,50 +149,6 @@ def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
     assert complete("embodyrl", "train", "actor.optim.warm") == {"actor.optim.warmup_steps="}
 
 
-FENCE = re.compile(r"^(?: {4}|)(embodyrl [a-z-]+(?: .*)?)$", re.MULTILINE)
-ELSEWHERE = {
-    "new": "tests/cli/test_new.py writes and runs what these commands write",
-    "check-env": "tests/envs/test_check.py",
-    "view": "above",
-    "report": "tests/monitor/test_report.py",
-    "bench": "above, and tests/benchmarks",
-    "completion": "above",
-    "doctor": "tests/cli/test_doctor.py",
-    "migrate": "its own tests run the reference files",
-    "ckpt": "tests/cli and tests/checkpoint",
-}
-"""Commands whose documented lines need files of the user's; the tests that run the command with such files."""
-
-
-def documented() -> list[str]:
-    lines: set[str] = set()
-    for path in [SOURCE / "README.md", *sorted((SOURCE / "docs").rglob("*.md"))]:
-        for line in FENCE.findall(path.read_text(encoding="utf-8")):
-            lines.add(re.sub(r"\s+#.*", "", line).strip())
-    return sorted(lines)
-
-
-def test_every_documented_command_exists_with_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    """Commands are composed and checked as far as that goes without the user's files; `list` and `show` are run."""
-    lines = documented()
-    assert len(lines) > 20
-    for line in lines:
-        name, *words = line.split()[1:]
-        assert name in COMMANDS, line
-        flags = {w for w in words if w.startswith("-") and w not in ("-m",)}
-        assert COMMANDS[name].own_flags or flags <= set(COMMANDS[name].flags) | {"--help"}, line
-        mentions_files = any(mark in line for mark in ("<", "my_", "|", "--resume", "--config-dir", "..."))
-        if name in ("list", "show") and "|" not in line:
-            assert main([name, *words]) == 0, line
-        elif name in ("train", "eval", "collect", "sft") and not mentions_files:
-            jobs = expand([w for w in words if not w.startswith("-")]) if "-m" in words else [words]
-            for job in jobs:
-                load_config(name, [w for w in job if not w.startswith("-")])
-        elif name not in ELSEWHERE:
-            assert mentions_files or name in ("list", "show"), line
-    capsys.readouterr()
-
-
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["list", "evals"], ["list", "algorithms"], ["show", "eval"], ["train", "--print-config"]):
         assert main([*words, "--json"]) == 0

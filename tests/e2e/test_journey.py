@@ -51,9 +51,12 @@ def test_eval_of_the_run_leaves_results_of_its_own(trained):
     words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "eval.episodes=4", name="evaluated")
     train_only = ("actor.", "env.train.", "runner.max_steps", "algorithm.group_size")
     words = [w for w in words if not w.startswith(train_only)]
-    done = run_cli("eval", *words, "ckpt=runs/run", "video=first:1", "launcher.env_workers=1", cwd=cwd)
+    done = run_cli("eval", *words, "ckpt=runs/run", "video=first:1", "launcher.env_workers=1", "--json", cwd=cwd)
     assert done.returncode == 0, done.stderr
-    assert "overall" in done.stdout
+    assert "overall" in done.stderr, "lines for people"
+    said = json.loads(done.stdout)
+    assert (said["overall"]["episodes"], len(said["recordings"])) == (4, 1)
+    assert said["folder"].endswith("evaluated/eval/step_000002")
     table = json.loads((cwd / "runs" / "evaluated" / "eval" / "step_000002" / "eval.json").read_text())
     assert table["overall"]["episodes"] == 4
     assert len(list((cwd / "runs" / "videos" / "evaluated").glob("step000002_*.mp4"))) == 1

@@ -58,6 +58,5 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
     """Keys whose value is not the same in all configs, with the values."""
     leaves = [flat(config) for config in configs]
-    names = sorted({name for part in leaves for name in part})
-    rows = [(name, [part.get(name) for part in leaves]) for name in names]
+    rows = [(name, [part.get(name) for part in leaves]) for name in sorted({n for part in leaves for n in part})]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

@@ -1,0 +1,254 @@
+"""What the documentation says happens: its commands run, its code is that of examples/, its links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from processes import SOURCE
+from run_files import write_run
+
+from embodyrl.cli.main import main
+from embodyrl.cli.sweep import expand
+from embodyrl.config.load import load_config
+
+DOCS = SOURCE / "docs"
+PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]
+EXAMPLES = SOURCE / "examples"
+
+COMPOSED = {
+    "model.path=/data": "download of a 7B checkpoint",
+    "model=openvla_oft_simplevla": "download of a 7B checkpoint",
+    "model=openvla_oft_official": "download of a 7B checkpoint",
+    "model=openvla_oft ": "download of a 7B checkpoint",
+    "model.path=Qwen": "download of a language model",
+    "data.path=demos model=openvla_oft_tiny": "as the tabletop line below",
+    "my_pkg": "a package of the reader's; own_env is run",
+    "eval=libero_standard": "500 episodes of LIBERO; tests/runtime/test_evaluation checks the protocol",
+    "ppo_trainer --config-dir": "needs the reader's model; tests/cli/test_migrate runs it",
+}
+"""Parts of lines that are composed and checked only, with the reason."""
+ELSEWHERE = {
+    "embodyrl doctor": "tests/cli/test_doctor",
+    "check-env env=libero": "minutes of LIBERO; tests/sim",
+    "check-env env=maniskill": "minutes of ManiSkill; tests/sim",
+    "eval --resume": "tests/runtime/test_evaluation interrupts and resumes one",
+    "train --resume": "tests/e2e/test_journey resumes one",
+    "launcher=ray": "several machines; tests/launch/test_ray_launcher plays them on one",
+}
+"""Parts of lines that another test runs."""
+SIMULATED = ("libero", "maniskill")
+"""Minutes of simulation: such lines are planned (--dry-run) where the simulator is installed; tests/sim steps them."""
+OTHER = {
+    "bash scripts/quickstart.sh": "minutes of LIBERO; what it trains is planned below",
+    "bash scripts/test.sh": "runs these tests",
+    "python -m pytest": "runs these tests",
+    "python benchmarks/": "tests/benchmarks runs them with small sizes",
+    "python tests/faults/soak.py": "ten minutes of killing workers",
+    "pip install": "scripts/setup.sh does it",
+    "ray start": "several machines",
+    "export ": "the reader fixture does it",
+    "source ": "the shell's own",
+}
+"""Starts of lines that are no command of ours, with the reason why they are not run here."""
+QUICK = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.on_existing=rename")
+SHORT = {
+    "train": (*QUICK, "runner.max_steps=1", "runner.val_check_interval=-1", "env.train.max_episode_steps=8"),
+    "eval": (*QUICK, "eval.episodes=2", "env.eval.max_episode_steps=8", "env.eval.total_num_envs=2"),
+    "collect": ("runner.logger.backends=[]", "launcher=inline", "collect.episodes=2", "env.train.task_ids=[0]"),
+    "sft": ("runner.logger.backends=[jsonl]", "runner.on_existing=rename", "runner.max_steps=1"),
+}
+"""What is added to documented runs so that they take a second or two."""
+GAE = ("env.train.max_steps_per_rollout_epoch=16", "env.train.total_num_envs=2")
+GROUPS = (
+    "algorithm.group_size=2",
+    "env.train.total_num_envs=2",
+    "actor.global_batch_size=8",
+    "actor.micro_batch_size=8",
+)
+NAMES = {"<id>": "my_run", "<sft run>": "my_run", "step_000200": "step_000001", "$PWD": "."}
+
+
+PROMPT = r"^ *(?:[A-Z]\w*=\S+ )*"
+"""What may stand before a command: indentation, variables."""
+
+
+def documented() -> list[str]:
+    """Every line of a code block that calls our command, without its comment."""
+    found: dict[str, None] = {}
+    for page in PAGES:
+        for line in re.findall(
+            r"^ *(?:[A-Z]\w*=\S+ )*(embodyrl [a-z][^\n]*)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            text = re.sub(r"\s{2,}#.*| #.*", "", line).rstrip(" \\")
+            for name, ours in NAMES.items():
+                text = text.replace(name, ours)
+            found[" ".join(text.split())] = None
+    # What writes files comes before what reads them.
+    return sorted(found, key=lambda line: (" new " not in line, " collect " not in line, " sft " not in line))
+
+
+LINES = documented()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reader's folder, with the files that the pages talk about."""
+    place = tmp_path_factory.mktemp("reader")
+    for name in ("before", "after", "evaluation_before", "evaluation_after"):
+        write_run(place / "runs" / name)
+    for file in EXAMPLES.glob("*.py"):
+        shutil.copy(file, place)
+    shutil.copy(SOURCE / "tests" / "cli" / "migrate_data" / "verl_ppo_gspo.yaml", place / "ppo_trainer.yaml")
+    return place
+
+
+@pytest.fixture
+def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The reader's folder as working directory and on the paths of Python and its children."""
+    places = [folder, folder / "my_env", folder / "my_policy"]
+    monkeypatch.chdir(folder)
+    for place in places:
+        monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (*places, SOURCE))))
+    return folder
+
+
+def of_the_run(line: str) -> bool:
+    return "runs/my_run" in line or "my_run" in line.split()
+
+
+def train_my_run(place: Path) -> None:
+    """The run that pages call my_run, where it is not there yet: one step on the tabletop."""
+    if not (place / "runs" / "my_run").is_dir():
+        words = ("env=tabletop", "runner.experiment_name=my_run", "video=none", *SHORT["train"], *GROUPS)
+        assert main(["train", *words]) == 0
+
+
+def short(name: str, words: list[str]) -> list[str]:
+    """A documented run with sizes of a second."""
+    grouped = name == "train" and not any("ppo" in w or "cartpole" in w for w in words)
+    extra = [*SHORT.get(name, ()), *((GROUPS if grouped else GAE) if name == "train" else ())]
+    if any(w.startswith("env=text/") for w in words):
+        extra = [w for w in extra if "max_episode_steps" not in w]
+    given = {w.partition("=")[0] for w in extra}
+    return [w for w in words if w.partition("=")[0] not in given] + extra
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("line", LINES)
+def test_a_documented_command_does_what_it_says(line: str, reader: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    name, *words = line.split()[1:]
+    if reason := next((why for part, why in ELSEWHERE.items() if part in line), None):
+        pytest.skip(reason)
+    if name == "list" and "|" in words:
+        for kind in [w for w in words if w != "|"]:
+            assert main(["list", kind]) == 0
+        return
+    if "..." in words or any(part in line + " " for part in COMPOSED):
+        words = [w for w in words if w != "..." and w not in ("--config-dir", "--dry-run") and "<" not in w]
+        if name in SHORT:
+            load_config(name, [w for w in words if "=" in w and "ppo_trainer" not in w])
+        return
+    if of_the_run(line):
+        train_my_run(reader)
+    if "demos" in line and name == "sft" and not (reader / "demos").is_dir():
+        assert main(["collect", "env=tabletop", "collect.out=demos/tabletop", *SHORT["collect"]]) == 0
+    if any(simulator in line for simulator in SIMULATED) and name in SHORT:
+        pytest.importorskip("libero" if "libero" in line else "mani_skill")
+        words = [*words, *(["--dry-run"] if "--dry-run" not in words else [])]
+    elif name == "train" and "-m" in words:
+        for job in expand([w for w in words if w != "-m"]):
+            assert main([name, *short(name, job)]) == 0, capfd.readouterr().err
+        return
+    elif name == "bench":
+        words = [words[0], "--help"]
+    elif name in SHORT:
+        words = short(name, words)
+    assert main([name, *words]) == 0, capfd.readouterr().err
+
+
+def test_every_reason_still_has_a_line() -> None:
+    assert [part for part in (*COMPOSED, *ELSEWHERE) if not any(part in line + " " for line in LINES)] == []
+    assert len(LINES) > 50
+
+
+def test_every_other_command_has_a_reason() -> None:
+    start = rf"{PROMPT}((?:bash|python|python3|pip|ray|export|source|srun|sbatch|docker|uv) [^\n]*)$"
+    lines = [line for page in PAGES for line in re.findall(start, page.read_text(encoding="utf-8"), re.MULTILINE)]
+    assert len(lines) > 8
+    assert [line for line in lines if not line.startswith((*OTHER, "srun"))] == []
+    for script in ("scripts/quickstart.sh", "scripts/test.sh", *re.findall(r"benchmarks/\w+\.py", "\n".join(lines))):
+        assert (SOURCE / script).is_file(), script
+
+
+@pytest.mark.parametrize("page", ["own_env", "own_reward", "own_policy"])
+def test_the_code_of_a_tutorial_is_the_example(page: str) -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", (DOCS / "tutorials" / f"{page}.md").read_text(), re.DOTALL)
+    (name,) = set(re.findall(r"`examples/(\w+)\.py`", (DOCS / "tutorials" / f"{page}.md").read_text()))
+    assert shown == (EXAMPLES / f"{name}.py").read_text()
+
+
+def network(text: str) -> str:
+    """The class `Net` of a file."""
+    return text[text.index("class Net(") :].split("\n\n\n")[0].rstrip()
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_the_network_of_the_tutorial_fits_into_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "policy", "net_policy"]) == 0
+    file = tmp_path / "net_policy" / "net_policy" / "policy.py"
+    own = network((EXAMPLES / "own_network.py").read_text())
+    file.write_text(file.read_text().replace(network(file.read_text()), own))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(tmp_path / "net_policy")
+    (line,) = (line for line in LINES if "model=my_policy" in line and "own_env" in line)
+    words = short("train", [w.replace("my_policy", "net_policy") for w in line.split()[2:]])
+    assert main(["train", *words, "runner.experiment_name=run"]) == 0
+    row = yaml.safe_load((tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["actor/grad_norm"] > 0
+    assert row["actor/logprob_gap"] < 1e-5
+
+
+def pages_of(node: object) -> list[str]:
+    """File names below the navigation of the site."""
+    if isinstance(node, str):
+        return [node]
+    return [name for part in (node.values() if isinstance(node, dict) else node) for name in pages_of(part)]  # type: ignore[union-attr]
+
+
+def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> None:
+    listed = pages_of(yaml.safe_load((SOURCE / "mkdocs.yml").read_text())["nav"])
+    generated = {"configuration.md", "commands.md"}
+    assert sorted(set(listed) - generated) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
+    assert len(listed) == len(set(listed))
+    dead = []
+    for page in [*PAGES, SOURCE / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if not (page.parent / target).exists() and target not in generated:
+                dead.append(f"{page.name}: {target}")
+            if page.is_relative_to(DOCS) and not (page.parent / target).resolve().is_relative_to(DOCS):
+                dead.append(f"{page.name}: {target} is outside the site")
+    assert dead == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="pip install 'embodyrl[docs]'")
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(command, cwd=SOURCE, env=environ, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    page = (tmp_path / "site" / "configuration" / "index.html").read_text()
+    assert "env.train.total_num_envs" in page
+    assert (tmp_path / "site" / "commands" / "index.html").is_file()
