@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
+from processes import SOURCE
 
 from embodyrl.cli.main import main
 from embodyrl.cli.migrate import Migration, load_table, read_source, systems, translate
@@ -48,6 +50,8 @@ def test_every_key_is_accounted_for_and_the_result_is_accepted(
     assert account["counts"]["unknown"] == 0, [k for k in account["keys"] if k["state"] == "unknown"]
     assert sorted(k["key"] for k in account["keys"]) == sorted(keys)
     assert source.stem.startswith(account["system"])
+    page = (SOURCE / "docs" / "migrate.md").read_text()
+    assert re.search(rf"^\| {source.name} \| [\w-]+ \| {len(keys)} (\| \d+ ){{4}}\| 0 \|$", page, re.MULTILINE)
     assert all(k["note"] for k in account["keys"] if k["state"] in ("changed", "not needed", "unsupported"))
     groups = yaml.safe_load((tmp_path / "experiment" / f"{source.stem}.yaml").read_text())["defaults"]
     # The engine of the source, vLLM, is an extra that may not be installed here.
