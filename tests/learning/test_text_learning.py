@@ -117,11 +117,11 @@ def test_a_reward_for_the_result_teaches_to_call_the_calculator(tmp_path: Path):
 @pytest.mark.slow
 def test_reverse_by_sft_then_sparse_reward_resumed_in_the_middle(tmp_path: Path):
     start = imitate(tmp_path, "embodyrl.datasets.tasks:reverse", 66)
-    sparse = ("reward.weights={exact: 1.0, overlap: 0.0}", f"ckpt={start}", "runner.max_steps=125")
+    sparse = ("reward.weights={exact: 1.0, overlap: 0.0}", f"ckpt={start}", "runner.max_steps=40")
     calm = ("algorithm.sampling_params.temperature=0.4", "actor.optim.schedule=constant", "actor.optim.lr=3e-4")
-    before, after = gain(learn(tmp_path, "reverse", *sparse, *calm, name="rl"))
+    before, _ = gain(learn(tmp_path, "reverse", *sparse, *calm, name="rl"))
     assert before <= 0.45
-    again = load_saved_config(tmp_path / "rl", ["runner.max_steps=250", "ckpt=null"])
+    again = load_saved_config(tmp_path / "rl", ["runner.max_steps=100", "ckpt=null"])
     resumed = train(again, resume=tmp_path / "rl")
     assert resumed.last is not None
-    assert resumed.last.overall.success_once >= max(0.8, after)
+    assert resumed.last.overall.success_once >= 0.8
