@@ -34,7 +34,7 @@ from embodyrl.workers.policy_host import PolicyHost
 
 SIZES = {"tiny": (128, 352, 3, 4), "100m": (768, 2048, 14, 12), "300m": (1024, 2816, 24, 16)}
 """Width, inner width, layers and heads of the language model."""
-COMMON = ("env=tabletop", "model=openvla_oft_tiny", "launcher=local", "actor.micro_batch_size=1")
+COMMON = ("env=tabletop", "model=openvla_oft_tiny", "model.precision=fp32", "launcher=local")
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Case:
 
 
 CASES = (
-    Case("full fp32", "300m", ("model.precision=fp32",)),
-    Case("adapters bf16, recomputed", "300m", ("model.is_lora=true", "actor.gradient_checkpointing=true")),
-    Case("full bf16, 2 ranks", "100m", (), ranks=2),
+    Case("full", "300m", ()),
+    Case("adapters, recomputed", "300m", ("model.is_lora=true", "actor.gradient_checkpointing=true")),
+    Case("full, 2 ranks", "100m", (), ranks=2),
 )
 
 
@@ -73,6 +73,7 @@ def write_folder(folder: Path, size: str) -> None:
 def draw(folder: Path, case: Case) -> Blueprint:
     words = (
         *COMMON,
+        "actor.micro_batch_size=1",
         f"model.path={folder}",
         f"actor.fsdp.size={case.ranks}",
         f"actor.global_batch_size={case.samples}",

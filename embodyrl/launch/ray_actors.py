@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.channels.arena import Arena, ArenaHandle
+from embodyrl.channels.arena import Arena
 from embodyrl.config.placement import parse_placement
 from embodyrl.config.schema import ClusterConfig
 from embodyrl.errors import ConfigError, WorkerError
@@ -64,9 +64,9 @@ class RemoteWorker:
     def start(self) -> _Answer:
         """Build the worker."""
         self._pools = pools = _open_pools(self._spec, mirror=not self._beside_driver)
-        init = replace(self._spec.init, shared_arena=pools.arena)
-        if pools.mail is not None:
-            init = replace(init, mail=pools.mail.handle)
+        init = replace(self._spec.init, shared_arena=pools[0])
+        if len(pools) > 1:
+            init = replace(init, mail=pools[1].handle)
         try:
             self._worker = replace(self._spec, init=init).build()
         except Exception as error:
@@ -241,7 +241,7 @@ class RayLauncher:
 
     def _bury(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
         seat = self._seats.pop(name)
-        seat.pools.close()
+        _close(seat.pools)
         ray.kill(seat.actor, no_restart=True)
         died = WorkerDied(
             reason=reason, log=str(seat.log), traceback=traceback or log_tail(seat.log), exit_code=exit_code
@@ -254,7 +254,7 @@ class RayLauncher:
     def stop(self, *, grace_s: float = 10.0) -> None:
         for seat in self._seats.values():
             ray.kill(seat.actor, no_restart=True)
-            seat.pools.close()
+            _close(seat.pools)
         self._seats.clear()
         self._events.clear()
         if self._ours and ray.is_initialized():
@@ -263,12 +263,13 @@ class RayLauncher:
 
 def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
     """The driver's pools, on its host; or, elsewhere, empty ones like them."""
+    handles = [handle for handle in (spec.init.arena, getattr(spec.init, "mail", None)) if handle is not None]
+    return tuple(Arena.create(h.layout, h.capacity) if mirror else Arena.attach(h) for h in handles)
 
-    def opened(handle: ArenaHandle) -> Arena:
-        return Arena.create(handle.layout, handle.capacity) if mirror else Arena.attach(handle)
 
-    mail = getattr(spec.init, "mail", None)
-    return Pools(opened(spec.init.arena), None if mail is None else opened(mail))
+def _close(pools: Pools) -> None:
+    for pool in pools:
+        pool.close()
 
 
 def _living() -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,16 +29,8 @@ _OUTCOME = ("action", "reward", "terminated", "truncated", "valid", "success", "
 _ACTED = ("action", "tokens", "logprob", "value", "version", "reply", "cost")
 
 
-class Pools(NamedTuple):
-    """What a worker shares with the driver, or a mirror of it."""
-
-    arena: Arena
-    mail: Arena | None
-
-    def close(self) -> None:
-        self.arena.close()
-        if self.mail is not None:
-            self.mail.close()
+Pools = tuple[Arena, ...]
+"""What a worker shares with the driver, or mirrors of it: the arena and, where there are any, the buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,7 @@ class _Use:
 
 def copy_in(pools: Pools, order: Any) -> list[Rows]:
     """The rows that the worker of an order reads."""
-    return [_copy(pools, use) for use in _reads(pools.arena, order)]
+    return [_copy(pools, use) for use in _reads(pools[0], order)]
 
 
 def copy_out(pools: Pools, order: Any) -> list[Rows]:
@@ -72,15 +64,8 @@ def copy_out(pools: Pools, order: Any) -> list[Rows]:
 def paste(pools: Pools, rows: Sequence[Rows]) -> None:
     """Write rows where they belong."""
     for part in rows:
-        pool = _pool(pools, part.pool)
         for name, values in part.fields.items():
-            pool[name][part.records] = values
-
-
-def _pool(pools: Pools, index: int) -> Arena:
-    pool = pools[index]
-    assert pool is not None, "this worker has no buckets"
-    return pool
+            pools[part.pool][name][part.records] = values
 
 
 def _reads(arena: Arena, order: Any) -> Iterator[_Use]:
@@ -112,11 +97,10 @@ def _writes(pools: Pools, order: Any) -> Iterator[_Use]:
         case ScoreOrder():
             yield _Use(order.tickets, ("ref_logprob",))
         # All ranks get the order, one of them writes.
-        case PublishOrder() if _pool(pools, 1)["state"][order.ticket.record] == RecordState.READY:
+        case PublishOrder() if pools[1]["state"][order.ticket.record] == RecordState.READY:
             yield _Use([order.ticket], ("weights", "state"), pool=1)
 
 
 def _copy(pools: Pools, use: _Use) -> Rows:
     records = np.fromiter((ticket.record for ticket in use.tickets), dtype=np.int64, count=len(use.tickets))
-    pool = _pool(pools, use.pool)
-    return Rows(use.pool, records, {name: pool[name][records] for name in use.fields})
+    return Rows(use.pool, records, {name: pools[use.pool][name][records] for name in use.fields})

@@ -10,6 +10,7 @@ from embodyrl.config.schema import Precision
 from embodyrl.envs.memory import available_bytes
 from embodyrl.errors import ConfigError
 from embodyrl.runtime.build import Blueprint, count_gpus
+from embodyrl.runtime.policy_hosts import is_apart
 
 MIB, GIB = 2**20, 2**30
 _PROCESS = 340 * MIB
@@ -33,25 +34,31 @@ class MemoryPlan:
     optimizer: int
     activations: int
     process: int
+    acting: int
+    """Of each process that only acts."""
     env_worker: int
     arena: int
     checkpoint: int
     """On disk."""
+    on_gpu: bool
 
     @property
     def policy(self) -> int:
         """Peak of one policy process."""
         fixed = self.weights + self.reference + self.optimizer + self.process
-        return fixed + max(self.gathered, self.gradients + self.activations)
+        training = self.gradients + self.activations
+        # What was gathered for acting is freed for training, but in pieces that the C library keeps.
+        return fixed + (max(self.gathered, training) if self.on_gpu else self.gathered + training)
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
         """Name and text for people."""
         parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "process")
         named = [f"{name} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
         env, arena = self.env_worker / GIB, self.arena / GIB
+        acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
         return [
             ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(named)}"),
-            ("", f"{env:.2f} GiB for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
+            ("", f"{acting}{env:.2f} GiB for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
         ]
 
 
@@ -71,15 +78,20 @@ def plan_memory(blueprint: Blueprint) -> MemoryPlan:
     adam = 8 * trained // shards
     on_gpu = count_gpus() > 0
     per_sample = policy.recomputed_bytes if cfg.actor.gradient_checkpointing else policy.activation_bytes
+    apart = is_apart(blueprint)
+    process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if frozen else 0)
+    whole = total * (2 if half else 4)
     compares = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
     return MemoryPlan(
         weights=0 if fsdp.cpu_offload and on_gpu else kept // shards,
-        gathered=(total * (2 if half else 4)) if sharded else 0,
+        gathered=whole if sharded and not apart else 0,
         reference=(kept if frozen else 4 * total) if compares else 0,
         gradients=gradients + (gradients // shards if sharded else 0),
         optimizer=0 if fsdp.cpu_offload and on_gpu else adam,
         activations=cfg.actor.micro_batch_size * per_sample + copies,
-        process=_CUDA if on_gpu else _PROCESS + (_ADAPTERS if frozen else 0),
+        process=process,
+        acting=process + (kept if frozen else whole) if apart else 0,
+        on_gpu=on_gpu,
         env_worker=_ENV_PROCESS + blueprint.env.task_bytes,
         arena=blueprint.layout.offsets(blueprint.capacity)[1],
         checkpoint=12 * trained,
@@ -92,7 +104,8 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
     Raises:
         ConfigError: says what is needed, what is there, and which keys make it smaller.
     """
-    policies, envs = plan.policy * blueprint.ranks, plan.env_worker * len(blueprint.seats)
+    acting = blueprint.cfg.rollout.num_workers
+    policies, envs = plan.policy * blueprint.ranks + plan.acting * acting, plan.env_worker * len(blueprint.seats)
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if count_gpus():
         gpu = _gpu_memory()
@@ -101,7 +114,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
                 f"A policy process needs about {plan.policy / GIB:.1f} GiB, a GPU here has {gpu / GIB:.1f} GiB. "
                 f"Try {smaller}, or actor.fsdp.cpu_offload=true."
             )
-        policies = _PROCESS * blueprint.ranks
+        policies = _PROCESS * (blueprint.ranks + (acting if plan.acting else 0))
     needed, free = policies + envs + plan.arena, available_bytes()
     if needed > free:
         raise ConfigError(

@@ -58,6 +58,17 @@ def test_sharding_divides_weights_and_moments(tmp_path):
     assert plan_memory(replicas).optimizer == one.optimizer // 2
 
 
+def test_processes_that_act_have_a_copy_and_ranks_gather_nothing(tmp_path):
+    words = ("launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
+    blueprint = draw_blueprint(toy_config(tmp_path, *words), training=True)
+    plan = plan_memory(blueprint)
+    assert plan.gathered == 0
+    assert plan.acting - plan.process == 2 * blueprint.policy.num_parameters, "bfloat16"
+    assert "for each process that acts" in plan.lines(2, 1)[1][1]
+    with pytest.raises(ConfigError, match="of memory"):
+        require_memory(blueprint, replace(plan, acting=10_000 * GIB))
+
+
 def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
     blueprint = draw_blueprint(toy_config(tmp_path), training=True)
     plan = plan_memory(blueprint)
