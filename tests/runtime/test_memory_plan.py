@@ -60,7 +60,7 @@ def test_sharding_divides_weights_and_moments(tmp_path):
 
 def test_processes_that_act_have_a_copy_and_ranks_gather_nothing(tmp_path):
     words = ("launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
-    blueprint = draw_blueprint(toy_config(tmp_path, *words), training=True)
+    blueprint = draw_blueprint(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
     plan = plan_memory(blueprint)
     assert plan.gathered == 0
     assert plan.acting - plan.process == 2 * blueprint.policy.num_parameters, "bfloat16"
