@@ -2,17 +2,16 @@ import multiprocessing
 
 import pytest
 
-from embodyrl.channels.channel import InlineChannel, PipeChannel
+from embodyrl.channels.channel import PipeChannel
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 
-def pipe_pair():
+def pair():
     a, b = multiprocessing.Pipe()
     return PipeChannel(a), PipeChannel(b)
 
 
-@pytest.mark.parametrize("pair", [pipe_pair, InlineChannel.pair])
-def test_messages_arrive_in_order_and_both_ways(pair):
+def test_messages_arrive_in_order_and_both_ways():
     a, b = pair()
     a.put("one")
     a.put("two")
@@ -20,8 +19,7 @@ def test_messages_arrive_in_order_and_both_ways(pair):
     assert [b.get(1.0), b.get(1.0), a.get(1.0)] == ["one", "two", "back"]
 
 
-@pytest.mark.parametrize("pair", [pipe_pair, InlineChannel.pair])
-def test_silence_is_a_timeout_and_a_closed_end_is_named(pair):
+def test_silence_is_a_timeout_and_a_closed_end_is_named():
     a, b = pair()
     with pytest.raises(ChannelTimeout):
         a.get(0.01)
