@@ -16,6 +16,7 @@ from embodyrl.runtime.checks import check_components
 from embodyrl.runtime.train import train
 
 TOY = (
+    "env=libero_10",
     "env.env_type=toy_env:FACTORY",
     "env.task_suite_name=null",
     "env.train.max_episode_steps=8",

@@ -31,9 +31,13 @@ def root_file(command: str) -> str:
 
 @functools.cache
 def default_options(command: str) -> dict[str, str | None]:
-    """Groups of a command in order, with the option that its root file selects."""
+    """Groups of a command in order, with the option that its root file selects.
+
+    What follows from other groups (`optional start: ...`) is no group to choose from.
+    """
     raw = yaml.safe_load((conf_dir() / f"{root_file(command)}.yaml").read_text(encoding="utf-8"))
-    return {group: option for entry in raw["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
+    entries = [entry for entry in raw["defaults"] if isinstance(entry, dict)]
+    return {group: option for e in entries for group, option in e.items() if not group.startswith("optional ")}
 
 
 def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:

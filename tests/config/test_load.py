@@ -85,11 +85,11 @@ BAD = [
     ("algorithm.sampling_params.do_sample=false", ["greedy"]),
     # combinations
     ("algorithm.group_size=3 env.train.total_num_envs=4", ["total_num_envs=3 or 6", "group_size=2"]),
-    ("algorithm.group_size=16", ["total_num_envs=16,", "group_size=8"]),
+    ("env=libero_10 algorithm.group_size=16", ["total_num_envs=16,", "group_size=8"]),
     ("env.train.use_fixed_reset_state_ids=false", ["one initial state", "set it to true"]),
-    ("launcher.env_workers=9", ["env_workers=8"]),
+    ("env=libero_10 launcher.env_workers=9", ["env_workers=8"]),
     ("launcher=inline launcher.env_workers=2", ["env_workers=auto"]),
-    ("actor.micro_batch_size=200", ["micro_batch_size=160"]),
+    ("env=libero_10 actor.micro_batch_size=200", ["micro_batch_size=160"]),
 ]
 
 
@@ -140,7 +140,18 @@ def test_every_yaml_composes_and_says_what_it_is(override: str) -> None:
 def test_every_yaml_below_conf_belongs_to_a_group() -> None:
     grouped = {f for group in tree.default_options("train") for f in tree.options(group).values()}
     roots = {tree.conf_dir() / f"{command}.yaml" for command in ("train", "collect", "sft", "check-env")}
-    assert set(tree.conf_dir().rglob("*.yaml")) == grouped | roots
+    starts = set((tree.conf_dir() / "start").glob("*.yaml"))
+    assert set(tree.conf_dir().rglob("*.yaml")) == grouped | roots | starts
+    for file in starts:
+        env, _, model = file.stem.partition("-")
+        assert env in tree.options("env")
+        assert model in tree.options("model")
+
+
+def test_what_suits_environment_and_model_is_set_beside_them() -> None:
+    assert load_config("train", []).model.path == "assets/openvla_oft_tabletop"
+    assert load_config("train", ["env=libero_10"]).model.path == "assets/openvla_oft_tiny"
+    assert load_config("eval", ["model.path=mine"]).model.path == "mine"
 
 
 def test_command_line_wins_over_experiment_over_group() -> None:

@@ -1,0 +1,80 @@
+"""The default run: it gets better, its start reads the instruction, and opposite advantages make it worse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy_runs import resume_toy, rows, weights
+
+import embodyrl
+
+
+def words_for(folder: Path, *words: str) -> list[str]:
+    places = (f"runner.output_dir={folder}", "runner.experiment_name=run", f"video_cfg.base_dir={folder}/videos")
+    return [*places, "runner.logger.backends=[jsonl]", *words]
+
+
+def default_run(folder: Path, *words: str) -> Path:
+    """Run `embodyrl train` with its defaults but for some words."""
+    return embodyrl.train(embodyrl.compose("train", *words_for(folder, *words))).run
+
+
+def greedy(folder: Path, *words: str) -> float:
+    """Greedy success of the shipped checkpoint on the first 150 held-out tables."""
+    cfg = embodyrl.compose("eval", *words_for(folder, "launcher=inline", "eval.episodes=150", *words))
+    return embodyrl.evaluate(cfg).overall.success_once
+
+
+def validations(run: Path) -> list[float]:
+    return [row["eval/success_once"] for row in rows(run) if "eval/success_once" in row]
+
+
+@pytest.mark.integration
+def test_the_start_reads_the_instruction(tmp_path: Path) -> None:
+    """The same tables, the same goals, but told of another block: only luck is left."""
+    told = greedy(tmp_path / "told")
+    lied = greedy(tmp_path / "lied", "env.env_type=tabletop_liar:FACTORY")
+    assert 0.3 <= told <= 0.6
+    assert lied <= 0.5 * told
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(600)
+def test_a_few_steps_improve_it(tmp_path: Path) -> None:
+    run = default_run(tmp_path, "runner.max_steps=12", "runner.val_check_interval=12", "seed=1")
+    before, after = validations(run)
+    assert after >= before + 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_run_gains_25_points(tmp_path: Path, seed: int) -> None:
+    found = validations(default_run(tmp_path, f"seed={seed}"))
+    assert found[-1] >= found[0] + 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
+    found = validations(default_run(tmp_path, "runner.max_steps=20", "algorithm.adv_type=toy_gates:NEGATED_GRPO"))
+    assert found[-1] <= found[0] - 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_learning_rate_of_zero_keeps_every_bit(tmp_path: Path) -> None:
+    once = default_run(tmp_path / "a", "runner.max_steps=1", "actor.optim.lr=0", "eval.episodes=1")
+    twice = default_run(tmp_path / "b", "runner.max_steps=2", "actor.optim.lr=0", "eval.episodes=1")
+    assert weights(once, 1) == weights(twice, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_stopped_in_the_middle_goes_on_alike(tmp_path: Path) -> None:
+    few = ("runner.deterministic=true", "runner.save_interval=2", "eval.episodes=30", "runner.val_check_interval=4")
+    whole = default_run(tmp_path / "whole", "runner.max_steps=4", *few)
+    half = default_run(tmp_path / "half", "runner.max_steps=2", *few)
+    resume_toy(half, "runner.max_steps=4")
+    assert weights(half, 4) == weights(whole, 4)
