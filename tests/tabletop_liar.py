@@ -1,28 +1,26 @@
-"""Tabletop whose instructions name another block than the one that counts."""
+"""Tabletop whose instructions name another block than the one that counts: red is called green, and so on."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from embodyrl.config.schema import EnvConfig
-from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.tabletop.factory import TabletopFactory
-from embodyrl.envs.tabletop.sims import TabletopSims
 from embodyrl.envs.tabletop.world import BLOCK_COLOURS
-
-
-class LiarSims(TabletopSims):
-    """Red is called green, green blue, blue red."""
-
-    def instruction(self, slot: int) -> str:
-        truth = super().instruction(slot)
-        index = next(i for i, colour in enumerate(BLOCK_COLOURS) if colour in truth)
-        return truth.replace(BLOCK_COLOURS[index], BLOCK_COLOURS[(index + 1) % len(BLOCK_COLOURS)])
+from embodyrl.types import EnvSpec
 
 
 class LiarFactory(TabletopFactory):
-    """Builds `LiarSims`."""
+    """Tells of the next block."""
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
-        return ChunkedEnv(LiarSims(self.spec(cfg)), num_slots, use_rel_reward=False, reward_coef=1.0)
+    def spec(self, cfg: EnvConfig) -> EnvSpec:
+        spec = super().spec(cfg)
+        return replace(spec, tasks=tuple(_lie(task) for task in spec.tasks))
+
+
+def _lie(task: str) -> str:
+    index = next(i for i, colour in enumerate(BLOCK_COLOURS) if colour in task)
+    return task.replace(BLOCK_COLOURS[index], BLOCK_COLOURS[(index + 1) % len(BLOCK_COLOURS)])
 
 
 FACTORY = LiarFactory()

@@ -12,13 +12,14 @@ def blueprint(*overrides, training=False):
 
 
 def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
-    one = blueprint("model=openvla_oft_tiny", "model.num_images_in_input=1")
+    both = ("model=openvla_oft_tiny", "env.init_params.camera_names=[front,wrist]")
+    one = blueprint(*both)
     assert one.env.cameras == ("front",)
     assert one.cfg.env.init_params.camera_names == ["front"]
-    two = blueprint("model=openvla_oft_tiny")
+    two = blueprint(*both, "model.num_images_in_input=2")
     assert two.env.cameras == ("front", "wrist")
     images = [next(f.shape for f in plan.layout.fields if f.name == "images") for plan in (one, two)]
-    assert images == [(1, 112, 112, 3), (2, 112, 112, 3)]
+    assert images == [(1, 56, 56, 3), (2, 56, 56, 3)]
     # A demonstrator reads none; what it collects shows all of them.
     assert blueprint("model=scripted").env.cameras == ("front", "wrist")
 
