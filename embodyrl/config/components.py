@@ -12,6 +12,7 @@ from embodyrl.config.choices import (
     RenderProfile,
     RewardLevel,
     RewardNorm,
+    SimBackend,
     TokenLevel,
     TruncatedEpisodes,
     WeightLevel,
@@ -69,6 +70,8 @@ class EnvConfig:
     """Wrappers around a Gymnasium environment, innermost first: package.module:attr of a callable env -> env."""
     obs_mode: ObsMode = ObsMode.rgb
     """rgb: camera images and proprioception; state: all that the task observes, no images (maniskill)."""
+    sim_backend: SimBackend = SimBackend.cpu
+    """cpu: a simulator per slot, exact repetition; gpu: one batch for all slots of a worker (maniskill)."""
     control_mode: str | None = None
     """How actions drive the robot; default: the task's own (maniskill)."""
     reward_mode: str | None = None

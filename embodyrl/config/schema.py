@@ -23,6 +23,7 @@ from embodyrl.config.choices import (  # re-exported: the schema is one import f
     RewardLevel,
     RewardNorm,
     RolloutMode,
+    SimBackend,
     TokenLevel,
     TruncatedEpisodes,
     WeightLevel,

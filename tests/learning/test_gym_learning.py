@@ -50,7 +50,7 @@ def test_ppo_learns_cartpole(tmp_path):
     assert last["eval/return"] > 150
     assert last["train/return"] > 100
     assert last["actor/logprob_gap"] == 0
-    assert sum(row.get("env/steps", 0) for row in rows) == 8 * 8 * 256
+    assert sum(row.get("env/steps", 0) for row in rows) == 8 * 4 * 256
 
 
 @pytest.mark.integration

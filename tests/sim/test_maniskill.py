@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from embodyrl.config.schema import EnvConfig, InitParams, ObsMode, RenderProfile
+from embodyrl.config.schema import EnvConfig, InitParams, ObsMode, RenderProfile, SimBackend
+from embodyrl.envs.lockstep import LockstepEnv
 from embodyrl.envs.maniskill import FACTORY
 from embodyrl.envs.maniskill.install import vulkan_problem
 from embodyrl.errors import ConfigError, MissingDependencyError, UnknownNameError
@@ -95,6 +96,24 @@ def test_an_episode_repeats_to_the_last_bit_after_others_in_other_slots_and_in_a
     assert f"digest {mine}" in done.stdout
 
 
+def test_a_batch_of_one_gives_what_a_simulator_gives():
+    """The code of the GPU's batch, with the only batch that the CPU can simulate."""
+    from embodyrl.envs.maniskill.sims import BatchSims
+
+    single = FACTORY.make(config(), 1)
+    batch = LockstepEnv(BatchSims(single.spec, config(), 1), 1, use_rel_reward=True, reward_coef=1.0)
+    actions = np.random.default_rng(0).uniform(-1, 1, (1, 8, 7)).astype(np.float32)
+    seen = []
+    for env in (single, batch):
+        env.reset([0], [start(5, ignore=True)])
+        first, result = look(env), env.step_chunk([0], actions)
+        seen.append([*first, result.reward, result.success, result.terminated, *look(env), env.render(0)])
+        env.close()
+    assert seen[0][2].any()
+    for ours, theirs in zip(*seen, strict=True):
+        np.testing.assert_allclose(ours.astype(float), theirs.astype(float), atol=1e-5)
+
+
 def test_lean_changes_pictures_but_no_state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     full, lean = (FACTORY.make(config("PickCube-v1", render_profile=RenderProfile(p)), 1) for p in ("full", "lean"))
@@ -131,6 +150,8 @@ def test_what_is_wrong_is_said_before_a_worker_starts(tmp_path, monkeypatch):
         FACTORY.spec(config("PushCub-v1"))
     with pytest.raises(ConfigError, match="pd_ee_pos not in supported modes"):
         FACTORY.spec(config(control_mode="pd_ee_pos"))
+    with pytest.raises(ConfigError, match="cannot be built with sim_backend=gpu"):
+        FACTORY.spec(config(sim_backend=SimBackend.gpu, reward_coef=3.0))
     monkeypatch.setenv("VK_ICD_FILENAMES", str(tmp_path / "none.json"))
     with pytest.raises(MissingDependencyError, match=r"needs a Vulkan driver.*mesa-vulkan-drivers"):
         FACTORY.spec(config(reward_coef=2.0))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodyrl.config.schema import EnvConfig, ObsMode
+from embodyrl.config.schema import EnvConfig, ObsMode, SimBackend
 from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.lockstep import LockstepEnv
 from embodyrl.envs.maniskill.install import Description, describe_apart
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, DEMONSTRATED, EE_DELTA_POSE, SEEDS, instruction
 from embodyrl.envs.problems import camera_problems
@@ -19,7 +20,7 @@ class ManiSkillFactory:
 
     consumes = frozenset(
         {
-            *("id", "kwargs", "obs_mode", "control_mode", "reward_mode", "render_profile"),
+            *("id", "kwargs", "obs_mode", "sim_backend", "control_mode", "reward_mode", "render_profile"),
             *("init_params", "use_rel_reward", "reward_coef"),
         }
     )
@@ -43,11 +44,14 @@ class ManiSkillFactory:
         Raises:
             EmbodyError: see `spec`.
         """
-        from embodyrl.envs.maniskill.sims import ManiSkillSims
+        from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe
 
-        sims = ManiSkillSims(_spec(cfg, describe(cfg)), cfg)
-        return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
+        spec = _spec(cfg, describe(cfg))
+        rewards = {"use_rel_reward": cfg.use_rel_reward, "reward_coef": cfg.reward_coef}
+        if spec.lockstep:
+            return LockstepEnv(BatchSims(spec, cfg, num_slots), num_slots, **rewards)
+        return ChunkedEnv(ManiSkillSims(spec, cfg), num_slots, **rewards)
 
 
 def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
@@ -61,7 +65,7 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
                 f"{closest(camera, found.cameras)} It has: {', '.join(found.cameras)}."
             )
     poses = found.control_mode == EE_DELTA_POSE
-    bridge = name in BRIDGE_EPISODES
+    bridge, batched = name in BRIDGE_EPISODES, cfg.sim_backend is SimBackend.gpu
     return EnvSpec(
         name=name,
         action_dim=len(found.action_low),
@@ -73,7 +77,8 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
         gripper=GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None,
         unnorm_key="bridge_orig" if bridge else "maniskill" if poses else None,
         max_episode_steps=found.max_episode_steps or max(cfg.train.max_episode_steps, cfg.eval.max_episode_steps),
-        expert_tasks=(0,) if poses and name in DEMONSTRATED else (),
+        expert_tasks=(0,) if poses and not batched and name in DEMONSTRATED else (),
+        lockstep=batched,
         action_space=ActionSpace(kind=ActionKind.box, low=found.action_low, high=found.action_high),
     )
 

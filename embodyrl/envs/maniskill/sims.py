@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import SimStep
@@ -55,7 +58,7 @@ class ManiSkillSims:
             pictures = env._get_obs_sensor_data()
             for view, camera in zip(out.images, self.spec.cameras, strict=True):
                 view[...] = pictures[camera]["rgb"][0].numpy()
-        out.state[:] = state(env, self._cfg.obs_mode, self._infos[slot]).numpy()
+        out.state[:] = state(env, self._cfg.obs_mode, self._infos[slot])[0].numpy()
 
     def render(self, slot: int) -> ByteArray:
         """Return a frame of ManiSkill's camera for people."""
@@ -65,3 +68,51 @@ class ManiSkillSims:
         """Free the simulators; idempotent."""
         while self._envs:
             self._envs.popitem()[1].close()
+
+
+class BatchSims(ManiSkillSims):
+    """Slots of one simulation of them all; implements `BatchedSimulators`."""
+
+    def __init__(self, spec: EnvSpec, cfg: EnvConfig, num_slots: int) -> None:
+        super().__init__(spec, cfg)
+        self._env = build(cfg, cfg.obs_mode, num_slots)
+        self._envs[0] = self._env  # closed with it
+        self._actions = np.zeros((num_slots, spec.action_dim), np.float32)
+        self._steps: dict[int, SimStep] = {}
+        self._info: dict[str, Any] = {}
+        self._seen: list[np.ndarray] = []
+
+    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+        """Start the episode of the reset id."""
+        self._info = restart(self._cfg, self._env, reset_id, self.spec.cameras, slot)
+        self._seen = []
+
+    def advance(self, actions: Mapping[int, FloatArray]) -> None:
+        """Step the whole batch; slots without an action repeat their last one."""
+        for slot, action in actions.items():
+            self._actions[slot] = action
+        _, reward, terminated, _, self._info = self._env.step(self._actions)
+        self._seen = []
+        success = self._info.get("success", terminated & False)
+        rewards = reward if self._rewarded else success
+        columns = (column.cpu().tolist() for column in (rewards, terminated, success))
+        for slot, (earned, ended, reached) in enumerate(zip(*columns, strict=True)):
+            self._steps[slot] = SimStep(reward=float(earned), terminated=ended, success=reached)
+
+    def step(self, slot: int, action: FloatArray) -> SimStep:
+        """Tell what the batch's step did to the slot."""
+        return self._steps[slot]
+
+    def observe(self, slot: int, out: ObservationOut) -> None:
+        """Copy the slot's part of what was drawn and read for all slots at once."""
+        if not self._seen:
+            pictures = self._env._get_obs_sensor_data() if self.spec.cameras else {}
+            seen = [state(self._env, self._cfg.obs_mode, self._info), *(pictures[c]["rgb"] for c in self.spec.cameras)]
+            self._seen = [part.cpu().numpy() for part in seen]
+        out.state[:] = self._seen[0][slot]
+        for view, picture in zip(out.images, self._seen[1:], strict=True):
+            view[...] = picture[slot]
+
+    def render(self, slot: int) -> ByteArray:
+        """Return a frame of ManiSkill's camera for people."""
+        return self._env.render_rgb_array()[slot].cpu().numpy()

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from embodyrl.config.schema import EnvConfig, ObsMode, RenderProfile
+import torch
+
+from embodyrl.config.schema import EnvConfig, ObsMode, RenderProfile, SimBackend
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, Description
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, HAND_CAMERA
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
@@ -26,8 +28,8 @@ _HAND_CAMERA_PIXELS = 128
 _NO_VULKAN = ("ErrorIncompatibleDriver", "supported physical device", "rendering device", "createInstance")
 
 
-def build(cfg: EnvConfig, obs_mode: ObsMode) -> Any:
-    """Build one task, without Gymnasium's wrappers.
+def build(cfg: EnvConfig, obs_mode: ObsMode, num_envs: int = 1) -> Any:
+    """Build one task, or a batch of it, without Gymnasium's wrappers.
 
     Raises:
         MissingDependencyError: a package, asset or the Vulkan driver is missing.
@@ -38,9 +40,9 @@ def build(cfg: EnvConfig, obs_mode: ObsMode) -> Any:
     size = {"height": cfg.init_params.camera_heights, "width": cfg.init_params.camera_widths}
     rgb = "rgb+segmentation" if cfg.id in BRIDGE_EPISODES else "rgb"
     settings = {
-        "num_envs": 1,
-        "sim_backend": "physx_cpu",
-        "render_backend": "cpu",
+        "num_envs": num_envs,
+        "sim_backend": "physx_cpu" if cfg.sim_backend is SimBackend.cpu else "physx_cuda",
+        "render_backend": cfg.sim_backend.value,
         "obs_mode": rgb if obs_mode is ObsMode.rgb else "state",
         "control_mode": cfg.control_mode,
         "reward_mode": cfg.reward_mode,
@@ -61,18 +63,21 @@ def build(cfg: EnvConfig, obs_mode: ObsMode) -> Any:
         if any(mark in text for mark in _NO_VULKAN):
             raise MissingDependencyError(f"ManiSkill needs a Vulkan driver: {text}. Cure: {VULKAN_CURE}") from error
         raise ConfigError(
-            f"env.id={cfg.id} cannot be built with obs_mode={obs_mode.value}, control_mode={cfg.control_mode}, "
-            f"reward_mode={cfg.reward_mode}, kwargs={dict(cfg.kwargs)}: {text}."
+            f"env.id={cfg.id} cannot be built with sim_backend={cfg.sim_backend.value}, obs_mode={obs_mode.value}, "
+            f"control_mode={cfg.control_mode}, reward_mode={cfg.reward_mode}, kwargs={dict(cfg.kwargs)}: {text}."
         ) from error
 
 
-def restart(cfg: EnvConfig, env: Any, reset_id: int, cameras: tuple[str, ...]) -> dict[str, Any]:
-    """Begin the episode whose seed (Bridge data: whose numbered placement) is the reset id; return its info.
+def restart(
+    cfg: EnvConfig, env: Any, reset_id: int, cameras: tuple[str, ...], row: int | None = None
+) -> dict[str, Any]:
+    """Begin the episode whose seed (Bridge data: whose numbered placement) is the reset id; return the info.
 
     The scene is made anew: PhysX remembers more than ManiSkill resets (the order of contacts, what sleeps), so that a
-    former episode would otherwise show in the last bits, and after a touch in more than those.
+    former episode would otherwise show in the last bits, and after a touch in more than those. In one `row` of a batch
+    that cannot be had.
     """
-    options: dict[str, Any] = {"reconfigure": True}
+    options: dict[str, Any] = {"reconfigure": True} if row is None else {"env_idx": torch.tensor([row])}
     if cfg.id in BRIDGE_EPISODES:
         options["episode_id"] = reset_id
     if cfg.obs_mode is ObsMode.rgb:
@@ -102,7 +107,7 @@ def describe(cfg: EnvConfig) -> Description:
             action_low=tuple(float(x) for x in space.low),
             action_high=tuple(float(x) for x in space.high),
             has_gripper="gripper" in getattr(agent.controller, "controllers", {}),
-            state_dim=len(state(env, cfg.obs_mode, env.get_info())),
+            state_dim=state(env, cfg.obs_mode, env.get_info()).shape[1],
             cameras=tuple(env.scene.sensors),
             max_episode_steps=_task(cfg).max_episode_steps or 0,
         )
@@ -111,15 +116,15 @@ def describe(cfg: EnvConfig) -> Description:
 
 
 def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
-    """State vector [S], torch: all that the task observes, or beside images joint angles and the hand's pose."""
+    """State vectors [N, S], torch: all that the task observes, or beside images joint angles and the hand's pose."""
     from mani_skill.utils import common  # pyright: ignore[reportMissingImports]
 
     if mode is ObsMode.state:
-        return common.flatten_state_dict(env._get_obs_state_dict(info), use_torch=True)[0]
+        return common.flatten_state_dict(env._get_obs_state_dict(info), use_torch=True)
     parts = {"joints": env.agent.robot.get_qpos()}
     if (hand := getattr(env.agent, "tcp_pose", None)) is not None:
         parts["hand"] = hand.raw_pose
-    return common.flatten_state_dict(parts, use_torch=True)[0]
+    return common.flatten_state_dict(parts, use_torch=True)
 
 
 def _task(cfg: EnvConfig) -> Any:
