@@ -73,10 +73,10 @@ def test_copy_with_two_passes_of_two_batches(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_copy_with_replies_by_vllm(tmp_path: Path):
+def test_copy_improves_with_replies_by_vllm(tmp_path: Path):
     pytest.importorskip("vllm")
     result = learn(tmp_path, "copy", "rollout.backend=vllm", "actor.optim.adam_eps=1e-8", "runner.max_steps=100")
-    assert gain(result)[1] >= 0.95
+    assert gain(result)[1] >= gain(result)[0] + 0.4
     assert max(row.get("actor/logprob_gap", 0.0) for row in rows(result.run)) < 1e-3
 
 
