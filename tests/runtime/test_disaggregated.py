@@ -45,9 +45,10 @@ def test_only_adapters_travel_after_the_first_time(tmp_path):
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 def test_processes_and_ranks_apart_train_like_one(tmp_path):
-    words = (*WORDS, "launcher=local", "launcher.env_workers=1", "env.train.total_num_envs=8", "runner.max_steps=2")
+    words = (*WORDS, "env.train.total_num_envs=8", "runner.max_steps=2")
+    spread = ("launcher=local", "launcher.env_workers=1", "actor.fsdp.size=2", "rollout.num_workers=2")
     one = train_toy(tmp_path, *words, name="one")
-    many = train_toy(tmp_path, *words, *APART, "actor.fsdp.size=2", "rollout.num_workers=2", name="many")
+    many = train_toy(tmp_path, *words, *APART, *spread, name="many")
     for a, b in zip(rows(one), rows(many), strict=True):
         for name in a.keys() & {"actor/loss", "actor/grad_norm", "train/return", "eval/return"}:
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
