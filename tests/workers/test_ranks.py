@@ -21,7 +21,9 @@ def same(one, other, *, tolerance=1e-5):
     for a, b in zip(losses(one), losses(other), strict=True):
         assert a.keys() == b.keys()
         for name in a:
-            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=tolerance), name
+            # The norm of gradients jumps where a ratio crosses its clip: seen 1.3e-4 apart with weights 2e-6 apart.
+            rel = 1e-3 if name == "grad_norm" else 1e-4
+            assert b[name] == pytest.approx(a[name], rel=rel, abs=tolerance), name
     a, b = state(one / "saved"), state(other / "saved")
     assert a.keys() == b.keys()
     for key in a:
