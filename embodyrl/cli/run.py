@@ -79,7 +79,8 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
             raise ConfigError("ckpt cannot be combined with --resume: a resumed run has weights of its own; drop one.")
         found = Path(resume)
         return load_saved_config(found, words), found if found.is_dir() else found.parent
-    cfg = load_config(args.command, words, config_dirs=args.config_dir)
+    base = _config_of_ckpt(words) if args.command == "train" else None
+    cfg = load_config(args.command, words, config_dirs=args.config_dir, base=base)
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None
     if cfg.runner.experiment_name is None:

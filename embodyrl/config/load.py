@@ -48,8 +48,8 @@ def load_config(
         command: `train`, `eval`, ...; selects the root file of conf/.
         overrides: `group=option` and `key=value` as typed by the user.
         config_dirs: further folders with YAML groups, searched after the shipped one.
-        base: the config.yaml of a run whose weights are used: its environment, model and algorithm hold wherever the
-            command line does not choose that group.
+        base: the config.yaml of a run whose weights are used: its model, and unless these are trained its environment
+            and algorithm, hold wherever the command line does not choose that group.
 
     Raises:
         ConfigError: with one line per problem: unparsable override, unknown key or option, wrong type, value out of
@@ -57,19 +57,25 @@ def load_config(
     """
     problems: list[str] = []
     groups, settings = _split(command, overrides, config_dirs, problems)
-    inherited = [] if base is None else _inherit(base, groups)
-    settings = [*_compose(command, groups, config_dirs, problems), *inherited, *settings]
-    return _finish(settings, problems)
+    if base is None or "experiment" in groups:  # an experiment chooses everything
+        composed, inherited = _compose(command, groups, config_dirs, problems), []
+    else:
+        # What suits an environment and a shipped model says nothing about the weights of a run.
+        alone = {} if "model" in groups or tree.root_file(command) != "train" else {"start": "none"}
+        composed = _compose(command, {**groups, **alone}, config_dirs, problems)
+        wanted = ("model",) if command == "train" else ("env", "model", "algorithm")
+        inherited = _inherit(base, [section for section in wanted if section not in groups], composed)
+    return _finish([*composed, *inherited, *settings], problems)
 
 
-def _inherit(base: Path, groups: Mapping[str, str]) -> list[_Setting]:
-    if "experiment" in groups:
-        return []  # an experiment chooses everything
-    sections = [section for section in ("env", "model", "algorithm") if section not in groups]
+def _inherit(base: Path, sections: list[str], composed: Sequence[_Setting]) -> list[_Setting]:
     saved = list(_flatten(_read_plain_yaml(base), "", f"{base}: "))
     if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
         sections += ["data", "reward"]  # they are a part of the text task that the run was about
-    return [setting for setting in saved if setting.key.split(".")[0] in sections]
+    kinds = [next((s.value for s in some if s.key == "env.env_type"), None) for some in (saved, composed)]
+    if "model" in sections and kinds[0] == kinds[1]:
+        sections.append("env.init_params")  # the pictures that the weights know
+    return [setting for setting in saved if any(setting.key.startswith(f"{section}.") for section in sections)]
 
 
 def load_saved_config(path: Path, overrides: Sequence[str]) -> Config:

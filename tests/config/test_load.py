@@ -240,3 +240,15 @@ def test_yaml_tags_never_construct_anything(tmp_path: Path, tag: str) -> None:
 def test_every_key_is_documented() -> None:
     missing = [name for name, key in all_keys().items() if len(key.doc) < 5 or not key.doc.endswith(".")]
     assert missing == []
+
+
+def test_weights_of_a_run_bring_its_model_and_its_pictures(tmp_path: Path) -> None:
+    save_config(load_config("train", []), tmp_path / "small.yaml")
+    save_config(load_config("sft", ["data.path=demos"]), tmp_path / "large.yaml")
+    for command in ("train", "eval"):
+        small = load_config(command, ["env=tabletop"], base=tmp_path / "small.yaml")
+        assert (small.model.num_images_in_input, small.env.init_params.camera_heights) == (1, 56)
+        large = load_config(command, ["env=tabletop"], base=tmp_path / "large.yaml")
+        assert (large.model.num_images_in_input, large.env.init_params.camera_names) == (2, ["front", "wrist"])
+        other = load_config(command, ["env=libero_10"], base=tmp_path / "large.yaml")
+        assert other.env.init_params.camera_heights == 256
