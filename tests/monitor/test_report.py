@@ -112,7 +112,7 @@ def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     said = json.loads(capsys.readouterr().out)
     assert "only a succeeds 0, only b 0; McNemar p = 1 (no significant difference)" in said["summary"][2]
     assert (
-        "<td><code>actor.optim.lr</code></td><td><code>0.0001</code></td><td><code>0.0003</code></td>"
+        "<td><code>actor.optim.lr</code></td><td><code>0.0004</code></td><td><code>0.0003</code></td>"
         in (tmp_path / "c.html").read_text()
     )
     assert main(["report", str(first)]) == 0

@@ -54,6 +54,7 @@ def test_env_type_may_be_code_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     mine = [
+        "env=libero_10",
         "env.env_type=my_kitchen:FACTORY",
         "env.task_suite_name=null",
         "env.init_params.camera_names=[agentview]",
