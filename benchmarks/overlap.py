@@ -125,7 +125,7 @@ def start(workers: int, sim: float) -> build.Crew:
     os.environ["OVERLAP_POLICY"] = str(sim / workers)
     slots = workers * SLOTS
     words = [
-        "launcher=local", f"launcher.env_workers={workers}", f"env.eval.total_num_envs={slots}",
+        "env=libero_10", "launcher=local", f"launcher.env_workers={workers}", f"env.eval.total_num_envs={slots}",
         f"eval.episodes={slots}",
         f"env.train.total_num_envs={slots}", "algorithm.group_size=1", "env.env_type=overlap:ENV",
         "env.task_suite_name=null", f"env.kwargs={{sim:{sim}}}", "model=random", "model.model_type=overlap:POLICY",
