@@ -96,7 +96,7 @@ def process(folder: Path, case: Case, seat: RankSeat, twice: bool, out: Connecti
     trainer = actor = PolicyHost(init)
     if twice:
         actor = PolicyHost(replace(init, trains=False))
-        actor._policy.module.load_state_dict(trainer._policy.module.state_dict())
+        actor.policy.module.load_state_dict(trainer.policy.module.state_dict())
     tickets = fill(arena, blueprint)
     items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
     list(actor.handle(InferOrder(sequence=0, items=items, greedy=False, version=0)))

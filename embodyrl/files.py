@@ -1,9 +1,12 @@
-"""Writing files that matter: complete or not at all."""
+"""Writing files that matter, complete or not at all, and streams that somebody may have stopped reading."""
 
 from __future__ import annotations
 
+import io
 import os
+import select
 from pathlib import Path
+from typing import TextIO
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -17,3 +20,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def has_room(stream: TextIO, timeout_s: float) -> bool:
+    """Whether a write of up to 4096 bytes will not block: a pipe that nobody reads blocks its writer for ever."""
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), select.POLLOUT)
+    except (io.UnsupportedOperation, ValueError):
+        return True  # in memory, or closed: then the write itself says so
+    return bool(poll.poll(timeout_s * 1000))

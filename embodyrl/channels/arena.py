@@ -120,10 +120,6 @@ class Arena:
         return self._fields[field]
 
     @property
-    def size_bytes(self) -> int:
-        return self.layout.offsets(self.capacity)[1]
-
-    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -80,10 +80,10 @@ def _prune(args: argparse.Namespace) -> int:
     if args.keep is None or not args.keep.isdecimal() or int(args.keep) < 1:
         raise ConfigError("embodyrl ckpt prune RUN --keep N: how many of the newest checkpoints stay, at least 1.")
     store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
-    from embodyrl.runtime.rundir import in_use
+    from embodyrl.runtime.rundir import locked
 
     best = store.best()
-    with in_use(store.root.parent):
+    with locked(store.root.parent):
         gone = store.prune(int(args.keep), [] if best is None else [best])
     kept = f"the best one (step {best})" if best is not None else "no best one is known"
     text = (

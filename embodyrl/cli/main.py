@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, overview
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
+from embodyrl.files import has_room
 from embodyrl.registry import closest
 
 
@@ -108,6 +109,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _report(lines: list[str], arguments: list[str]) -> None:
+    if not has_room(sys.stderr, 10.0):
+        return  # nobody reads
     if "--traceback" in arguments:
         traceback.print_exc()
     for line in lines:

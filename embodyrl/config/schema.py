@@ -109,6 +109,8 @@ class RolloutConfig:
     """Parts of each env worker's slots that alternate between simulation and inference."""
     enable_offload: bool = False
     """Move rollout weights off the device while training."""
+    dump: bool = False
+    """Write what the first update, and the first after each checkpoint, is given, for `embodyrl replay`."""
 
 
 @dataclass

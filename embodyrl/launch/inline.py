@@ -59,9 +59,6 @@ class InlineLauncher:
         died = WorkerDied(reason=f"raised {told.error}", log="", traceback=told.traceback, exit_code=told.exit_code)
         self._events.append(Event(worker=name, message=died))
 
-    def pid(self, worker: str) -> int:
-        return os.getpid()
-
     def stop(self, *, grace_s: float = 10.0) -> None:
         for worker in self._workers.values():
             worker.close()

@@ -164,11 +164,6 @@ class LocalLauncher:
             del self._watched[descriptor]
         seat.channel.close()
 
-    def pid(self, worker: str) -> int:
-        pid = self._seats[worker].process.pid
-        assert pid is not None
-        return pid
-
     def stop(self, *, grace_s: float = 10.0) -> None:
         seats = list(self._seats.values())
         self._seats.clear()

@@ -52,10 +52,6 @@ class Launcher(Protocol):
         """Return replies and deaths; an empty list when nothing happened in time."""
         ...
 
-    def pid(self, worker: str) -> int:
-        """Process id of a running worker."""
-        ...
-
     def stop(self, *, grace_s: float = 10.0) -> None:
         """End all workers, by force where they do not end by themselves; idempotent."""
         ...

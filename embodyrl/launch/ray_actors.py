@@ -104,7 +104,6 @@ class _Seat:
     limits: deque[float]
     open: deque[Any] = field(default_factory=deque)
     """References of unanswered orders, oldest first."""
-    pid: int = 0
 
 
 class RayLauncher:
@@ -236,7 +235,6 @@ class RayLauncher:
             if isinstance(reply, WorkerFailed):
                 self._bury(name, f"raised {reply.error}", traceback=reply.traceback, exit_code=reply.exit_code)
                 return
-            seat.pid = getattr(reply, "pid", seat.pid)
             self._events.append(Event(worker=name, message=reply))
 
     def _bury(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
@@ -247,9 +245,6 @@ class RayLauncher:
             reason=reason, log=str(seat.log), traceback=traceback or log_tail(seat.log), exit_code=exit_code
         )
         self._events.append(Event(worker=name, message=died))
-
-    def pid(self, worker: str) -> int:
-        return self._seats[worker].pid
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         for seat in self._seats.values():

@@ -11,6 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.live import Live
 
+from embodyrl.files import has_room
 from embodyrl.monitor.dashboard import Dashboard
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.protocol import Monitor, RunInfo, TaskResult
@@ -18,6 +19,11 @@ from embodyrl.monitor.timing import PHASES
 
 PROGRESS_PERIOD_S = 30.0
 """Least time between two progress lines where there is no TTY."""
+
+_READER_S = 1.0
+"""Longest wait for a reader of standard output who has stopped; what does not fit then is not shown."""
+_PIECE = 1024
+"""Characters that fit into any pipe with room."""
 
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
@@ -74,6 +80,8 @@ class ConsoleMonitor(Monitor):
         self._board: Dashboard | None = None
         self._picture: Live | None = None
         self._quiet_since = clock()
+        self._unread = 0
+        """Lines that were not shown because nobody read."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         self._total = info.total_steps
@@ -125,15 +133,24 @@ class ConsoleMonitor(Monitor):
 
     def _freeze(self) -> None:
         """Leave the last picture where it is; what follows are lines below it."""
-        if self._picture is not None:
+        if self._picture is not None and has_room(self._stream, _READER_S):
             self._picture.stop()
         self._picture = self._board = None
 
     def _write(self, line: str) -> None:
         self._quiet_since = self._clock()
+        if not has_room(self._stream, 0.0 if self._unread else _READER_S):
+            self._unread += 1
+            return
+        if self._unread:
+            line = f"({self._unread} lines are not shown: nobody read them)\n{line}"
+            self._unread = 0
         if self._live:
             self._console.print(line, markup=False, soft_wrap=True)
-        else:
-            # A pipe or a log file wants the line as it is, whatever the width of a terminal.
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            return
+        # A pipe or a log file wants the line as it is, whatever the width of a terminal.
+        line += "\n"
+        for start in range(0, len(line), _PIECE):
+            if has_room(self._stream, _READER_S):
+                self._stream.write(line[start : start + _PIECE])
+                self._stream.flush()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.algorithms.protocol import Algorithm, Scores
-from embodyrl.channels.arena import Ticket
+from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.jobs import Collection
 from embodyrl.runtime.policy_hosts import is_apart
@@ -32,27 +32,12 @@ class Actors:
 
     def score(self, collection: Collection) -> Scores:
         """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""
-        algorithm, arena = self._algorithm, self._arena
-        rows = [episode.records for episode in collection.episodes]
-        if algorithm.needs_reference and rows:
+        if self._algorithm.needs_reference and collection.episodes:
             tickets = tuple(
                 t for e in collection.episodes for t in collection.tickets[e.spec.episode_id][: len(e.records)]
             )
-            self._policy.call(ScoreOrder(sequence=0, tickets=tickets))
-        wants = rows if algorithm.needs_reference_in_prepare else []
-        return Scores(
-            logprob=tuple(arena["logprob"][records] for records in wants),
-            ref_logprob=tuple(arena["ref_logprob"][records] for records in wants),
-            states=tuple(self._hashes(records) for records in rows) if algorithm.needs_states else (),
-            greedy=tuple(collection.greedy.get(e.spec.group_id) for e in collection.episodes),
-            part_weights=self._part_weights,
-        )
-
-    def _hashes(self, records: IntArray) -> IntArray:
-        """Hash the observation of each record."""
-        fields = [self._arena[name] for name in ("images", "observed_state", "instruction")]
-        digests = [hashlib.blake2b(b"".join(f[r].tobytes() for f in fields), digest_size=8).digest() for r in records]
-        return np.frombuffer(b"".join(digests), dtype=np.int64)
+            self._policy.call(ScoreOrder(tickets=tickets))
+        return gather_scores(self._algorithm, self._arena, collection, self._part_weights)
 
     def update(self, step: int, collection: Collection, batch: PreparedBatch) -> dict[str, float]:
         """Write advantages into the records and train on them; no update where the gradient is exactly zero."""
@@ -62,7 +47,6 @@ class Actors:
         self._arena["returns"][batch.records] = batch.returns
         by_record: dict[int, Ticket] = {t.record: t for tickets in collection.tickets.values() for t in tickets}
         order = UpdateOrder(
-            sequence=0,
             step=step,
             tickets=tuple(by_record[int(record)] for record in batch.records),
             episode=tuple(int(e) for e in batch.episode),
@@ -73,10 +57,32 @@ class Actors:
 
     def save(self, folder: Path) -> None:
         """Write policy, training state and the algorithm's state below `folder`."""
-        self._policy.call(SaveOrder(sequence=0, folder=str(folder)))
+        self._policy.call(SaveOrder(folder=str(folder)))
         (folder / ALGORITHM_FILE).write_text(json.dumps(self._algorithm.state()) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote."""
-        self._policy.call(LoadOrder(sequence=0, folder=str(folder)))
+        self._policy.call(LoadOrder(folder=str(folder)))
         self._algorithm.load_state(json.loads((folder / ALGORITHM_FILE).read_text(encoding="utf-8")))
+
+
+def gather_scores(
+    algorithm: Algorithm, arena: Arena, collection: Collection, part_weights: tuple[float, ...]
+) -> Scores:
+    """What the algorithm asks for, out of the records of a collection."""
+    rows = [episode.records for episode in collection.episodes]
+    wants = rows if algorithm.needs_reference_in_prepare else []
+    return Scores(
+        logprob=tuple(arena["logprob"][records] for records in wants),
+        ref_logprob=tuple(arena["ref_logprob"][records] for records in wants),
+        states=tuple(_hashes(arena, records) for records in rows) if algorithm.needs_states else (),
+        greedy=tuple(collection.greedy.get(e.spec.group_id) for e in collection.episodes),
+        part_weights=part_weights,
+    )
+
+
+def _hashes(arena: Arena, records: IntArray) -> IntArray:
+    """Hash the observation of each record."""
+    fields = [arena[name] for name in ("images", "observed_state", "instruction")]
+    digests = [hashlib.blake2b(b"".join(f[r].tobytes() for f in fields), digest_size=8).digest() for r in records]
+    return np.frombuffer(b"".join(digests), dtype=np.int64)

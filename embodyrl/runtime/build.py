@@ -18,6 +18,7 @@ from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
 from embodyrl.launch import LAUNCHERS
 from embodyrl.policies import POLICIES
+from embodyrl.runtime.dump import DUMP_LIMIT
 from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset_ids
 from embodyrl.runtime.fleet import Callback, Fleet
 from embodyrl.runtime.policy_client import PolicyClient
@@ -143,16 +144,22 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
         raise ConfigError(problems)
     for split in (cfg.env.train, cfg.env.eval):
         selected_reset_ids(env, split)
-    seats = deal_slots(_count_slots(cfg, env, training=training), _count_env_workers(cfg, env, training=training))
+    slots = _count_slots(cfg, env, training=training)
+    seats = deal_slots(slots, count_env_workers(cfg, slots))
     samples = _max_samples(cfg, algorithm)
     layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
+    if cfg.rollout.dump and samples * layout.record_bytes > DUMP_LIMIT:
+        raise ConfigError(
+            f"rollout.dump=true: a step may need {samples * layout.record_bytes / 2**30:.1f} GiB, dumps hold at most "
+            f"{DUMP_LIMIT / 2**30:.0f}; use fewer episodes per step."
+        )
     return Blueprint(
         cfg=cfg,
         env=env,
         policy=policy,
         algorithm=algorithm,
         layout=layout,
-        capacity=_capacity(cfg, env, algorithm, seats[-1].slots.stop),
+        capacity=_capacity(cfg, env, algorithm, slots),
         seats=seats,
         total_steps=_total_steps(cfg, env) if training else 0,
         optimizer_steps_per_step=cfg.algorithm.update_epoch * max(1, samples // cfg.actor.global_batch_size),
@@ -271,10 +278,6 @@ def _count_slots(cfg: Config, env: EnvSpec, *, training: bool) -> int:
     evaluating = not training or cfg.runner.val_check_interval != -1
     eval_slots = eval_plan(cfg, env).num_slots if evaluating else 0
     return max(eval_slots, cfg.env.train.total_num_envs if training else 0)
-
-
-def _count_env_workers(cfg: Config, env: EnvSpec, *, training: bool) -> int:
-    return count_env_workers(cfg, _count_slots(cfg, env, training=training))
 
 
 def count_ranks(cfg: Config) -> int:

@@ -21,9 +21,9 @@ _LOOP_MODEL = frozenset({"model_type"})
 
 _UNREAD: dict[str, tuple[str, ...]] = {
     "train": ("data", "reward", "collect"),
-    "eval": ("data", "reward", "collect"),
+    "eval": ("data", "reward", "collect", "rollout.dump"),
     "collect": (
-        *("data", "reward", "actor", "checkpoint", "video", "eval.episodes", "eval.episodes_per_task"),
+        *("data", "reward", "actor", "checkpoint", "video", "eval.episodes", "eval.episodes_per_task", "rollout.dump"),
         *("runner.max_steps", "runner.max_epochs", "runner.val_check_interval", "runner.save_interval"),
     ),
     "check-env": tuple(

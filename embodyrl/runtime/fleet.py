@@ -37,8 +37,6 @@ class Fleet:
         self._restart_at: dict[str, float] = {}
         self._stop = StopRequest()
         self._shielded = False
-        self.info: dict[str, str] = {}
-        """What each worker said about itself when it was ready."""
 
     @property
     def restarts(self) -> int:
@@ -89,7 +87,6 @@ class Fleet:
                 self._mourn(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
                 self._starting.discard(event.worker)
-                self.info[event.worker] = event.message.info
             else:
                 self.timeline.answered(event.worker, event.message)
             self._callbacks[event.worker](event.message)

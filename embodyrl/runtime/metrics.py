@@ -38,7 +38,7 @@ def rollout_metrics(
         "time/infer": tally.infer_s,
     }
     if finished:
-        metrics |= _episode_metrics(finished, "train")
+        metrics |= _episode_metrics(finished)
     if collection.greedy:
         metrics["train/greedy_return"] = float(np.mean([e.episode_return for e in collection.greedy.values()]))
     if finished and components:
@@ -47,17 +47,17 @@ def rollout_metrics(
     return metrics
 
 
-def _episode_metrics(episodes: Sequence[Episode], prefix: str) -> dict[str, float]:
+def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     count = len(episodes)
     metrics = {
-        f"{prefix}/success_once": sum(e.success_once for e in episodes) / count,
-        f"{prefix}/success_at_end": sum(e.success_at_end for e in episodes) / count,
-        f"{prefix}/return": sum(e.episode_return for e in episodes) / count,
-        f"{prefix}/episode_len": sum(e.length for e in episodes) / count,
+        "train/success_once": sum(e.success_once for e in episodes) / count,
+        "train/success_at_end": sum(e.success_at_end for e in episodes) / count,
+        "train/return": sum(e.episode_return for e in episodes) / count,
+        "train/episode_len": sum(e.length for e in episodes) / count,
     }
     for task in sorted({e.spec.task_id for e in episodes}):
         own = [e.success_once for e in episodes if e.spec.task_id == task]
-        metrics[f"{prefix}/task_{task}/success_once"] = sum(own) / len(own)
+        metrics[f"train/task_{task}/success_once"] = sum(own) / len(own)
     return metrics
 
 

@@ -81,7 +81,7 @@ class PolicyClient:
             done = replies[self._training[0]]
             if done.finished:
                 return replace(done, seconds=seconds)
-            order = ContinueOrder(sequence=0)
+            order = ContinueOrder()
 
     def publish(self) -> None:
         """Bring new weights from the actor ranks to those who act; nobody acts before all of them have arrived.
@@ -102,10 +102,10 @@ class PolicyClient:
 
         for parts in self._buckets(self._mail):
             ticket = self._mail.allocate()
-            filled = self._spread(self._training, PublishOrder(sequence=0, ticket=ticket, parts=parts))
+            filled = self._spread(self._training, PublishOrder(ticket=ticket, parts=parts))
             self._wait(filled, self._training)
             end(self._mail)
-            under_way.append((ticket, self._spread(self._acting, TakeOrder(sequence=0, ticket=ticket, parts=parts))))
+            under_way.append((ticket, self._spread(self._acting, TakeOrder(ticket=ticket, parts=parts))))
         end(self._mail)
         self._publishing, self._published = False, True
 

@@ -230,7 +230,6 @@ class Rollouts:
         for slot in batch:
             slot.phase = Phase.INFERRING
         order = InferOrder(
-            sequence=0,
             items=tuple(self._infer_item(s) for s in batch),
             greedy=job.greedy,
             temperature=job.temperature,
@@ -338,7 +337,7 @@ class Rollouts:
             return
         tickets = tuple(out.tickets[e.spec.episode_id][-1] for _, e in pending)
         padded = self._rules.total_slots if self._rules.deterministic else 0
-        self._policy.call_acting(ValueOrder(sequence=0, tickets=tickets, padded_size=padded))
+        self._policy.call_acting(ValueOrder(tickets=tickets, padded_size=padded))
         for (i, episode), ticket in zip(pending, tickets, strict=True):
             value = self._arena["value"][ticket.record].copy()
             out.episodes[i] = replace(episode, bootstrap_value=value)

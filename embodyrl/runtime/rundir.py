@@ -104,27 +104,14 @@ def _free_name(root: Path) -> Path:
 
 
 @contextmanager
-def in_use(root: Path) -> Iterator[None]:
-    """Keep a run for this process.
-
-    Raises:
-        EmbodyError: another process uses it.
-    """
-    handle = _take(root / _LOCK_FILE, root)
-    try:
-        yield
-    finally:
-        _release(root / _LOCK_FILE, handle)
-
-
-@contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a folder outside of a run (which may not exist yet) for this process; the lock lies beside it.
+    """Keep a run, or any other folder (which may not exist yet; its lock lies beside it), for this process.
 
     Raises:
         EmbodyError: another process uses it.
     """
-    lock = folder.with_name(f".{folder.name}.lock")
+    is_run = (folder / CONFIG_FILE).is_file()
+    lock = folder / _LOCK_FILE if is_run else folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         handle = _take(lock, folder)

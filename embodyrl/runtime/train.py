@@ -13,7 +13,9 @@ from embodyrl.config.schema import Config
 from embodyrl.errors import Interrupted
 from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
+from embodyrl.runtime.dump import write_dump
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
+from embodyrl.runtime.jobs import Collection
 from embodyrl.runtime.metrics import rollout_metrics, settle
 from embodyrl.runtime.outcome import changes, compare_recordings
 from embodyrl.runtime.planning import facts
@@ -79,9 +81,8 @@ class _Training:
         where = [("output", f"{folder.root}{validation}"), ("logs", f"tail -F {folder.logs}/*.log")]
         session.announce([*facts(self.blueprint), *where], self.blueprint.total_steps, self.blueprint.env.tasks)
         try:
-            # The checkpoint's own weights win.
-            weights = self.weights if start is None else None
-            crew = start_crew(self.blueprint, folder.logs, self.monitor.text, start_from=weights)
+            # Of a resumed run too, for the reference policy; the checkpoint is loaded over them.
+            crew = start_crew(self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
             try:
                 with crew.fleet.signals():
                     return self._train(crew, start)
@@ -128,6 +129,8 @@ class _Training:
                 scores = actors.score(rollout)
                 # All episodes may have been lost to crashed env workers.
                 batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _NOTHING
+                if self.cfg.rollout.dump and (step == 0 or session.due(self.cfg.runner.save_interval)):
+                    self._dump(crew, rollout, batch)
                 result = actors.update(step, rollout, batch)
                 crew.rollouts.release(rollout)
                 session.step = step + 1
@@ -179,6 +182,12 @@ class _Training:
             self.monitor.video(session.step, Path(path))
         session.judge(result.overall.success_once)
         return result
+
+    def _dump(self, crew: Crew, rollout: Collection, batch: PreparedBatch) -> None:
+        try:
+            write_dump(self.session.folder.root, self.session.step + 1, crew.arena, rollout, batch)
+        except OSError as error:
+            self.monitor.text(f"warning: a dump could not be written, training goes on: {error}")
 
     def _save(self, crew: Crew, actors: Actors) -> Path:
         with crew.fleet.shield():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,8 +55,7 @@ class EnvWorker:
 
     def ready(self) -> WorkerReady:
         """Introduce the worker."""
-        info = f"{self._env.spec.name}, {self._init.num_slots} slots"
-        return WorkerReady(pid=os.getpid(), info=info, task_limit=self._env.task_limit)
+        return WorkerReady(task_limit=self._env.task_limit)
 
     def handle(self, order: EnvOrders) -> Iterator[EnvReport]:
         """Run the chunks, then the resets, of one stage."""

@@ -17,10 +17,8 @@ POLICY_FOLDER = "policy"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReady:
-    """The worker is built; `info` is a line for people."""
+    """The worker is built."""
 
-    pid: int
-    info: str = ""
     task_limit: int | None = None
     """Env workers: how many different tasks the slots may run at the same time; None: any number."""
     weights: tuple[WeightInfo, ...] = ()
@@ -59,10 +57,17 @@ class ResetOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvOrders:
+class Order:
+    """What a worker is asked to do; its reply carries the same number."""
+
+    sequence: int = 0
+    """Given by whoever sends it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvOrders(Order):
     """Work for one stage of an env worker."""
 
-    sequence: int
     stage: int
     steps: tuple[StepOrder, ...] = ()
     resets: tuple[ResetOrder, ...] = ()
@@ -101,10 +106,9 @@ class InferItem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOrder:
+class InferOrder(Order):
     """Choose actions for a batch; they are written beside the observations."""
 
-    sequence: int
     items: tuple[InferItem, ...]
     greedy: bool
     version: int
@@ -115,27 +119,24 @@ class InferOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueOrder:
+class ValueOrder(Order):
     """Write the value of each observation into its record."""
 
-    sequence: int
     tickets: tuple[Ticket, ...]
     padded_size: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreOrder:
+class ScoreOrder(Order):
     """Write the reference policy's log-probabilities into each record."""
 
-    sequence: int
     tickets: tuple[Ticket, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateOrder:
+class UpdateOrder(Order):
     """Train on a replay batch whose advantages lie in the records."""
 
-    sequence: int
     step: int
     tickets: tuple[Ticket, ...]
     episode: tuple[int, ...]
@@ -145,42 +146,36 @@ class UpdateOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContinueOrder:
+class ContinueOrder(Order):
     """Carry out the next part of the last update."""
 
-    sequence: int
-
 
 @dataclass(frozen=True, kw_only=True)
-class SaveOrder:
+class SaveOrder(Order):
     """Write policy, optimizer and RNG state below `folder`."""
 
-    sequence: int
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOrder:
+class LoadOrder(Order):
     """Load what a SaveOrder wrote."""
 
-    sequence: int
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishOrder:
+class PublishOrder(Order):
     """Write parts of the trained weights into a bucket."""
 
-    sequence: int
     ticket: Ticket
     parts: tuple[WeightPart, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakeOrder:
+class TakeOrder(Order):
     """Act with the parts in a bucket from now on."""
 
-    sequence: int
     ticket: Ticket
     parts: tuple[WeightPart, ...]
 

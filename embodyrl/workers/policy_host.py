@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -70,8 +69,8 @@ class PolicyHost:
         self._init = init
         self._arena = init.shared_arena or Arena.attach(init.arena)
         self._mail = None if init.mail is None else Arena.attach(init.mail)
-        self._policy = self._build()
-        self._rollout = RolloutWorker(self._policy, self._arena, init.request.env.gripper, init.seat)
+        self.policy = self._build()
+        self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.seat)
         self._ranks = OneRank(init.seat)
         self._actor: ActorWorker | None = None
         self._update: InParts[dict[str, float]] | None = None
@@ -82,9 +81,9 @@ class PolicyHost:
                 reference = self._build()
                 reference.module.requires_grad_(False)
             half = cfg.model.precision == Precision.bf16
-            self._ranks = open_ranks(self._policy.module, init.seat, cfg.actor.fsdp, half=half, acts=init.acts)
+            self._ranks = open_ranks(self.policy.module, init.seat, cfg.actor.fsdp, half=half, acts=init.acts)
             self._actor = ActorWorker(
-                self._policy,
+                self.policy,
                 self._arena,
                 algorithm,
                 cfg,
@@ -105,9 +104,7 @@ class PolicyHost:
 
     def ready(self) -> WorkerReady:
         """Introduce the worker."""
-        count = sum(p.numel() for p in self._policy.module.parameters())
-        weights = () if self._mail is None else describe_weights(self._policy.module)
-        return WorkerReady(pid=os.getpid(), info=f"{self._policy.spec.name}, {count:,} parameters", weights=weights)
+        return WorkerReady(weights=() if self._mail is None else describe_weights(self.policy.module))
 
     def handle(self, order: Any) -> Iterator[Done]:
         """Carry out one order and report how long it took."""
@@ -136,13 +133,13 @@ class PolicyHost:
             case ContinueOrder():
                 return self._go_on(in_parts=True)
             case PublishOrder() if self._mail is not None:
-                publish(order, self._policy.module, self._ranks, self._mail)
+                publish(order, self.policy.module, self._ranks, self._mail)
             case TakeOrder() if self._mail is not None:
-                take(order, self._policy.module, self._mail)
+                take(order, self.policy.module, self._mail)
             case SaveOrder():
-                self._trainer.optimization.save(Path(order.folder), self._policy)
+                self._trainer.optimization.save(Path(order.folder), self.policy)
             case LoadOrder():
-                self._trainer.optimization.load(Path(order.folder), self._policy)
+                self._trainer.optimization.load(Path(order.folder), self.policy)
             case _:
                 raise AssertionError(f"unknown order {order!r}")
         return {}

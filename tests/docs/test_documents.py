@@ -41,6 +41,7 @@ ELSEWHERE = {
     "check-env env=maniskill": "minutes of ManiSkill; tests/sim",
     "eval --resume": "tests/runtime/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
+    "embodyrl replay": "tests/runtime/test_replay dumps and replays",
     "launcher=ray": "several machines; tests/launch/test_ray_launcher plays them on one",
 }
 """Parts of lines that another test runs."""

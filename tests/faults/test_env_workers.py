@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mixed_launcher import mixed_config
+from processes import workers_of
 from toy_runs import Stage, rows, running_crew
 
 from embodyrl.checkpoint.store import CheckpointStore
@@ -126,8 +128,8 @@ def test_a_worker_beyond_its_budget_leaves_the_last_checkpoint_intact(tmp_path, 
 @pytest.mark.integration
 def test_env_workers_never_load_torch(tmp_path):
     """What is not loaded cannot initialise CUDA, and costs no memory."""
-    with running_crew(tmp_path, cfg=mixed_config(tmp_path, "launcher.env_workers=1")) as stage:
-        pid = stage.crew.fleet._launcher.pid("env_0")
+    with running_crew(tmp_path, cfg=mixed_config(tmp_path, "launcher.env_workers=1")):
+        pid = workers_of(os.getpid())["env_0"]
         maps = Path(f"/proc/{pid}/maps").read_text()
     assert "numpy" in maps
     assert "libtorch" not in maps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import shutil
@@ -148,12 +149,29 @@ def test_a_reader_that_closes_the_pipe_does_not_end_the_run(tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "step_000001" / "manifest.json").is_file()
 
 
+@pytest.mark.integration
+def test_a_reader_that_stops_reading_does_not_stop_the_run(tmp_path):
+    """A pipe without room from the first line to the last."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, b"-" * 4096)
+    words = [sys.executable, "-m", "embodyrl.cli.main", "train", *toy_words(tmp_path, *INLINE)]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=command_environment(tmp_path), stdout=writing, stderr=writing, timeout=100, check=False
+    )
+    os.close(writing)
+    with open(reading, "rb") as reader:
+        assert reader.read() == b"-" * 4096
+    assert done.returncode == 0
+    assert len(rows(tmp_path / "run")) == 1
+
+
 def _cycle(folder: Path, end: str) -> None:
     launcher = LocalLauncher(folder)
     launcher.start(WorkerSpec(name="w", entry="light_worker:LightWorker", init=""), timeout_s=60)
     assert wait_until(lambda: launcher.wait(1.0), 60)
     if end == "kill":
-        os.kill(launcher.pid("w"), signal.SIGKILL)
+        os.kill(workers_of(os.getpid())["w"], signal.SIGKILL)
     if end != "stop":
         launcher.send("w", "exit", timeout_s=60)
         assert wait_until(lambda: launcher.wait(1.0), 60)

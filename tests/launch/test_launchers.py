@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from processes import workers_of
 
 from embodyrl.errors import EnvError
 from embodyrl.launch.inline import InlineLauncher
@@ -21,10 +22,10 @@ class EchoWorker:
     def __init__(self, init: str) -> None:
         if init == "fail":
             raise EnvError("no simulator here")
-        self.info = init
+        self.number = len(init)
 
     def ready(self) -> WorkerReady:
-        return WorkerReady(pid=os.getpid(), info=self.info)
+        return WorkerReady(task_limit=self.number)
 
     def handle(self, order: str) -> Iterator[str]:
         if order == "raise":
@@ -74,7 +75,7 @@ def test_a_worker_reports_ready_and_answers_in_order(launcher):
     ready = next_event(launcher)
     assert ready.worker == "echo"
     assert isinstance(ready.message, WorkerReady)
-    assert ready.message.info == "hello"
+    assert ready.message.task_limit == len("hello")
     launcher.send("echo", "a", timeout_s=10)
     launcher.send("echo", "b", timeout_s=10)
     replies: list[str] = []
@@ -105,7 +106,7 @@ def test_a_killed_worker_is_named_with_its_signal(local):
     next_event(local)
     local.start(spec("second"), timeout_s=60)
     next_event(local)
-    os.kill(local.pid("first"), signal.SIGKILL)
+    os.kill(workers_of(os.getpid())["first"], signal.SIGKILL)
     event = next_event(local)
     assert event.worker == "first"
     assert "SIGKILL" in event.message.reason
@@ -125,7 +126,7 @@ def test_an_exit_is_named_with_its_code(local):
 def test_a_hung_worker_is_killed_after_its_deadline_with_a_stack_dump(local):
     local.start(spec(), timeout_s=60)
     next_event(local)
-    pid = local.pid("echo")
+    pid = workers_of(os.getpid())["echo"]
     local.send("echo", "hang", timeout_s=1.0)
     died = next_event(local).message
     assert "no answer for 1 s" in died.reason
@@ -137,7 +138,8 @@ def test_stop_leaves_no_process(local):
     for name in ("a", "b"):
         local.start(spec(name), timeout_s=60)
         next_event(local)
-    pids = [local.pid("a"), local.pid("b")]
+    pids = workers_of(os.getpid()).values()
+    assert len(pids) == 2
     local.send("b", "hang", timeout_s=100)
     local.stop(grace_s=0.5)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import pty
 from io import StringIO
@@ -140,3 +141,21 @@ def test_results_add_a_total_over_tasks(tmp_path: Path):
         ["place", "0.0 % [0.0, 27.8] (0/10)", "-", "-"],
         ["all tasks", "10.0 % [2.8, 30.1] (2/20)", "80.0 % [49.0, 94.3] (8/10)", "+70.0"],
     ]
+
+
+def test_a_reader_that_stops_holds_nobody_up_and_learns_what_it_missed(tmp_path: Path):
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    with open(writing, "w", encoding="utf-8") as stream, open(reading, "rb", buffering=0) as reader:
+        monitor = ConsoleMonitor(stream)
+        monitor.open(tmp_path, INFO)
+        for _ in range(1000):
+            monitor.text("x" * 99)
+        first = reader.read(1 << 16).decode()
+        monitor.text("y" * 1500)
+        monitor.close()
+        assert set(first.splitlines()) == {"x" * 99}
+        missed = 1000 - first.count("\n")
+        assert missed > 900
+        second = reader.read(1 << 16).decode()
+    assert second.startswith(f"({missed} lines are not shown: nobody read them)\nyyy")

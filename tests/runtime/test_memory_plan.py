@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import workers_of
 from toy_runs import running_crew, toy_config
 
 from embodyrl.errors import ConfigError
@@ -42,7 +44,7 @@ def test_the_estimate_is_near_the_measured_peak(tmp_path, words):
         rollout = crew.rollouts.collect(Job(plan))
         actors.update(0, rollout, blueprint.algorithm.prepare(rollout.episodes, actors.score(rollout)))
         crew.rollouts.release(rollout)
-        measured = peak(crew.fleet._launcher.pid("policy"))
+        measured = peak(workers_of(os.getpid())["policy"])
     assert plan_memory(blueprint).policy == pytest.approx(measured, rel=0.15)
 
 

@@ -109,3 +109,11 @@ def test_a_run_starts_from_another_runs_weights(tmp_path):
     source = train_toy(tmp_path, "runner.max_steps=1", "actor.optim.lr=0.001", "env.kwargs.goal=0.7", name="source")
     target = train(toy_config(tmp_path, f"ckpt={source}", "actor.optim.lr=0", "runner.max_steps=1", name="target")).run
     assert weights(target, 1) == weights(source, 1)
+
+
+def test_a_resumed_run_keeps_its_reference_policy(golden, tmp_path):
+    words = (*WORDS, f"ckpt={golden}", "algorithm.kl_beta=0.5", "runner.val_check_interval=-1")
+    whole = train_toy(tmp_path, *words, "runner.max_steps=2", name="whole")
+    half = train_toy(tmp_path, *words, "runner.max_steps=1", name="half")
+    resume_toy(half, "runner.max_steps=2")
+    assert weights(half, 2) == weights(whole, 2)
