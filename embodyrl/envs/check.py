@@ -28,38 +28,36 @@ class Finding:
     violations: tuple[Violation, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Check:
-    name: str
-    run: Callable[[Rig], Iterator[Violation]]
-    needs: tuple[str, ...] = ()
+_Check = Callable[[Rig], Iterator[Violation]]
 
-
-CHECKS = (
-    _Check("factory", rules.check_factory),
-    _Check("light", rules.check_light),
-    _Check("spec", rules.check_spec),
-    _Check("make", episodes.check_make, ("spec",)),
-    _Check("reset", episodes.check_reset, ("make",)),
-    _Check("observe", episodes.check_observe, ("reset",)),
-    _Check("instruction", episodes.check_instruction, ("reset",)),
-    _Check("reset_ids_differ", episodes.check_reset_ids_differ, ("observe",)),
-    _Check("step", episodes.check_step, ("observe",)),
-    _Check("reset_repeats", episodes.check_reset_repeats, ("step",)),
-    _Check("expert", episodes.check_expert, ("step",)),
-    _Check("flags", episodes.check_flags, ("step",)),
-    _Check("time_limit", episodes.check_time_limit, ("flags",)),
-    _Check("over", episodes.check_over, ("time_limit",)),
-    _Check("ignore_terminations", episodes.check_ignore_terminations, ("time_limit",)),
-    _Check("repeatable", episodes.check_repeatable, ("reset_repeats", "step")),
-    _Check("slots", episodes.check_slots, ("repeatable",)),
-    _Check("expert_replays", episodes.check_expert_replays, ("repeatable", "expert", "flags")),
-    _Check("image_range", episodes.check_image_range, ("step",)),
-    _Check("render", episodes.check_render, ("step",)),
-    _Check("speed", episodes.check_speed, ("time_limit",)),
-    _Check("close", episodes.check_close, ("make",)),
-)
-"""In the order in which they run."""
+CHECKS: dict[str, tuple[_Check, str]] = {
+    check.__name__.removeprefix("check_"): (check, needs)
+    for check, needs in (
+        (rules.check_factory, ""),
+        (rules.check_light, ""),
+        (rules.check_spec, ""),
+        (episodes.check_make, "spec"),
+        (episodes.check_reset, "make"),
+        (episodes.check_observe, "reset"),
+        (episodes.check_instruction, "reset"),
+        (episodes.check_reset_ids_differ, "observe"),
+        (episodes.check_step, "observe"),
+        (episodes.check_reset_repeats, "step"),
+        (episodes.check_expert, "step"),
+        (episodes.check_flags, "step"),
+        (episodes.check_time_limit, "flags"),
+        (episodes.check_over, "time_limit"),
+        (episodes.check_ignore_terminations, "time_limit"),
+        (episodes.check_repeatable, "reset_repeats step"),
+        (episodes.check_slots, "repeatable"),
+        (episodes.check_expert_replays, "repeatable expert flags"),
+        (episodes.check_image_range, "step"),
+        (episodes.check_render, "step"),
+        (episodes.check_speed, "time_limit"),
+        (episodes.check_close, "make"),
+    )
+}
+"""Each check with the names of those it builds on, in the order in which they run."""
 
 
 def check_env(cfg: EnvConfig, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
@@ -81,30 +79,29 @@ def check_env(cfg: EnvConfig, *, seed: int = 0, timeout_s: float = 120.0) -> Ite
     rig = Rig(factory=ENVS.get(cfg.env_type), cfg=replace(cfg, **few), seed=seed)
     levels: dict[str, str] = {}
     try:
-        for check in CHECKS:
-            missing = [name for name in check.needs if levels[name] != "ok"]
-            if missing:
-                finding = Finding(check=check.name, level="skip", note=f"needs {', '.join(missing)}")
+        for name, (check, needs) in CHECKS.items():
+            if missing := [other for other in needs.split() if levels[other] != "ok"]:
+                finding = Finding(check=name, level="skip", note=f"needs {', '.join(missing)}")
             else:
-                finding = _run(check, rig, timeout_s)
-            levels[check.name] = finding.level
+                finding = _run(name, check, rig, timeout_s)
+            levels[name] = finding.level
             yield finding
     finally:
-        if rig.made and levels.get("close") is None:
+        if "env" in vars(rig) and "close" not in levels:
             rig.env.close()
 
 
-def _run(check: _Check, rig: Rig, timeout_s: float) -> Finding:
+def _run(name: str, check: _Check, rig: Rig, timeout_s: float) -> Finding:
     rig.note = ""
     try:
         with _deadline(timeout_s):
-            violations = tuple(check.run(rig))
+            violations = tuple(check(rig))
     except Exception as error:  # whatever foreign code raises is what we are here to report
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())
         found = f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
-        violations = (Violation(field=check.name, expected="no error", found=found),)
-    return Finding(check=check.name, level="FAIL" if violations else "ok", note=rig.note, violations=violations)
+        violations = (Violation(name, "no error", found),)
+    return Finding(check=name, level="FAIL" if violations else "ok", note=rig.note, violations=violations)
 
 
 @contextmanager

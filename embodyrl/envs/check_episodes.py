@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 
@@ -12,14 +11,13 @@ from embodyrl.envs.check_rig import (
     CHUNK,
     LIMIT,
     SLOTS,
-    Demo,
-    Ending,
     Rig,
     Trace,
     Violation,
     seen_difference,
     shapes,
     trace_difference,
+    unless,
 )
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
@@ -27,7 +25,6 @@ from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 SHORT = 5
 """Env steps of the episode that tests the time limit; no multiple of its chunk."""
 SHORT_CHUNK = 3
-FLAGS = ("terminated", "truncated", "valid", "success")
 MEASURED_STEPS = 64
 
 
@@ -36,11 +33,9 @@ def check_make(rig: Rig) -> Iterator[Violation]:
     started = time.perf_counter()
     env = rig.env
     rig.note = f"{SLOTS} slots in {time.perf_counter() - started:.1f} s"
-    if env.spec != rig.spec:
-        yield Violation(field="env.spec", expected="what the factory's spec says", found=f"{env.spec}"[:120])
+    yield from unless(env.spec == rig.spec, "env.spec", "what the factory's spec says", f"{env.spec}"[:120])
     limit = env.task_limit
-    if limit is not None and limit < 1:
-        yield Violation(field="env.task_limit", expected="None or at least 1", found=str(limit))
+    yield from unless(limit is None or limit >= 1, "env.task_limit", "None or at least 1", limit)
 
 
 def check_reset(rig: Rig) -> Iterator[Violation]:
@@ -61,19 +56,15 @@ def check_observe(rig: Rig) -> Iterator[Violation]:
     dark, bright = rig.observe(0, fill=0), rig.observe(0, fill=255)
     missing = np.flatnonzero(~np.isfinite(dark.state))
     if len(missing):
-        yield Violation(
-            field=f"observe: state[{missing[0]}]", expected="a finite number", found=f"{dark.state[missing[0]]}"
-        )
+        yield Violation(f"observe: state[{missing[0]}]", "a finite number", f"{dark.state[missing[0]]}")
     untouched = (dark.images == 0) & (bright.images == 255)
     for camera, name in enumerate(rig.spec.cameras):
         if untouched[camera].any():
-            yield Violation(
-                field=f"observe: image of camera '{name}'",
-                expected="every pixel written, in place (out.images[...] = ...)",
-                found=f"{int(untouched[camera].any(axis=-1).sum())} pixels keep what was there before",
-            )
+            kept = f"{int(untouched[camera].any(axis=-1).sum())} pixels keep what was there before"
+            rule = "every pixel written, in place (out.images[...] = ...)"
+            yield Violation(f"observe: image of camera '{name}'", rule, kept)
     if not untouched.any() and not len(missing) and (difference := seen_difference(dark, bright)):
-        yield Violation(field="observe", expected="the same when asked twice without a step", found=difference)
+        yield Violation("observe", "the same when asked twice without a step", difference)
 
 
 def check_instruction(rig: Rig) -> Iterator[Violation]:
@@ -81,8 +72,7 @@ def check_instruction(rig: Rig) -> Iterator[Violation]:
     for task in rig.tasks():
         rig.env.reset([0], [rig.start(rig.reset_ids(task)[0])])
         text, expected = rig.env.instruction(0), rig.spec.tasks[task]
-        if text != expected:
-            yield Violation(field="instruction", expected=f"spec.tasks[{task}], {expected!r}", found=repr(text))
+        yield from unless(text == expected, "instruction", f"spec.tasks[{task}], {expected!r}", repr(text))
 
 
 def check_reset_repeats(rig: Rig) -> Iterator[Violation]:
@@ -91,9 +81,8 @@ def check_reset_repeats(rig: Rig) -> Iterator[Violation]:
     first = rig.play(0, start, rig.actions(0)).seen[0]
     for reset_id in rig.reset_ids(rig.tasks()[-1]):
         rig.play(0, rig.start(reset_id), rig.actions(CHUNK))
-    difference = seen_difference(first, rig.play(0, start, rig.actions(0)).seen[0])
-    if difference:
-        yield Violation(field=f"reset {start.reset_id}", expected="the same first observation", found=difference)
+    if difference := seen_difference(first, rig.play(0, start, rig.actions(0)).seen[0]):
+        yield Violation(f"reset {start.reset_id}", "the same first observation", difference)
 
 
 def check_reset_ids_differ(rig: Rig) -> Iterator[Violation]:
@@ -102,9 +91,7 @@ def check_reset_ids_differ(rig: Rig) -> Iterator[Violation]:
         ids = rig.reset_ids(task)
         seen = [rig.play(0, rig.start(reset_id), rig.actions(0)).seen[0] for reset_id in ids]
         if len(ids) > 1 and all(seen_difference(seen[0], other) is None for other in seen[1:]):
-            yield Violation(
-                field=f"reset ids {ids} of task {task}", expected="different initial states", found="equal observations"
-            )
+            yield Violation(f"reset ids {ids} of task {task}", "different initial states", "equal observations")
 
 
 def check_step(rig: Rig) -> Iterator[Violation]:
@@ -115,21 +102,16 @@ def check_step(rig: Rig) -> Iterator[Violation]:
     called: list[int] = []
     actions = np.stack([rig.actions(CHUNK)] * SLOTS)
     result = rig.env.step_chunk(slots, actions, after_step=lambda slot, _: called.append(slot))
-    problems = list(_result_shapes(result, SLOTS, CHUNK))
+    problems = [*shapes("step_chunk: reward", result.reward, (SLOTS, CHUNK), np.float32)]
+    for name in ("terminated", "truncated", "valid", "success"):
+        problems += shapes(f"step_chunk: {name}", getattr(result, name), (SLOTS, CHUNK), np.bool_)
     yield from problems
     if problems:
         return
-    if not np.isfinite(result.reward).all():
-        yield Violation(field="step_chunk: reward", expected="finite numbers", found=str(result.reward.tolist()))
+    finite = bool(np.isfinite(result.reward).all())
+    yield from unless(finite, "step_chunk: reward", "finite numbers", result.reward.tolist())
     executed = [slot for row, slot in enumerate(slots) for _ in range(int(result.valid[row].sum()))]
-    if sorted(called) != executed:
-        yield Violation(field="after_step", expected=f"calls for slots {executed}", found=str(called))
-
-
-def _result_shapes(result: ChunkResult, n: int, k: int) -> Iterator[Violation]:
-    yield from shapes("step_chunk: reward", result.reward, (n, k), np.float32)
-    for name in FLAGS:
-        yield from shapes(f"step_chunk: {name}", getattr(result, name), (n, k), np.bool_)
+    yield from unless(sorted(called) == executed, "after_step", f"calls for slots {executed}", called)
 
 
 def check_flags(rig: Rig) -> Iterator[Violation]:
@@ -137,7 +119,7 @@ def check_flags(rig: Rig) -> Iterator[Violation]:
     traces = [rig.play(0, rig.first_start(limit=SHORT), rig.actions(2 * SHORT), chunk=SHORT_CHUNK)]
     rig.ending = rig.ending or _find_ending(rig)
     if rig.ending is not None:
-        longer = np.concatenate([rig.ending.actions, rig.actions(CHUNK)])
+        longer = np.concatenate([rig.ending.actions[: rig.ending.length], rig.actions(CHUNK)])
         traces.append(rig.play(0, rig.ending.start, longer, chunk=len(longer)))
     for trace in traces:
         for result in trace.results:
@@ -147,30 +129,28 @@ def check_flags(rig: Rig) -> Iterator[Violation]:
 
 def _flag_problems(result: ChunkResult) -> Iterator[Violation]:
     valid, done = result.valid[0], result.terminated[0] | result.truncated[0]
-    if (result.terminated & result.truncated).any():
-        yield Violation(field="truncated", expected="false where terminated", found=_at(result.truncated[0]))
+    both = bool((result.terminated & result.truncated).any())
+    yield from unless(not both, "truncated", "false where terminated", _at(result.truncated[0]))
     ends = np.flatnonzero(done)
     count = int(ends[0]) + 1 if len(ends) else len(valid)
     expected = np.arange(len(valid)) < count
-    if not np.array_equal(valid, expected):
-        yield Violation(field="valid", expected=f"{_at(expected)}, up to the end", found=_at(valid))
-    if len(ends) > 1:
-        yield Violation(field="terminated, truncated", expected="one end per chunk", found=_at(done))
-    if result.reward[0, count:].any() or result.success[0, count:].any():
-        yield Violation(field="reward, success", expected="0 after the end", found=str(result.reward[0].tolist()))
+    yield from unless(np.array_equal(valid, expected), "valid", f"{_at(expected)}, up to the end", _at(valid))
+    yield from unless(len(ends) <= 1, "terminated, truncated", "one end per chunk", _at(done))
+    late = bool(result.reward[0, count:].any() or result.success[0, count:].any())
+    yield from unless(not late, "reward, success", "0 after the end", result.reward[0].tolist())
 
 
 def _at(flags: BoolArray) -> str:
     return f"true at {np.flatnonzero(flags).tolist()} of {len(flags)}"
 
 
-def _find_ending(rig: Rig) -> Ending | None:
+def _find_ending(rig: Rig) -> Trace | None:
     """An episode that chance brings to its own end."""
     for reset_id in rig.reset_ids(rig.tasks()[0]):
-        start, actions = rig.start(reset_id, limit=rig.horizon), rig.actions(MEASURED_STEPS, stream=reset_id)
-        trace = rig.play(0, start, actions)
-        if any(result.terminated.any() for result in trace.results):
-            return Ending(start=start, actions=actions[: trace.length])
+        start = rig.start(reset_id, limit=rig.horizon)
+        trace = rig.play(0, start, rig.actions(MEASURED_STEPS, stream=reset_id))
+        if trace.any("terminated"):
+            return trace
     return None
 
 
@@ -178,14 +158,12 @@ def check_time_limit(rig: Rig) -> Iterator[Violation]:
     """An episode that does not end by itself is truncated at `max_episode_steps`, in the middle of a chunk too."""
     start = rig.first_start(limit=SHORT, ignore=True)
     trace = rig.play(0, start, rig.actions(3 * SHORT), chunk=SHORT_CHUNK)
-    truncated = any(result.truncated.any() for result in trace.results)
+    truncated = trace.any("truncated")
     # Where the simulator may end the episode before, only the bound itself can be asked for.
     strict = start.ignore_terminations and not rig.spec.may_truncate
-    if not trace.done or trace.length > SHORT or (strict and not (truncated and trace.length == SHORT)):
-        found = f"{trace.length} steps, {'truncated' if truncated else 'not truncated'}"
-        yield Violation(
-            field=f"episode with max_episode_steps={SHORT}", expected=f"{SHORT} steps, truncated", found=found
-        )
+    fits = trace.any("done") and trace.length <= SHORT and (not strict or (truncated and trace.length == SHORT))
+    found = f"{trace.length} steps, {'truncated' if truncated else 'not truncated'}"
+    yield from unless(fits, f"episode with max_episode_steps={SHORT}", f"{SHORT} steps, truncated", found)
 
 
 def check_over(rig: Rig) -> Iterator[Violation]:
@@ -196,7 +174,7 @@ def check_over(rig: Rig) -> Iterator[Violation]:
         rig.env.step_chunk([0], rig.actions(1)[None])
     except EmbodyError:
         return
-    yield Violation(field="step_chunk after the end", expected="EnvError", found="another step")
+    yield Violation("step_chunk after the end", "EnvError", "another step")
 
 
 def check_ignore_terminations(rig: Rig) -> Iterator[Violation]:
@@ -204,25 +182,18 @@ def check_ignore_terminations(rig: Rig) -> Iterator[Violation]:
     if rig.ending is None or not rig.can_ignore:
         rig.note = "not exercised: no episode ended by itself" if rig.can_ignore else "refused by validate"
         return
-    steps = len(rig.ending.actions)
+    steps = rig.ending.length
     start = rig.start(rig.ending.start.reset_id, limit=steps + CHUNK, ignore=True)
-    trace = rig.play(0, start, np.concatenate([rig.ending.actions, rig.actions(2 * CHUNK)]))
-    if any(result.terminated.any() for result in trace.results) or trace.length != steps + CHUNK:
-        yield Violation(
-            field="episode with ignore_terminations=true",
-            expected=f"{steps + CHUNK} steps, never terminated",
-            found=f"{trace.length} steps",
-        )
+    trace = rig.play(0, start, np.concatenate([rig.ending.actions[:steps], rig.actions(2 * CHUNK)]))
+    lasts = not trace.any("terminated") and trace.length == steps + CHUNK
+    expected, found = f"{steps + CHUNK} steps, never terminated", f"{trace.length} steps"
+    yield from unless(lasts, "episode with ignore_terminations=true", expected, found)
 
 
 def check_image_range(rig: Rig) -> Iterator[Violation]:
     """Pixels use 0..255."""
-    if rig.spec.cameras and rig.brightest <= 1:
-        yield Violation(
-            field="observe: images",
-            expected="uint8 in 0..255",
-            found=f"nothing above {rig.brightest}; floats in 0..1 that were cut to integers?",
-        )
+    found = f"nothing above {rig.brightest}; floats in 0..1 that were cut to integers?"
+    yield from unless(not rig.spec.cameras or rig.brightest > 1, "observe: images", "uint8 in 0..255", found)
 
 
 def check_repeatable(rig: Rig) -> Iterator[Violation]:
@@ -231,9 +202,8 @@ def check_repeatable(rig: Rig) -> Iterator[Violation]:
     first = rig.play(0, start, actions)
     for task in rig.tasks():
         rig.play(0, rig.start(rig.reset_ids(task)[-1]), rig.actions(LIMIT, stream=1))
-    difference = trace_difference(first, rig.play(0, start, actions))
-    if difference:
-        yield Violation(field=f"episode of reset id {start.reset_id}", expected="the same again", found=difference)
+    if difference := trace_difference(first, rig.play(0, start, actions)):
+        yield Violation(f"episode of reset id {start.reset_id}", "the same again", difference)
 
 
 def check_slots(rig: Rig) -> Iterator[Violation]:
@@ -246,13 +216,13 @@ def check_slots(rig: Rig) -> Iterator[Violation]:
     before = rig.observe(1)
     again = rig.play(0, start, actions)
     if difference := seen_difference(before, rig.observe(1)):
-        yield Violation(field="slot 1 while slot 0 runs", expected="unchanged", found=difference)
+        yield Violation("slot 1 while slot 0 runs", "unchanged", difference)
     rig.env.reset([0], [other])
     busy = None if rig.spec.lockstep else lambda: _keep_busy(rig, 0, other)
     moved = rig.play(1, start, actions, between=busy)
     for where, trace in (("in slot 0", again), ("in slot 1 beside a running slot", moved)):
         if difference := trace_difference(first, trace):
-            yield Violation(field=f"episode {where}", expected="the one of slot 0 alone", found=difference)
+            yield Violation(f"episode {where}", "the one of slot 0 alone", difference)
 
 
 def _keep_busy(rig: Rig, slot: int, start: EpisodeStart) -> None:
@@ -275,19 +245,16 @@ def check_render(rig: Rig) -> Iterator[Violation]:
     shape = frame.shape if isinstance(frame, np.ndarray) else ()
     if len(shape) != 3 or shape[2] != 3 or frame.dtype != np.uint8:
         found = f"{frame.dtype} {shape}" if shape else type(frame).__name__
-        yield Violation(field="render", expected="uint8 (H, W, 3)", found=found)
+        yield Violation("render", "uint8 (H, W, 3)", found)
         return
     if difference := seen_difference(before, rig.observe(0)):
-        yield Violation(field="render", expected="no change of the observation", found=difference)
+        yield Violation("render", "no change of the observation", difference)
     for camera, image in zip(rig.spec.cameras, before.images, strict=True):
         upside_down = image if rig.spec.image_rotation_deg == 180 else image[::-1]
         upright = upside_down[::-1]
-        if np.array_equal(frame, upside_down) and not np.array_equal(frame, upright):
-            yield Violation(
-                field="render",
-                expected=f"upright (spec.image_rotation_deg={rig.spec.image_rotation_deg})",
-                found=f"the image of camera '{camera}' upside down",
-            )
+        wrong = np.array_equal(frame, upside_down) and not np.array_equal(frame, upright)
+        expected = f"upright (spec.image_rotation_deg={rig.spec.image_rotation_deg})"
+        yield from unless(not wrong, "render", expected, f"the image of camera '{camera}' upside down")
     rig.note = f"{shape[0]}x{shape[1]}"
 
 
@@ -296,19 +263,16 @@ def check_expert(rig: Rig) -> Iterator[Violation]:
     declared = [task for task in rig.tasks() if task in rig.spec.expert_tasks]
     successes = 0
     for task in declared:
-        start = rig.start(rig.reset_ids(task)[0], limit=rig.horizon)
-        demo, problems = _play_expert(rig, start)
+        demo, problems = _play_expert(rig, rig.start(rig.reset_ids(task)[0], limit=rig.horizon))
         yield from problems
         if problems:
             return
-        successes += any(result.success.any() for result in demo.trace.results)
+        successes += demo.any("success")
         rig.demo = rig.demo or demo
-        if rig.ending is None and any(result.terminated.any() for result in demo.trace.results):
-            rig.ending = Ending(start=start, actions=demo.actions)
-    if declared and not successes:
-        yield Violation(
-            field="expert_chunk", expected=f"a success in tasks {declared}", found=f"none within {rig.horizon} steps"
-        )
+        if demo.any("terminated"):
+            rig.ending = rig.ending or demo
+    found = f"none within {rig.horizon} steps"
+    yield from unless(not declared or successes > 0, "expert_chunk", f"a success in tasks {declared}", found)
     rig.note = f"{successes} of {len(declared)} episodes succeed" if declared else "none declared"
     for task in [t for t in rig.tasks() if t not in rig.spec.expert_tasks][:1]:
         rig.env.reset([0], [rig.start(rig.reset_ids(task)[0])])
@@ -316,38 +280,36 @@ def check_expert(rig: Rig) -> Iterator[Violation]:
             rig.env.expert_chunk([0], 1, noise=0.0)
         except EmbodyError:
             continue
-        yield Violation(field=f"expert_chunk, task {task}", expected="EnvError: not declared", found="an action")
+        yield Violation(f"expert_chunk, task {task}", "EnvError: not declared", "an action")
 
 
-def _play_expert(rig: Rig, start: EpisodeStart) -> tuple[Demo, list[Violation]]:
+def _play_expert(rig: Rig, start: EpisodeStart) -> tuple[Trace, list[Violation]]:
     """Let the demonstrator act to the end."""
-    trace, chunks = Trace(), [np.zeros((0, rig.spec.action_dim), np.float32)]
+    trace = Trace(start=start, actions=np.zeros((0, rig.spec.action_dim), np.float32))
     low, high = rig.bounds()
     rig.env.reset([0], [start])
     trace.seen.append(rig.observe(0))
-    for _ in range(math.ceil(start.max_episode_steps / CHUNK)):
+    while not trace.any("done") and len(trace.results) * CHUNK < start.max_episode_steps:
         actions, result = rig.env.expert_chunk([0], CHUNK, noise=0.0)
         problems = list(shapes("expert_chunk: actions", actions, (1, CHUNK, rig.spec.action_dim), np.float32))
         outside = [] if problems else actions[~((low <= actions) & (actions <= high))].tolist()
         if outside:
             expected = f"numbers in {low.min():g}..{high.max():g}"
-            problems = [Violation(field="expert_chunk: actions", expected=expected, found=str(outside[0]))]
+            problems = [Violation("expert_chunk: actions", expected, str(outside[0]))]
         if problems:
-            return Demo(start=start, actions=chunks[0], trace=trace), problems
+            return trace, problems
         trace.results.append(result)
         trace.seen.append(rig.observe(0))
-        chunks.append(actions[0, result.valid[0]])
-        if trace.done:
-            break
-    return Demo(start=start, actions=np.concatenate(chunks), trace=trace), []
+        trace.actions = np.concatenate([trace.actions, actions[0, result.valid[0]]])
+    return trace, []
 
 
 def check_expert_replays(rig: Rig) -> Iterator[Violation]:
     """What the demonstrator says it chose is what it did: executing its actions gives the same episode."""
     if rig.demo is None:
         rig.note = "none declared"
-    elif difference := trace_difference(rig.demo.trace, rig.play(0, rig.demo.start, rig.demo.actions)):
-        yield Violation(field="expert_chunk: actions", expected="the actions that were executed", found=difference)
+    elif difference := trace_difference(rig.demo, rig.play(0, rig.demo.start, rig.demo.actions)):
+        yield Violation("expert_chunk: actions", "the actions that were executed", difference)
 
 
 def check_speed(rig: Rig) -> Iterator[Violation]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -20,7 +21,7 @@ LIMIT = 16
 """Env steps of a random episode."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Violation:
     """One way in which the environment breaks its contract."""
 
@@ -30,6 +31,12 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.field}: expected {self.expected}, found {self.found}"
+
+
+def unless(holds: bool, field: str, expected: str, found: object) -> Iterator[Violation]:
+    """Yield a violation where something does not hold."""
+    if not holds:
+        yield Violation(field, expected, str(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +52,9 @@ class Seen:
 class Trace:
     """One played episode: what was seen before each chunk and at the end, and the outcome of each chunk (n = 1)."""
 
+    start: EpisodeStart
+    actions: FloatArray
+    """[n, A] as they were asked for; those after the end were not executed."""
     seen: list[Seen] = field(default_factory=list)
     results: list[ChunkResult] = field(default_factory=list)
 
@@ -53,31 +63,12 @@ class Trace:
         """Executed env steps."""
         return sum(int(result.valid.sum()) for result in self.results)
 
-    @property
-    def done(self) -> bool:
-        return any(bool(result.done.any()) for result in self.results)
+    def any(self, flag: str) -> bool:
+        """Whether an action of the episode has this flag."""
+        return any(bool(getattr(result, flag).any()) for result in self.results)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """An episode that terminated by itself."""
-
-    start: EpisodeStart
-    actions: FloatArray
-    """[n, A] the executed actions; the last one terminated the episode."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
-    """An episode of the demonstrator."""
-
-    start: EpisodeStart
-    actions: FloatArray
-    """[n, A] its clean choices."""
-    trace: Trace
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Rig:
     """The environment under test and what the checks learned about it so far."""
 
@@ -86,33 +77,25 @@ class Rig:
     seed: int
     note: str = ""
     """Shown behind the check that is running, when it passes."""
-    ending: Ending | None = None
-    demo: Demo | None = None
+    ending: Trace | None = None
+    """An episode that terminated by itself, at its last action."""
+    demo: Trace | None = None
+    """An episode of the demonstrator, with its clean choices."""
     brightest: int = 0
     """Largest pixel value of all observations so far."""
-    _spec: EnvSpec | None = None
-    _env: Env | None = None
 
-    @property
+    @cached_property
     def spec(self) -> EnvSpec:
-        if self._spec is None:
-            self._spec = self.factory.spec(self.cfg)
-        return self._spec
+        return self.factory.spec(self.cfg)
 
-    @property
+    @cached_property
     def env(self) -> Env:
-        if self._env is None:
-            self._env = self.factory.make(self.cfg, SLOTS)
-        return self._env
+        return self.factory.make(self.cfg, SLOTS)
 
     @property
     def horizon(self) -> int:
         """Env steps that a task may take."""
         return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
-
-    @property
-    def made(self) -> bool:
-        return self._env is not None
 
     def tasks(self) -> list[int]:
         """The first tasks of `env.train.task_ids`, or of all."""
@@ -131,12 +114,8 @@ class Rig:
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
         """Describe an episode; `ignore` holds where the environment allows it."""
-        return EpisodeStart(
-            reset_id=reset_id,
-            seed=self.seed,
-            max_episode_steps=limit,
-            ignore_terminations=ignore and self.can_ignore,
-        )
+        ignore = ignore and self.can_ignore
+        return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
     def first_start(self, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
         """Start of the first state of the first task."""
@@ -144,15 +123,14 @@ class Rig:
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
         """Smallest and largest action [A]; -1 and 1 where nothing is declared."""
-        space, width = self.spec.action_space, self.spec.action_dim
-        low, high = np.full(width, -1.0, np.float32), np.full(width, 1.0, np.float32)
-        if space is not None and space.sizes:
-            return np.zeros(width, np.float32), np.asarray(space.sizes, np.float32) - 1
-        if space is not None:
-            # An endless box has no largest action; try what a policy would start with.
-            low = np.where(np.isfinite(space.low), space.low, low).astype(np.float32)
-            high = np.where(np.isfinite(space.high), space.high, high).astype(np.float32)
-        return low, high
+        space, one = self.spec.action_space, np.ones(self.spec.action_dim, np.float32)
+        if space is None:
+            return -one, one
+        if space.sizes:
+            return 0 * one, np.asarray(space.sizes, np.float32) - 1
+        # An endless box has no largest action; try what a policy would start with.
+        low, high = np.asarray(space.low, np.float32), np.asarray(space.high, np.float32)
+        return np.where(np.isfinite(low), low, -one), np.where(np.isfinite(high), high, one)
 
     def actions(self, count: int, stream: int = 0) -> FloatArray:
         """Random actions [count, A] within the bounds, the same for the same stream."""
@@ -180,7 +158,7 @@ class Rig:
         between: Callable[[], object] | None = None,
     ) -> Trace:
         """Reset the slot and run `actions` [n, A] in chunks until it ends; `between` runs before each."""
-        trace = Trace()
+        trace = Trace(start=start, actions=actions)
         self.env.reset([slot], [start])
         trace.seen.append(self.observe(slot))
         for first in range(0, len(actions), chunk):
@@ -223,10 +201,8 @@ def trace_difference(one: Trace, other: Trace) -> str | None:
     return None
 
 
-def shapes(what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> Iterable[Violation]:
+def shapes(what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> Iterator[Violation]:
     """Check that something is an array of this shape and dtype."""
+    found = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
     expected = f"{np.dtype(dtype).name} {tuple(shape)}"
-    if not isinstance(array, np.ndarray):
-        yield Violation(field=what, expected=expected, found=type(array).__name__)
-    elif array.shape != tuple(shape) or array.dtype != dtype:
-        yield Violation(field=what, expected=expected, found=f"{array.dtype} {array.shape}")
+    yield from unless(found == expected, what, expected, found)

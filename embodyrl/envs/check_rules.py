@@ -12,7 +12,7 @@ from pathlib import Path
 
 from embodyrl.config.load import save_config
 from embodyrl.config.schema import AlgorithmConfig, Config, EnvConfig
-from embodyrl.envs.check_rig import Rig, Violation
+from embodyrl.envs.check_rig import Rig, Violation, unless
 from embodyrl.types import EnvSpec
 
 HEAVY = ("torch", "mujoco", "robosuite", "libero", "sapien", "mani_skill", "gymnasium", "OpenGL", "transformers")
@@ -33,13 +33,12 @@ def check_factory(rig: Rig) -> Iterator[Violation]:
     """`consumes` names keys, `validate` returns lines."""
     known = {f.name for f in fields(EnvConfig)} - {"env_type", "train", "eval"}
     consumes = rig.factory.consumes
-    if not isinstance(consumes, frozenset):
-        yield Violation(field="consumes", expected="a frozenset of key names", found=type(consumes).__name__)
+    yield from unless(isinstance(consumes, frozenset), "consumes", "a frozenset of key names", type(consumes).__name__)
     for name in sorted({*consumes} - known):
-        yield Violation(field="consumes", expected=f"keys below env ({', '.join(sorted(known))})", found=repr(name))
+        yield Violation("consumes", f"keys below env ({', '.join(sorted(known))})", repr(name))
     lines = rig.factory.validate(rig.cfg)
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        yield Violation(field="validate", expected="a list of texts, empty without problems", found=repr(lines)[:80])
+    texts = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+    yield from unless(texts, "validate", "a list of texts, empty without problems", repr(lines)[:80])
 
 
 def check_light(rig: Rig) -> Iterator[Violation]:
@@ -58,26 +57,26 @@ def check_light(rig: Rig) -> Iterator[Violation]:
     last = (done.stdout.splitlines() or [""])[-1]
     if done.returncode or not last.startswith("imported:"):
         reason = (done.stderr.strip().splitlines() or ["nothing printed"])[-1]
-        yield Violation(field="validate", expected="to run in a fresh process", found=reason)
+        yield Violation("validate", "to run in a fresh process", reason)
     elif heavy := last.removeprefix("imported:").split():
-        yield Violation(field="validate", expected="no heavy import; import in make or later", found=", ".join(heavy))
+        yield Violation("validate", "no heavy import; import in make or later", ", ".join(heavy))
 
 
 def check_spec(rig: Rig) -> Iterator[Violation]:
     """`EnvSpec` is complete and makes sense."""
     spec = rig.spec
     if not isinstance(spec, EnvSpec):
-        yield Violation(field="spec", expected="an EnvSpec", found=type(spec).__name__)
+        yield Violation("spec", "an EnvSpec", type(spec).__name__)
         return
-    if spec != rig.factory.spec(rig.cfg):
-        yield Violation(field="spec", expected="the same description in every call", found="two different ones")
+    yield from unless(
+        spec == rig.factory.spec(rig.cfg), "spec", "the same description in every call", "two different ones"
+    )
     yield from _tasks(spec)
     yield from _numbers(spec)
     if (grip := spec.gripper) is not None:
-        if not -spec.action_dim <= grip.index < spec.action_dim:
-            yield Violation(field="spec.gripper.index", expected=f"below {spec.action_dim}", found=str(grip.index))
-        if grip.open == grip.closed:
-            yield Violation(field="spec.gripper", expected="open and closed to differ", found=f"{grip.open} twice")
+        inside = -spec.action_dim <= grip.index < spec.action_dim
+        yield from unless(inside, "spec.gripper.index", f"below {spec.action_dim}", grip.index)
+        yield from unless(grip.open != grip.closed, "spec.gripper", "open and closed to differ", f"{grip.open} twice")
     rig.note = (
         f"{spec.name}: {len(spec.tasks)} tasks, {spec.num_reset_ids} reset ids, {len(spec.cameras)} cameras of "
         f"{spec.image_size[0]}x{spec.image_size[1]}, state {spec.state_dim}, actions {spec.action_dim}"
@@ -85,34 +84,24 @@ def check_spec(rig: Rig) -> Iterator[Violation]:
 
 
 def _tasks(spec: EnvSpec) -> Iterator[Violation]:
-    if not spec.tasks or not all(isinstance(task, str) and task.strip() for task in spec.tasks):
-        yield Violation(field="spec.tasks", expected="instructions, none empty", found=repr(spec.tasks)[:80])
-    if len(spec.states_per_task) != len(spec.tasks):
-        yield Violation(
-            field="spec.states_per_task",
-            expected=f"{len(spec.tasks)} numbers, one per task",
-            found=str(len(spec.states_per_task)),
-        )
-    if not all(count >= 1 for count in spec.states_per_task):
-        yield Violation(
-            field="spec.states_per_task", expected="at least 1 for each task", found=str(min(spec.states_per_task))
-        )
-    wrong = [task for task in spec.expert_tasks if not 0 <= task < len(spec.tasks)]
-    if wrong:
-        yield Violation(field="spec.expert_tasks", expected=f"tasks in 0..{len(spec.tasks) - 1}", found=str(wrong))
+    named = bool(spec.tasks) and all(isinstance(task, str) and task.strip() for task in spec.tasks)
+    yield from unless(named, "spec.tasks", "instructions, none empty", repr(spec.tasks)[:80])
+    tasks, states = len(spec.tasks), spec.states_per_task
+    yield from unless(len(states) == tasks, "spec.states_per_task", f"{tasks} numbers, one per task", len(states))
+    least = min(states, default=1)
+    yield from unless(least >= 1, "spec.states_per_task", "at least 1 for each task", least)
+    wrong = [task for task in spec.expert_tasks if not 0 <= task < tasks]
+    yield from unless(not wrong, "spec.expert_tasks", f"tasks in 0..{tasks - 1}", wrong)
 
 
 def _numbers(spec: EnvSpec) -> Iterator[Violation]:
-    smallest = {"action_dim": 1, "max_episode_steps": 1, "state_dim": 0}
-    for name, least in smallest.items():
+    for name, least in {"action_dim": 1, "max_episode_steps": 1, "state_dim": 0}.items():
         value = getattr(spec, name)
-        if not isinstance(value, int) or value < least:
-            yield Violation(field=f"spec.{name}", expected=f"an integer of at least {least}", found=repr(value))
-    if not spec.name.strip():
-        yield Violation(field="spec.name", expected="a name", found=repr(spec.name))
-    if len(set(spec.cameras)) != len(spec.cameras):
-        yield Violation(field="spec.cameras", expected="different names", found=str(list(spec.cameras)))
-    if spec.cameras and min(spec.image_size) < 1:
-        yield Violation(field="spec.image_size", expected="positive height and width", found=str(spec.image_size))
-    if spec.image_rotation_deg not in (0, 180):
-        yield Violation(field="spec.image_rotation_deg", expected="0 or 180", found=str(spec.image_rotation_deg))
+        fine = isinstance(value, int) and value >= least
+        yield from unless(fine, f"spec.{name}", f"an integer of at least {least}", repr(value))
+    yield from unless(bool(spec.name.strip()), "spec.name", "a name", repr(spec.name))
+    yield from unless(len({*spec.cameras}) == len(spec.cameras), "spec.cameras", "different names", [*spec.cameras])
+    sized = not spec.cameras or min(spec.image_size) >= 1
+    yield from unless(sized, "spec.image_size", "positive height and width", spec.image_size)
+    rotation = spec.image_rotation_deg
+    yield from unless(rotation in (0, 180), "spec.image_rotation_deg", "0 or 180", rotation)

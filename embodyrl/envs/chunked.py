@@ -154,15 +154,12 @@ class ChunkedEnv:
 
         return clean, self._run(slots, num_actions, choose, after_step)
 
-    def _run(
-        self,
-        slots: Sequence[int],
-        num_actions: int,
-        choose: Choice,
-        after_step: AfterStep | None,
-    ) -> ChunkResult:
+    def _run(self, slots: Sequence[int], num_actions: int, choose: Choice, after_step: AfterStep | None) -> ChunkResult:
         for slot in slots:
-            self._running(slot)
+            if self._begun(slot).over:
+                raise EnvError(
+                    f"{self._where(slot)}: the episode is over; step_chunk expects a running one. Reset the slot first."
+                )
         shape = (len(slots), num_actions)
         flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
         result = ChunkResult(reward=np.zeros(shape, np.float32), components=None, **flags)
@@ -173,15 +170,28 @@ class ChunkedEnv:
         """Execute the chunk, slot after slot."""
         for row, slot in enumerate(slots):
             for k in range(result.valid.shape[1]):
-                if self._execute(result, row, k, slot, choose(row, k, slot), after_step):
+                action = choose(row, k, slot)
+                try:
+                    step = self._sims.step(slot, action)
+                except Exception as error:
+                    error.add_note(self._where(slot))
+                    raise
+                if self._note(result, row, k, slot, step, after_step):
                     break
 
-    def _execute(
-        self, result: ChunkResult, row: int, k: int, slot: int, action: FloatArray, after_step: AfterStep | None
+    def _note(
+        self, result: ChunkResult, row: int, k: int, slot: int, step: SimStep, after_step: AfterStep | None
     ) -> bool:
-        """Execute one action and note what it brought at [row, k]; true: the episode is over."""
+        """Note at [row, k] what an executed action brought; true: the episode is over."""
+        if not math.isfinite(step.reward):
+            raise EnvError(
+                f"{self._where(slot)}: the simulator returned reward {step.reward}, expected a finite number. "
+                "Likely the physics diverged or the environment's reward is wrong; the episode cannot be used."
+            )
         progress = self._begun(slot)
-        result.reward[row, k], step = self._step(slot, progress, action)
+        progress.steps += 1
+        result.reward[row, k] = self._coef * (step.reward - (progress.last_reward if self._relative else 0.0))
+        progress.last_reward = step.reward
         ended = step.terminated and not progress.start.ignore_terminations
         at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps
         progress.over = ended or at_limit
@@ -215,25 +225,7 @@ class ChunkedEnv:
         return self._sims.render(slot)
 
     def close(self) -> None:
-        """Free the simulators; idempotent."""
         self._sims.close()
-
-    def _step(self, slot: int, progress: _Progress, action: FloatArray) -> tuple[float, SimStep]:
-        try:
-            step = self._sims.step(slot, action)
-        except Exception as error:
-            error.add_note(self._where(slot))
-            raise
-        if not math.isfinite(step.reward):
-            raise EnvError(
-                f"{self._where(slot)}: the simulator returned reward {step.reward}, expected a finite number. "
-                "Likely the physics diverged or the environment's reward is wrong; the episode cannot be used."
-            )
-        progress.steps += 1
-        raw = step.reward
-        reward = self._coef * (raw - progress.last_reward if self._relative else raw)
-        progress.last_reward = raw
-        return reward, step
 
     def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
         good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action_dim
@@ -255,14 +247,6 @@ class ChunkedEnv:
         progress = self._progress[slot]
         if progress is None:
             raise EnvError(f"env '{self.spec.name}', slot {slot}: no episode; call reset for this slot first.")
-        return progress
-
-    def _running(self, slot: int) -> _Progress:
-        progress = self._begun(slot)
-        if progress.over:
-            raise EnvError(
-                f"{self._where(slot)}: the episode is over; step_chunk expects a running one. Reset the slot first."
-            )
         return progress
 
     def _task(self, slot: int) -> int:

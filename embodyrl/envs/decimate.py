@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,10 +89,9 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
     """
     if len(mesh.faces) <= max_faces:
         return mesh
-    careful, sloppy = _simplifiers()
-    faces = careful(mesh, max_faces)
+    faces = _fewer_faces(mesh, max_faces, sloppy=False)
     if len(faces) > _SEAM_SLACK * max_faces:
-        rough = sloppy(mesh, max_faces)
+        rough = _fewer_faces(mesh, max_faces, sloppy=True)
         faces = rough if 0 < len(rough) < len(faces) else faces
     return mesh.subset(faces)
 
@@ -129,12 +127,25 @@ def weld(
     )
 
 
-_Simplifier = Callable[[VisualMesh, int], _Indices]
+def _fewer_faces(mesh: VisualMesh, max_faces: int, *, sloppy: bool) -> _Indices:
+    """Edge collapse with attributes, or a sloppy clustering that ignores topology; [F', 3]."""
+    library = _library()
+    source, out = np.ascontiguousarray(mesh.faces.ravel()), np.zeros(mesh.faces.size, np.uint32)
+    position = mesh.position
+    head = (out.ctypes.data, source.ctypes.data, len(source), position.ctypes.data, len(position), 12)
+    if sloppy:
+        count = library.meshopt_simplifySloppy(*head, 3 * max_faces, 1.0, None)
+    else:
+        attributes = np.ascontiguousarray(np.concatenate([mesh.normal, mesh.texcoord], axis=1))
+        weights = np.array([_NORMAL_WEIGHT] * 3 + [_TEXCOORD_WEIGHT] * 2, np.float32)
+        tail = (attributes.ctypes.data, 20, weights.ctypes.data, 5, None, 3 * max_faces, 1.0, 0, None)
+        count = library.meshopt_simplifyWithAttributes(*head, *tail)
+    return out[:count].reshape(-1, 3)
 
 
 @functools.cache
-def _simplifiers() -> tuple[_Simplifier, _Simplifier]:
-    """Bind the library's edge collapse with attributes, and its sloppy clustering that ignores topology.
+def _library() -> ctypes.CDLL:
+    """Bind meshoptimizer's two simplifiers.
 
     The wheel's own Python wrapper declares a wrong argument list for the first one (no vertex locks), hence these
     bindings on a handle of our own.
@@ -146,34 +157,10 @@ def _simplifiers() -> tuple[_Simplifier, _Simplifier]:
             f"env.render_profile=lean needs meshoptimizer, which cannot be imported: {error}. "
             "Cure: pip install meshoptimizer==0.2.30a0, or env.render_profile=full"
         ) from error
-    library = ctypes.CDLL(_loader.lib._name)
-    floats, indices, size = ctypes.POINTER(ctypes.c_float), ctypes.POINTER(ctypes.c_uint), ctypes.c_size_t
-    careful = library.meshopt_simplifyWithAttributes
-    careful.restype = size
-    careful.argtypes = [indices, indices, size, floats, size, size, floats, size, floats, size]
-    careful.argtypes += [ctypes.c_void_p, size, ctypes.c_float, ctypes.c_uint, floats]
-    sloppy = library.meshopt_simplifySloppy
-    sloppy.restype = size
-    sloppy.argtypes = [indices, indices, size, floats, size, size, size, ctypes.c_float, floats]
-
-    def as_floats(array: _Floats) -> Any:
-        return array.ctypes.data_as(floats)
-
-    def prepare(mesh: VisualMesh) -> tuple[_Indices, tuple[Any, ...]]:
-        source, out = np.ascontiguousarray(mesh.faces.ravel()), np.zeros(mesh.faces.size, np.uint32)
-        shape = (as_floats(mesh.position), len(mesh.position), 12)
-        return out, (out.ctypes.data_as(indices), source.ctypes.data_as(indices), len(source), *shape)
-
-    def simplify(mesh: VisualMesh, max_faces: int) -> _Indices:
-        out, head = prepare(mesh)
-        attributes = np.ascontiguousarray(np.concatenate([mesh.normal, mesh.texcoord], axis=1))
-        weights = np.array([_NORMAL_WEIGHT] * 3 + [_TEXCOORD_WEIGHT] * 2, np.float32)
-        count = careful(*head, as_floats(attributes), 20, as_floats(weights), 5, None, 3 * max_faces, 1.0, 0, None)
-        return out[:count].reshape(-1, 3)
-
-    def cluster(mesh: VisualMesh, max_faces: int) -> _Indices:
-        out, head = prepare(mesh)
-        count = sloppy(*head, 3 * max_faces, 1.0, None)
-        return out[:count].reshape(-1, 3)
-
-    return simplify, cluster
+    library, size, array = ctypes.CDLL(_loader.lib._name), ctypes.c_size_t, ctypes.c_void_p
+    careful, sloppy = library.meshopt_simplifyWithAttributes, library.meshopt_simplifySloppy
+    careful.restype = sloppy.restype = size
+    head = [array, array, size, array, size, size]
+    careful.argtypes = [*head, array, size, array, size, array, size, ctypes.c_float, ctypes.c_uint, array]
+    sloppy.argtypes = [*head, size, ctypes.c_float, array]
+    return library

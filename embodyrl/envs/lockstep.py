@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from embodyrl.envs.chunked import Choice, ChunkedEnv, SlotSimulators
+from embodyrl.envs.chunked import Choice, ChunkedEnv, SimStep, SlotSimulators
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.types import ChunkResult, FloatArray
 
 
 class BatchedSimulators(SlotSimulators, Protocol):
-    """`SlotSimulators` whose `step` only tells what `advance` did to a slot."""
+    """`SlotSimulators` that step together; their `step` is never called."""
 
-    def advance(self, actions: Mapping[int, FloatArray]) -> None:
+    def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:
         """Execute one action [A] in each of these slots; what all others do meanwhile is nobody's concern."""
         ...
 
@@ -28,10 +28,9 @@ class LockstepEnv(ChunkedEnv):
             running = [(row, slot) for row, slot in enumerate(slots) if not self._begun(slot).over]
             if not running:
                 break
-            actions = {slot: choose(row, k, slot) for row, slot in running}
-            self._sims.advance(actions)
+            steps = self._sims.advance({slot: choose(row, k, slot) for row, slot in running})
             for row, slot in running:
-                self._execute(result, row, k, slot, actions[slot], after_step)
+                self._note(result, row, k, slot, steps[slot], after_step)
         for slot, progress in enumerate(self._progress):
             # An episode that waits for its first action was moved too; its start decides everything, so start again.
             if progress is not None and slot not in slots and not progress.steps:

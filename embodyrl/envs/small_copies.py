@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
@@ -23,7 +22,7 @@ def cache_folder() -> Path:
 def small_copy(source: Path, setting: str, suffix: str, make: Callable[[], bytes]) -> Path:
     """Path of the copy of `source`; made under another name first, so that no process ever sees half a file.
 
-    A process that is killed while it writes may leave a `.new-*` file, which nothing reads.
+    A process that is killed while it writes may leave a `.new-*` folder, which nothing reads.
 
     Raises:
         EnvError: the cache folder cannot be written.
@@ -37,15 +36,10 @@ def small_copy(source: Path, setting: str, suffix: str, make: Callable[[], bytes
     content = make()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".new-", delete=False) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.replace(file.name, target)
-            except BaseException:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(file.name)
-                raise
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as own:
+            new = Path(own) / target.name
+            new.write_bytes(content)
+            os.replace(new, target)
     except OSError as error:
         raise EnvError(
             f"env.render_profile=lean: its cache {folder} cannot be written: {error}. "

@@ -81,7 +81,9 @@ class VideoRecorder:
         target = self._stem.with_name(f"{self._stem.name}_{outcome}_{self._step}steps.mp4")
         try:
             self._close()
-            written = _count_frames(self._partial)
+            import imageio_ffmpeg
+
+            written = imageio_ffmpeg.count_frames_and_secs(str(self._partial))[0] or 0
             if written != self._frames:
                 self._fail(f"only {written} of {self._frames} frames were written; is the disk full?")
             os.replace(self._partial, target)
@@ -131,8 +133,7 @@ class VideoRecorder:
         width, height = frame.shape[1] * scale, frame.shape[0] * scale
         picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
         lines = self._wrap(width) if self._info else []
-        top = len(lines) * _LINE + _MARGIN if self._info else 0
-        bottom = _LINE + _MARGIN if self._info else 0
+        top, bottom = (len(lines) * _LINE + _MARGIN, _LINE + _MARGIN) if self._info else (0, 0)
         # yuv420p stores colour for blocks of 2x2 pixels, so both sides are even.
         canvas = Image.new("RGB", (width + width % 2, (top + height + bottom + 1) // 2 * 2), _BAND)
         canvas.paste(picture, (0, top))
@@ -161,9 +162,3 @@ class VideoRecorder:
 def _first_line(error: Exception) -> str:
     """Imageio appends the whole ffmpeg command."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def _count_frames(path: Path) -> int:
-    import imageio_ffmpeg
-
-    return imageio_ffmpeg.count_frames_and_secs(str(path))[0] or 0

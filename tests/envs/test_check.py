@@ -37,7 +37,7 @@ SCRIPTED = ScriptedFactory()
 def failed(cfg: EnvConfig, **options) -> dict[str, str]:
     """Check -> what it found."""
     found = list(check_env(cfg, **options))
-    assert [f.check for f in found] == [c.name for c in CHECKS]
+    assert [f.check for f in found] == list(CHECKS)
     return {f.check: str(f.violations[0]) for f in found if f.level == "FAIL"}
 
 

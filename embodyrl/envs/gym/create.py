@@ -93,12 +93,14 @@ def _construct(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int) -> Any:
             creator = CREATORS.get(cfg.id)
             batched = isinstance(creator, type) and issubclass(creator, VectorEnv)
             return creator(**{"num_envs": num_envs} if batched else {}, **kwargs)
-        _import_owner(cfg.id)
-        spec = gymnasium.registry.get(cfg.id.rpartition(":")[2])
+        module, _, name = cfg.id.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        spec = gymnasium.registry.get(name)
         if spec is not None and spec.entry_point is None:
             return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
         return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
-    except gymnasium.error.DependencyNotInstalled as error:
+    except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise MissingDependencyError(
             f"env.id={cfg.id} needs a package that is not installed: {_line(error)}."
         ) from error
@@ -120,16 +122,6 @@ def _construct(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int) -> Any:
 def _is_path(name: str) -> bool:
     """package.module:attr, other than the package:Id-v0 that Gymnasium knows itself."""
     return ":" in name and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(":")[2]) is not None
-
-
-def _import_owner(name: str) -> None:
-    module, colon, _ = name.partition(":")
-    if not colon:
-        return
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(f"env.id={name}: cannot import '{module}': {error}.") from error
 
 
 def _line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ class GymFactory:
 
     def validate(self, cfg: EnvConfig) -> list[str]:
         """Return config problems, one line each; imports nothing of gymnasium."""
-        return [*_name_problems(cfg), *_split_problems(cfg)]
+        return list(_problems(cfg))
 
     def spec(self, cfg: EnvConfig) -> EnvSpec:
         """Describe the environment; its spaces are only known once it is built, so one is built and closed again.
@@ -75,7 +75,7 @@ def _spec(cfg: EnvConfig, found: Probe) -> EnvSpec:
     )
 
 
-def _name_problems(cfg: EnvConfig) -> Iterator[str]:
+def _problems(cfg: EnvConfig) -> Iterator[str]:
     if cfg.id is None:
         yield "env.id is not set: it wants a Gymnasium id (env.id=CartPole-v1) or a class (env.id=my_pkg.my_mod:MyEnv)."
     for name in cfg.wrappers:
@@ -84,9 +84,6 @@ def _name_problems(cfg: EnvConfig) -> Iterator[str]:
                 f"env.wrappers: '{name}' is no package.module:attr of a callable env -> env, "
                 "for example gymnasium.wrappers:FlattenObservation."
             )
-
-
-def _split_problems(cfg: EnvConfig) -> Iterator[str]:
     for split, values in (("train", cfg.train), ("eval", cfg.eval)):
         if values.ignore_terminations:
             yield (

@@ -37,20 +37,15 @@ class GymSims:
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
         env = self._envs[slot]
-        observation, reward, terminated, truncated, info = env.step(self._native(action))
-        self._observations[slot] = observation
+        self._observations[slot], reward, terminated, truncated, info = env.step(self._native(action))
         return SimStep(
-            reward=float(reward),
-            terminated=bool(terminated),
-            success=bool(succeeded(info)),
-            truncated=bool(truncated),
+            reward=float(reward), terminated=bool(terminated), success=bool(succeeded(info)), truncated=bool(truncated)
         )
 
     def expert(self, slot: int) -> FloatArray:
         raise EnvError(f"env '{self.spec.name}' has no scripted demonstrator.")
 
     def observe(self, slot: int, out: ObservationOut) -> None:
-        """Write the newest observation into the views."""
         self._writer.write(self._observations[slot], out)
 
     def render(self, slot: int) -> ByteArray:
@@ -63,17 +58,15 @@ class GymSims:
             frame = self._picture(slot)
         except GymnasiumError as error:
             raise EnvError(f"env '{self.spec.name}' cannot render: {error}; or set video=none.") from error
-        if frame is None:
-            frame = self._writer.image(self._observations[slot])
-        if frame is None:
+        if frame is None and not self.spec.cameras:
             raise EnvError(
                 f"env '{self.spec.name}' has no picture to record: no render mode 'rgb_array', no image observation. "
                 "Set video=none."
             )
-        return np.asarray(frame, dtype=np.uint8)
+        seen = self._observations[slot]
+        return self._writer.image(seen) if frame is None else np.asarray(frame, dtype=np.uint8)
 
     def close(self) -> None:
-        """Close all environments; idempotent."""
         while self._envs:
             self._envs.popitem()[1].close()
 

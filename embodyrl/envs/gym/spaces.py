@@ -20,6 +20,8 @@ Path = tuple[str | int, ...]
 _Frames = tuple[int, int, int, int]
 """Frames, height, width and channels (1 or 3) of an image."""
 
+_CATEGORIES = (spaces.Discrete, spaces.MultiDiscrete)
+
 
 class ObservationWriter:
     """Writes observations of one space into the arena."""
@@ -71,30 +73,19 @@ class ObservationWriter:
         for path, leaf, columns in self._parts:
             out.state[columns] = self._flatten(path, leaf, _at(observation, path))
 
-    def image(self, observation: Any) -> np.ndarray | None:
-        """Return the newest frame [H, W, 3] of the first image, if there is one."""
-        if not self._images:
-            return None
+    def image(self, observation: Any) -> np.ndarray:
+        """Return the newest frame [H, W, 3] of the first image."""
         path, _, frames, _ = self._images[0]
         return np.broadcast_to(np.asarray(_at(observation, path)).reshape(frames)[-1], (*self.image_size, 3))
 
     def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> FloatArray:
-        if isinstance(leaf, spaces.Discrete):
-            return self._one_hot(path, np.asarray([int(value) - int(leaf.start)]), np.asarray([leaf.n]))
-        if isinstance(leaf, spaces.MultiDiscrete):
-            ids = self._fitting(path, value, leaf.shape) - leaf.start
-            return self._one_hot(path, ids.reshape(-1), leaf.nvec.reshape(-1))
-        return self._fitting(path, value, leaf.shape).reshape(-1).astype(np.float32)
-
-    def _one_hot(self, path: Path, ids: np.ndarray, sizes: np.ndarray) -> FloatArray:
-        if ((ids < 0) | (ids >= sizes)).any():
+        if not isinstance(leaf, _CATEGORIES):
+            value = self._fitting(path, value, leaf.shape)
+        elif not leaf.contains(value):
             raise EnvError(
-                f"env '{self._env_id}' observed category {ids.tolist()} in '{_spell(path)}', "
-                f"expected ids from 0 below {sizes.tolist()} (counted from the space's start)."
+                f"env '{self._env_id}' observed category {value} in '{_spell(path)}', expected one of {leaf}."
             )
-        flat = np.zeros(int(sizes.sum()), np.float32)
-        flat[np.cumsum(sizes) - sizes + ids] = 1.0
-        return flat
+        return np.asarray(spaces.flatten(leaf, value), np.float32)
 
     def _fitting(self, path: Path, value: Any, shape: tuple[int, ...] | None) -> np.ndarray:
         array = np.asarray(value)
@@ -182,13 +173,8 @@ def _frames(space: Space[Any]) -> _Frames | None:
 
 
 def _width(env_id: str, name: str, space: Space[Any]) -> int:
-    match space:
-        case spaces.Discrete():
-            return int(space.n)
-        case spaces.MultiDiscrete():
-            return int(space.nvec.sum())
-        case spaces.Box() | spaces.MultiBinary():
-            return int(np.prod(space.shape, dtype=np.int64))
+    if isinstance(space, (spaces.Box, spaces.MultiBinary, *_CATEGORIES)):
+        return spaces.flatdim(space)
     raise ConfigError(
         f"env.id={env_id}: '{name}' is {space}, which is neither numbers nor an image. Leave it out with a wrapper in "
         "env.wrappers, for example a function that returns gymnasium.wrappers.FilterObservation."

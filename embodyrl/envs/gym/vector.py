@@ -23,38 +23,30 @@ class VectorSims(GymSims):
         self._vector = create(num_slots)
         self._space = found.action_space
         self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
-        self._steps: dict[int, SimStep] = {}
         self._look(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
         """Start the slot's episode, whose seed is the reset id."""
         self._look(self._restart([slot], reset_id), [slot])
 
-    def advance(self, actions: Mapping[int, FloatArray]) -> None:
+    def advance(self, actions: Mapping[int, FloatArray]) -> dict[int, SimStep]:
         """Step the whole batch; slots without an action repeat their last one."""
         for slot, action in actions.items():
             self._actions[slot] = self._native(action)
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
         seen, reward, terminated, truncated, infos = self._vector.step(batch)
         self._look(seen, actions)
-        success = np.broadcast_to(succeeded(infos), len(reward))
-        for slot in actions:
-            self._steps[slot] = SimStep(
-                reward=float(reward[slot]),
-                terminated=bool(terminated[slot]),
-                success=bool(success[slot]),
-                truncated=bool(truncated[slot]),
-            )
         # The batch refuses to step an environment that ended; what its slot saw last is kept.
         if over := np.flatnonzero(terminated | truncated).tolist():
             self._restart(over, 0)
-
-    def step(self, slot: int, action: FloatArray) -> SimStep:
-        """Tell what the batch's step did to the slot."""
-        return self._steps[slot]
+        success = np.broadcast_to(succeeded(infos), len(reward)).astype(bool)
+        columns = (reward, terminated, success, truncated)
+        return {
+            slot: SimStep(reward=float(earned), terminated=ended, success=reached, truncated=cut)
+            for slot, (earned, ended, reached, cut) in enumerate(zip(*(c.tolist() for c in columns), strict=True))
+        }
 
     def close(self) -> None:
-        """Close the batch; idempotent."""
         if not self._vector.closed:
             self._vector.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes.util
+import functools
 import importlib
 import importlib.util
 import io
@@ -93,8 +94,8 @@ def prepare_process() -> None:
     """
     os.environ.setdefault("MUJOCO_GL", "osmesa")
     os.environ.setdefault("LP_NUM_THREADS", "1")
-    with quiet(), _no_log_file():
-        _import("libero.libero.envs")
+    with _no_log_file():
+        _libero_module("libero.libero.envs")
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
 
 
@@ -129,34 +130,34 @@ def libero_path(key: str) -> Path:
 
 def suite_tasks(suite: str) -> list[Any]:
     """Tasks of a suite in the benchmark's own order; each has `language`, `problem_folder`, `bddl_file`."""
-    module = _libero_module("libero.libero.benchmark")
-    with quiet():
-        return list(module.get_benchmark_dict()[suite]().tasks)
+    return list(_suite(suite).tasks)
 
 
+@functools.cache
 def suite_init_states(suite: str, task_id: int) -> Any:
     """Initial states of a task, [50, 1 + nq + nv] float64 (time, positions, velocities).
 
     Raises:
         MissingDependencyError: the file is missing or unreadable.
     """
-    module = _libero_module("libero.libero.benchmark")
     try:
         with quiet():
-            return module.get_benchmark_dict()[suite]().get_task_init_states(task_id)
+            return _suite(suite).get_task_init_states(task_id)
     except (OSError, ValueError) as error:
         raise MissingDependencyError(
             f"LIBERO's initial states of {suite} task {task_id} cannot be read: {error}. Cure: {INSTALL}"
         ) from error
 
 
-def _libero_module(name: str) -> Any:
+def _suite(name: str) -> Any:
+    module = _libero_module("libero.libero.benchmark")
     with quiet():
-        return _import(name)
+        return module.get_benchmark_dict()[name]()
 
 
-def _import(name: str) -> Any:
+def _libero_module(name: str) -> Any:
     try:
-        return importlib.import_module(name)
+        with quiet():
+            return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependencyError(f"LIBERO cannot be imported: {error}. Cure: {INSTALL}") from error

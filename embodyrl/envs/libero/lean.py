@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,12 @@ def lean_xml(xml: str) -> str:
     touched = _physical_meshes(root)
     for mesh in assets.findall("mesh"):
         if mesh.get("name") not in touched and (file := mesh.get("file")):
-            mesh.set("file", str(_small_mesh(Path(file))))
+            mesh.set("file", _small(file, f"{MAX_FACES} faces", ".msh", _decimated))
             # Thin decimated meshes may enclose no volume, which MuJoCo refuses even where it is never used.
             mesh.set("inertia", "shell")
     for texture in assets.findall("texture"):
         if (file := texture.get("file")) and texture.get("gridsize") is None:
-            texture.set("file", str(_small_texture(Path(file))))
+            texture.set("file", _small(file, f"{MAX_TEXTURE} px", ".png", _shrunk))
     return ET.tostring(root, encoding="unicode")
 
 
@@ -74,15 +74,16 @@ def _physical_meshes(root: ET.Element) -> set[str]:
     }
 
 
-def _small_mesh(path: Path) -> Path:
-    return small_copy(path, f"{MAX_FACES} faces", ".msh", lambda: decimate(read_mesh(path), MAX_FACES).to_msh())
+def _small(file: str, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> str:
+    path = Path(file)
+    return str(small_copy(path, setting, suffix, lambda: reduce(path)))
 
 
-def _small_texture(path: Path) -> Path:
-    return small_copy(path, f"{MAX_TEXTURE} px", ".png", lambda: _shrink(path))
+def _decimated(path: Path) -> bytes:
+    return decimate(read_mesh(path), MAX_FACES).to_msh()
 
 
-def _shrink(path: Path) -> bytes:
+def _shrunk(path: Path) -> bytes:
     from PIL import Image, PngImagePlugin
 
     marks = PngImagePlugin.PngInfo()

@@ -41,7 +41,10 @@ class SimPool:
 
     def begin(self, slot: int, task: int) -> TaskSimulator:
         """Give the slot a model of `task` to start an episode in; its former state is dropped."""
-        self._forget(slot)
+        self._saved.pop(slot, None)
+        for loaded in self._loaded.values():
+            if loaded.occupant == slot:
+                loaded.occupant = None
         self._task[slot] = task
         return self._occupy(slot, task).simulator
 
@@ -70,27 +73,17 @@ class SimPool:
 
     def _load(self, task: int) -> _Loaded:
         while len(self._loaded) >= self._max_models:
-            self._evict_oldest()
-        loaded = _Loaded(self._build(task))
-        self._loaded[task] = loaded
-        return loaded
-
-    def _evict_oldest(self) -> None:
-        task, loaded = self._loaded.popitem(last=False)
-        self._warn_if_thrashing(task)
-        self._put_aside(loaded)
-        loaded.simulator.close()
+            oldest, loaded = self._loaded.popitem(last=False)
+            self._warn_if_thrashing(oldest)
+            self._put_aside(loaded)
+            loaded.simulator.close()
+        self._loaded[task] = _Loaded(self._build(task))
+        return self._loaded[task]
 
     def _put_aside(self, loaded: _Loaded) -> None:
         if loaded.occupant is not None:
             self._saved[loaded.occupant] = loaded.simulator.save()
             loaded.occupant = None
-
-    def _forget(self, slot: int) -> None:
-        self._saved.pop(slot, None)
-        for loaded in self._loaded.values():
-            if loaded.occupant == slot:
-                loaded.occupant = None
 
     def _warn_if_thrashing(self, evicted: int) -> None:
         if self._warned or evicted not in self._task.values():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.expert import Demonstrator
@@ -22,11 +20,9 @@ class LiberoSims:
 
     def __init__(self, spec: EnvSpec, *, max_models: int, lean: bool = False, fast: bool = False) -> None:
         self.spec = spec
-        self._lean = lean
-        self._fast = fast
+        self._kinds = {"lean": lean, "fast": fast}
         self.task_limit = max_models
         self._tasks = install.suite_tasks(spec.name)
-        self._init_states: dict[int, Any] = {}
         self._demonstrators: dict[int, Demonstrator] = {}
         self.pool = SimPool(self._build, max_models=max_models)
 
@@ -37,7 +33,7 @@ class LiberoSims:
             EnvError: the benchmark's files do not fit together.
         """
         task, index = self.spec.task_of(reset_id)
-        states = self._states(task)
+        states = install.suite_init_states(self.spec.name, task)
         if index >= len(states):
             raise EnvError(
                 f"env '{self.spec.name}', task {task}: the installed LIBERO has {len(states)} initial states, "
@@ -63,15 +59,9 @@ class LiberoSims:
         return self.pool.use(slot).frame(PEOPLE_CAMERA, *self.spec.image_size)
 
     def close(self) -> None:
-        """Free all models; idempotent."""
         self.pool.close()
-
-    def _states(self, task: int) -> Any:
-        if task not in self._init_states:
-            self._init_states[task] = install.suite_init_states(self.spec.name, task)
-        return self._init_states[task]
 
     def _build(self, task: int) -> TaskSimulator:
         entry = self._tasks[task]
         path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
-        return TaskSimulator(path, lean=self._lean, fast=self._fast)
+        return TaskSimulator(path, **self._kinds)

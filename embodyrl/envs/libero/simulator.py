@@ -98,7 +98,8 @@ class TaskSimulator:
         self._fingers = np.asarray(self._robot._ref_gripper_joint_pos_indexes)
         self._new_sites = self._model.site_rgba.copy()
         self._substep = 0
-        self._remember_view(self._data.qpos.copy())
+        self._view_qpos, self._view_sites = self._data.qpos.copy(), self._new_sites
+        self._gripper_qpos = self._data.qpos[self._fingers]
 
     def reset(self, init_state: DoubleArray, seed: int) -> None:
         """Start from a stored state [1 + nq + nv]; `seed` draws the fixture poses, which the state does not hold.
@@ -235,11 +236,6 @@ class TaskSimulator:
             self._view_qpos = self._data.qpos.copy()
         elif self._substep == VIEW_SUBSTEP + 1:
             self._gripper_qpos = self._data.qpos[self._fingers]
-
-    def _remember_view(self, qpos: DoubleArray) -> None:
-        self._view_qpos = qpos
-        self._view_sites = self._model.site_rgba.copy()
-        self._gripper_qpos = qpos[self._fingers]
 
     @contextlib.contextmanager
     def _viewed(self) -> Iterator[None]:

@@ -62,13 +62,10 @@ class Description:
 
 def vulkan_problem() -> str | None:
     """Start SAPIEN's renderer; None: it works."""
-    command = [sys.executable, "-c", _START_RENDERER]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
+    done = _run_apart(_START_RENDERER)
+    if done is None:
         return f"no answer within {_TIMEOUT_S:.0f} s"
-    lines = done.stderr.strip().splitlines()
-    return None if done.returncode == 0 else _last(lines, done.returncode)
+    return None if done.returncode == 0 else _last_words(done)
 
 
 def describe_apart(cfg: EnvConfig) -> Description:
@@ -84,17 +81,16 @@ def describe_apart(cfg: EnvConfig) -> Description:
 
 @functools.lru_cache(maxsize=8)
 def _described(cfg: str) -> Description:
-    command = [sys.executable, "-c", _DESCRIBE]
-    try:
-        done = subprocess.run(command, input=cfg, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired as error:
+    done = _run_apart(_DESCRIBE, cfg)
+    if done is None:
         raise MissingDependencyError(
             f"ManiSkill did not build its task within {_TIMEOUT_S:.0f} s, likely because of its Vulkan driver. "
             f"Cure: {VULKAN_CURE}"
-        ) from error
+        )
     if done.returncode:
-        reason = _last(done.stderr.strip().splitlines(), done.returncode)
-        raise MissingDependencyError(f"ManiSkill failed to build its task: {reason}. Cure: {INSTALL}; {VULKAN_CURE}")
+        raise MissingDependencyError(
+            f"ManiSkill failed to build its task: {_last_words(done)}. Cure: {INSTALL}; {VULKAN_CURE}"
+        )
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise getattr(errors, answer["error"])(answer["text"])
@@ -102,5 +98,15 @@ def _described(cfg: str) -> Description:
     return Description(**found)
 
 
-def _last(lines: list[str], code: int) -> str:
-    return f"it died of signal {-code}" if code < 0 or not lines else lines[-1]
+def _run_apart(code: str, given: str = "") -> subprocess.CompletedProcess[str] | None:
+    """Run Python code in a process of its own; None: it did not end in time."""
+    command = [sys.executable, "-c", code]
+    try:
+        return subprocess.run(command, input=given, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    lines = done.stderr.strip().splitlines()
+    return f"it died of signal {-done.returncode}" if done.returncode < 0 or not lines else lines[-1]

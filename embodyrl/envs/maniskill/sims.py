@@ -38,36 +38,45 @@ class ManiSkillSims:
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A], which ManiSkill clips to its bounds."""
-        _, reward, terminated, _, info = self._envs[slot].step(action)
-        self._infos[slot] = info
-        success = bool(info["success"]) if "success" in info else False
-        return SimStep(
-            reward=float(reward) if self._rewarded else float(success), terminated=bool(terminated), success=success
-        )
+        _, reward, terminated, _, self._infos[slot] = self._envs[slot].step(action)
+        return self._outcomes(reward, terminated, self._infos[slot])[0]
 
     def expert(self, slot: int) -> FloatArray:
-        """Return the demonstrator's next action [7]."""
         if slot not in self._demonstrators:
             self._demonstrators[slot] = Demonstrator(self._envs[slot], self.spec.name)
         return self._demonstrators[slot].act()
 
     def observe(self, slot: int, out: ObservationOut) -> None:
         """Draw the cameras of the spec and write the state vector into the views."""
-        env = self._envs[slot]
-        if self.spec.cameras:
-            pictures = env._get_obs_sensor_data()
-            for view, camera in zip(out.images, self.spec.cameras, strict=True):
-                view[...] = pictures[camera]["rgb"][0].numpy()
-        out.state[:] = state(env, self._cfg.obs_mode, self._infos[slot])[0].numpy()
+        self._write(self._look(self._envs[slot], self._infos[slot]), 0, out)
 
     def render(self, slot: int) -> ByteArray:
         """Return a frame of ManiSkill's camera for people."""
         return self._envs[slot].render_rgb_array()[0].numpy()
 
     def close(self) -> None:
-        """Free the simulators; idempotent."""
         while self._envs:
             self._envs.popitem()[1].close()
+
+    def _outcomes(self, reward: Any, terminated: Any, info: dict[str, Any]) -> list[SimStep]:
+        """What a step brought each environment of a batch."""
+        success = info.get("success", terminated & False)
+        columns = (reward if self._rewarded else success, terminated, success)
+        return [
+            SimStep(reward=float(earned), terminated=ended, success=reached)
+            for earned, ended, reached in zip(*(column.cpu().tolist() for column in columns), strict=True)
+        ]
+
+    def _look(self, env: Any, info: dict[str, Any]) -> list[np.ndarray]:
+        """States [N, S] and pictures [N, H, W, 3] of the spec's cameras."""
+        pictures = env._get_obs_sensor_data() if self.spec.cameras else {}
+        seen = [state(env, self._cfg.obs_mode, info), *(pictures[camera]["rgb"] for camera in self.spec.cameras)]
+        return [part.cpu().numpy() for part in seen]
+
+    def _write(self, seen: list[np.ndarray], row: int, out: ObservationOut) -> None:
+        out.state[:] = seen[0][row]
+        for view, picture in zip(out.images, seen[1:], strict=True):
+            view[...] = picture[row]
 
 
 class BatchSims(ManiSkillSims):
@@ -78,7 +87,6 @@ class BatchSims(ManiSkillSims):
         self._env = build(cfg, cfg.obs_mode, num_slots)
         self._envs[0] = self._env  # closed with it
         self._actions = np.zeros((num_slots, spec.action_dim), np.float32)
-        self._steps: dict[int, SimStep] = {}
         self._info: dict[str, Any] = {}
         self._seen: list[np.ndarray] = []
 
@@ -87,31 +95,19 @@ class BatchSims(ManiSkillSims):
         self._info = restart(self._cfg, self._env, reset_id, self.spec.cameras, slot)
         self._seen = []
 
-    def advance(self, actions: Mapping[int, FloatArray]) -> None:
+    def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:
         """Step the whole batch; slots without an action repeat their last one."""
         for slot, action in actions.items():
             self._actions[slot] = action
         _, reward, terminated, _, self._info = self._env.step(self._actions)
         self._seen = []
-        success = self._info.get("success", terminated & False)
-        rewards = reward if self._rewarded else success
-        columns = (column.cpu().tolist() for column in (rewards, terminated, success))
-        for slot, (earned, ended, reached) in enumerate(zip(*columns, strict=True)):
-            self._steps[slot] = SimStep(reward=float(earned), terminated=ended, success=reached)
-
-    def step(self, slot: int, action: FloatArray) -> SimStep:
-        """Tell what the batch's step did to the slot."""
-        return self._steps[slot]
+        return dict(enumerate(self._outcomes(reward, terminated, self._info)))
 
     def observe(self, slot: int, out: ObservationOut) -> None:
         """Copy the slot's part of what was drawn and read for all slots at once."""
         if not self._seen:
-            pictures = self._env._get_obs_sensor_data() if self.spec.cameras else {}
-            seen = [state(self._env, self._cfg.obs_mode, self._info), *(pictures[c]["rgb"] for c in self.spec.cameras)]
-            self._seen = [part.cpu().numpy() for part in seen]
-        out.state[:] = self._seen[0][slot]
-        for view, picture in zip(out.images, self._seen[1:], strict=True):
-            view[...] = picture[slot]
+            self._seen = self._look(self._env, self._info)
+        self._write(self._seen, slot, out)
 
     def render(self, slot: int) -> ByteArray:
         """Return a frame of ManiSkill's camera for people."""

@@ -16,6 +16,7 @@ import torch
 
 from embodyrl.config.schema import EnvConfig, ObsMode, RenderProfile, SimBackend
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, Description
+from embodyrl.envs.maniskill.lean import lean_visuals
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, HAND_CAMERA
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
 from embodyrl.registry import closest
@@ -185,11 +186,7 @@ def _hand_camera(panda: Any) -> list[Any]:
 
 
 def _lean(cfg: EnvConfig) -> contextlib.AbstractContextManager[None]:
-    if cfg.render_profile is not RenderProfile.lean:
-        return contextlib.nullcontext()
-    from embodyrl.envs.maniskill.lean import lean_visuals
-
-    return lean_visuals()
+    return lean_visuals() if cfg.render_profile is RenderProfile.lean else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -58,7 +58,7 @@ class TabletopFactory:
 
 def _size_problems(cfg: EnvConfig) -> Iterator[str]:
     params = cfg.init_params
-    for key, value in (("camera_heights", params.camera_heights), ("camera_widths", params.camera_widths)):
+    for key, value in {"camera_heights": params.camera_heights, "camera_widths": params.camera_widths}.items():
         if not SMALLEST_IMAGE <= value <= MAX_SIZE:
             yield f"env.init_params.{key}={value} is not in {SMALLEST_IMAGE}..{MAX_SIZE}, the sizes that show a block."
     if params.camera_heights != params.camera_widths:

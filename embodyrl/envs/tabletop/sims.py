@@ -41,7 +41,6 @@ class TabletopSims:
         return SimStep(reward=float(success), terminated=success, success=success)
 
     def expert(self, slot: int) -> FloatArray:
-        """Return the demonstrator's next action [7]."""
         return expert_action(self._worlds[slot])
 
     def observe(self, slot: int, out: ObservationOut) -> None:
@@ -57,5 +56,4 @@ class TabletopSims:
         return np.concatenate([draw_front(world, PEOPLE_SIZE), draw_wrist(world, PEOPLE_SIZE)], axis=1)
 
     def close(self) -> None:
-        """Forget all tables; idempotent."""
         self._worlds.clear()
