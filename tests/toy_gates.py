@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from toy_env import wait_at_gate
 
 from embodyrl.algorithms.outcome import GRPO
@@ -31,6 +33,17 @@ def _negated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) 
 
 
 GATED_GRPO = replace(GRPO, compute=_gated)
+def _shuffled(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+    credits = GRPO.compute(episodes, scores, cfg)
+    order = np.random.default_rng(len(credits)).permutation(len(credits))
+    return [
+        Credit(advantage=np.full_like(own.advantage, credits[other].advantage.flat[0]), returns=own.returns)
+        for own, other in zip(credits, order, strict=True)
+    ]
+
+
+SHUFFLED_GRPO = replace(GRPO, compute=_shuffled)
+"""Each episode is given the advantage of another: as much pull, no information."""
 NEGATED_GRPO = replace(GRPO, compute=_negated)
 
 
