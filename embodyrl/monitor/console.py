@@ -15,7 +15,7 @@ from embodyrl.files import has_room
 from embodyrl.monitor.dashboard import Dashboard
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.protocol import Monitor, RunInfo, TaskResult
-from embodyrl.monitor.timing import PHASES
+from embodyrl.monitor.timing import PHASES, step_seconds
 
 PROGRESS_PERIOD_S = 30.0
 """Least time between two progress lines where there is no TTY."""
@@ -55,12 +55,12 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 def _time_shares(metrics: Mapping[str, float]) -> str:
-    """Return the three longest phases, `time/*`, as shares of the step."""
-    whole = metrics.get("time/step", 0.0)
+    """Return the three longest phases, `time/*`, as shares of the step with its validation."""
+    whole = step_seconds(metrics)
     # Parts that do not contain each other; they run side by side, so their shares may add up to more than 100 %.
     names = [part for name, parts in PHASES.items() for part in parts or (name,)]
     phases = {name: metrics[f"time/{name}"] for name in names if f"time/{name}" in metrics}
-    if not whole > 0:
+    if not whole:
         return ""
     longest = sorted(phases.items(), key=lambda item: -item[1])[:3]
     return " ".join(f"{name} {100 * value / whole:.0f}%" for name, value in longest if value / whole >= 0.005)

@@ -35,6 +35,12 @@ def test_step_line():
     assert step_line(3, 100, METRICS) == LINE
 
 
+def test_the_share_of_a_validation_longer_than_its_step_stays_below_100_percent():
+    assert step_line(3, 100, {"time/step": 1.0, "time/update": 1.0, "time/validate": 3.0}).endswith(
+        "validate 75% update 25%"
+    )
+
+
 def test_step_line_of_a_validation_without_training():
     assert step_line(0, 0, {"eval/success_once": 0.45}) == "step 0 | eval 0.450"
 
