@@ -36,16 +36,16 @@ def test_the_start_reads_the_instruction(tmp_path: Path) -> None:
     told = greedy(tmp_path / "told")
     lied = greedy(tmp_path / "lied", "env.env_type=tabletop_liar:FACTORY")
     assert 0.3 <= told <= 0.6
-    assert lied <= 0.5 * told
+    assert lied <= 0.25 * told
 
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_a_few_steps_improve_it(tmp_path: Path) -> None:
-    few = ("runner.max_steps=12", "runner.val_check_interval=12", "runner.deterministic=true", "seed=1", "video=none")
+    few = ("runner.max_steps=5", "runner.val_check_interval=5", "runner.deterministic=true", "seed=1", "video=none")
     run = default_run(tmp_path, *few)
     before, after = validations(run)
-    assert after >= before + 0.08
+    assert after >= before + 0.25
 
 
 @pytest.mark.slow
