@@ -33,6 +33,8 @@ def _negated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) 
 
 
 GATED_GRPO = replace(GRPO, compute=_gated)
+
+
 def _shuffled(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
     credits = GRPO.compute(episodes, scores, cfg)
     order = np.random.default_rng(len(credits)).permutation(len(credits))
