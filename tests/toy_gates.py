@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from toy_env import wait_at_gate
 
 from embodyrl.algorithms.outcome import GRPO
