@@ -66,10 +66,10 @@ def python_tool(source: str) -> str:
     return said.strip()
 
 
-def run_python(source: str, *, seconds: float, memory: int = MEMORY) -> tuple[bool, str]:
+def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     """Run a program; returns whether it ended well and what it printed (the last line of the error otherwise).
 
-    It has `seconds` of wall and processor time, `memory` bytes, an empty folder that is removed, no environment and no
+    It has `seconds` of wall and processor time, 512 MiB, an empty folder that is removed, no environment and no
     input, and may start no process and write no file above 1 MiB. This holds off accidents, not attackers: the network
     and readable files stay within reach, so run untrusted models inside a container.
     """
@@ -77,7 +77,7 @@ def run_python(source: str, *, seconds: float, memory: int = MEMORY) -> tuple[bo
     def limit() -> None:
         cpu = max(1, round(seconds + 0.5))
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
         resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 

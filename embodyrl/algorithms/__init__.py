@@ -1,8 +1,9 @@
 """Algorithms: advantage estimators and policy losses, each one file and one registry line. Needs no torch."""
 
+from embodyrl.algorithms.aggregation import merge_metrics
 from embodyrl.algorithms.checks import consumed_keys, problems, value_dim
-from embodyrl.algorithms.metrics import merge_metrics
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, build_algorithm
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 
 for _name, _attr in {
     "grpo": "outcome:GRPO",
@@ -23,4 +24,4 @@ for _name in (
 ):
     LOSSES.add(_name, f"embodyrl.algorithms.policy_losses:{_name.upper()}")
 
-__all__ = ["ADVANTAGES", "LOSSES", "build_algorithm", "consumed_keys", "merge_metrics", "problems", "value_dim"]
+__all__ = ["ADVANTAGES", "LOSSES", "Algorithm", "consumed_keys", "merge_metrics", "problems", "value_dim"]

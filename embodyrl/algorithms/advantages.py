@@ -16,19 +16,14 @@ Float64 = npt.NDArray[np.float64]
 def _by_group(
     reward: npt.ArrayLike, group: npt.ArrayLike, compute: Callable[[Float64, npt.NDArray[np.bool_]], npt.ArrayLike]
 ) -> Float64:
-    """Apply `compute(values, member)` to the rewards of each group of at least two; a group of equal rewards gets 0.
-
-    A group of one has no baseline: its advantage is its reward.
-    """
+    """Apply `compute(values, member)` to the rewards of each group; one member alone, or equal rewards, get 0."""
     reward, group = np.asarray(reward, dtype=np.float64), np.asarray(group)
     assert reward.shape == group.shape
     out = np.zeros_like(reward)
     for name in np.unique(group):
         member = group == name
         values = reward[member]
-        if len(values) == 1:
-            out[member] = values
-        elif np.ptp(values) > 0:  # rounding of the mean must not turn equal rewards into a tiny signal
+        if np.ptp(values) > 0:  # rounding of the mean must not turn equal rewards into a tiny signal
             out[member] = compute(values, member)
     return out
 
@@ -36,7 +31,7 @@ def _by_group(
 def grpo(
     reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, unbiased: bool = True, eps: float = 1e-6
 ) -> Float64:
-    """(R - mean_g) / (std_g + eps), arXiv 2402.03300; a group of one has mean 0 and standard deviation 1.
+    """(R - mean_g) / (std_g + eps), arXiv 2402.03300; 0 for a group of one, which has nobody to be compared with.
 
     Args:
         reward: [E] outcome rewards.
@@ -93,13 +88,11 @@ def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) ->
 
     Args:
         parts: [E, C] outcome of each part of the reward.
-        group: [E] group ids; a group of one is compared with nobody and counts as 0.
+        group: [E] group ids.
         weight: [C]
     """
-    names, sizes = np.unique(group, return_counts=True)
-    alone = np.isin(group, names[sizes == 1])
     columns = zip(np.asarray(parts, dtype=np.float64).T, weight, strict=True)
-    return whiten(sum(w * np.where(alone, 0.0, grpo(part, group)) for part, w in columns))
+    return whiten(sum(w * grpo(part, group) for part, w in columns))
 
 
 def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ from embodyrl.algorithms.losses import KL_ESTIMATORS
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.algorithms.shaping import REWARD_KL
 from embodyrl.config.keys import plain, spell
-from embodyrl.config.schema import AlgorithmConfig, OldLogprob, RewardLevel, TokenLevel
+from embodyrl.config.schema import AlgorithmConfig, OldLogprob, RewardLevel, RewardNorm, TokenLevel
 from embodyrl.errors import UnknownNameError
 from embodyrl.registry import closest
 
@@ -26,24 +26,19 @@ COMMON_KEYS = frozenset(
 VALUE_KEYS = frozenset({"value_clip", "huber_delta", "value_coef", "critic_warmup"})
 GROUP_KEYS = frozenset({"filter_rewards", "filter_refills"})
 
+_NO_RATIO = "old_logprob is rollout, so pi_old / pi_rollout is 1; set old_logprob=recompute"
+_NO_WEIGHTS = "behave_weight_threshold is null; set it"
 _WITHOUT: tuple[tuple[str, str, Callable[[AlgorithmConfig], bool]], ...] = (
     ("kl_penalty_type", "kl_beta is 0; set kl_beta above 0", lambda c: c.kl_beta == 0),
     ("kl_in_reward", "kl_beta is 0; set kl_beta above 0", lambda c: c.kl_beta == 0),
     ("kl_target", "kl_in_reward is false; set it to true", lambda c: not c.kl_in_reward),
     ("filter_refills", "filter_rewards is null; set its bounds", lambda c: c.filter_rewards is None),
     ("kl_horizon", "kl_target is null; set it", lambda c: c.kl_target is None),
-    *(
-        (
-            key,
-            "old_logprob is rollout, so pi_old / pi_rollout is 1; set old_logprob=recompute",
-            lambda c: c.old_logprob == OldLogprob.rollout,
-        )
-        for key in ("behave_weight_threshold", "m2_threshold")
-    ),
-    *(
-        (key, "behave_weight_threshold is null; set it", lambda c: c.behave_weight_threshold is None)
-        for key in ("behave_weight_mode", "behave_weight_level")
-    ),
+    ("reward_norm", "group_size is 1", lambda c: c.reward_norm == RewardNorm.group and c.group_size == 1),
+    ("behave_weight_threshold", _NO_RATIO, lambda c: c.old_logprob == OldLogprob.rollout),
+    ("m2_threshold", _NO_RATIO, lambda c: c.old_logprob == OldLogprob.rollout),
+    ("behave_weight_mode", _NO_WEIGHTS, lambda c: c.behave_weight_threshold is None),
+    ("behave_weight_level", _NO_WEIGHTS, lambda c: c.behave_weight_threshold is None),
 )
 """Keys that do nothing while another one has its default: key, what is missing, when."""
 

@@ -69,11 +69,3 @@ def kl(logprob: torch.Tensor, other_logprob: torch.Tensor, kind: str) -> torch.T
     and its value to +-10. k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
     """
     return KL_ESTIMATORS[kind](logprob - other_logprob)
-
-
-def entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy in nats of a categorical distribution: logsumexp(z) - sum_v p_v z_v over the last axis [..., V].
-
-    `logits` are already divided by the temperature and masked to the allowed vocabulary (finite values).
-    """
-    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)

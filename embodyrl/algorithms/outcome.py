@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,26 +23,14 @@ def spread(episode: Episode, advantage: float | Float64) -> Credit:
 
 
 def outcome_estimator(compute: Compute, *consumes: str, ignores: frozenset[str] = frozenset()) -> AdvantageEstimator:
-    """Spread the advantage of each episode over all its actions.
-
-    An episode whose group was lost to crashed env workers has nobody to be compared with: its advantage is 0.
-    """
+    """Spread the advantage of each episode over all its actions; it is 0 where a crash took the rest of the group."""
 
     def credits(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
         groups = [episode.spec.group_id for episode in episodes]
-        sizes = Counter(groups)
         advantage = compute(episodes, [episode.episode_return for episode in episodes], groups, cfg, scores)
-        return [
-            spread(episode, one if sizes[group] > 1 else 0.0)
-            for episode, one, group in zip(episodes, advantage, groups, strict=True)
-        ]
+        return [spread(episode, one) for episode, one in zip(episodes, advantage, strict=True)]
 
-    return AdvantageEstimator(
-        compute=credits,
-        consumes=frozenset(consumes),
-        ignores=ignores,
-        needs_groups=True,
-    )
+    return AdvantageEstimator(compute=credits, consumes=frozenset(consumes), ignores=ignores, needs_groups=True)
 
 
 GRPO = outcome_estimator(
@@ -92,14 +79,11 @@ def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) ->
         for e in episodes
     ]
     anchors = advantages.step_groups(scores.states, groups)
-    visits = np.bincount(anchors)[anchors]
     steps = advantages.grpo(np.concatenate(to_go), anchors, normalize=normalize, unbiased=unbiased)
-    steps[visits == 1] = 0.0  # nobody else was there: no comparison
-    sizes = Counter(groups)
     parts = np.split(steps, np.cumsum([len(e.valid) for e in episodes])[:-1])
     return [
-        spread(e, (one if sizes[group] > 1 else 0.0) + cfg.step_advantage_weight * part[:, None])
-        for e, one, group, part in zip(episodes, episode_level, groups, parts, strict=True)
+        spread(e, one + cfg.step_advantage_weight * part[:, None])
+        for e, one, part in zip(episodes, episode_level, parts, strict=True)
     ]
 
 

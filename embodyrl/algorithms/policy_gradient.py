@@ -1,4 +1,4 @@
-"""An advantage estimator and a policy loss bound to one config: the `Algorithm` of every policy-gradient method."""
+"""An advantage estimator and a policy loss bound to one config: every policy-gradient method."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodyrl.algorithms.aggregation import SUM_MODES, action_weights
+from embodyrl.algorithms.aggregation import SUM_MODES, WEIGHT_SUM, action_weights
 from embodyrl.algorithms.checks import problems
 from embodyrl.algorithms.correction import importance_weights, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.losses import IMPORTANCE_WEIGHTED, MAX_KL, MAX_LOG_RATIO, kl, value_loss
-from embodyrl.algorithms.metrics import WEIGHT_SUM
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Scores, Units
 from embodyrl.algorithms.shaping import adapted_beta, shape_rewards, subtract_kl
 from embodyrl.config.schema import AlgorithmConfig, OldLogprob, TokenLevel, TruncatedEpisodes
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 _NO_SCORES = Scores()
 
 
-class PolicyGradient:
+class Algorithm:
     """Loss = policy loss + value_coef * value loss + kl_beta * KL(policy || reference) - entropy_bonus * entropy.
 
     Policy loss, KL and entropy share the weights of `loss_agg_func`; the value loss is a mean over value targets.
@@ -51,11 +50,13 @@ class PolicyGradient:
         self.needs_greedy = self._estimator.needs_greedy
         self.needs_reference = cfg.kl_beta > 0
         self.needs_reference_in_prepare = cfg.kl_in_reward
+        """`Scores.logprob` and `Scores.ref_logprob`."""
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
+        """The actor scores the batch with its own weights before it trains; those are the ratio's denominator."""
         self._reward_kl_beta = cfg.kl_beta
 
     def state(self) -> dict[str, float]:
-        """Return the KL coefficient of the adaptive controller."""
+        """Return what changes from step to step, for a checkpoint of the loop: the adaptive KL coefficient."""
         return {"reward_kl_beta": self._reward_kl_beta}
 
     def load_state(self, state: Mapping[str, float]) -> None:
@@ -105,7 +106,7 @@ class PolicyGradient:
             advantage=stack([np.where(e.valid, c.advantage, 0.0) for e, c in pairs], (actions,), np.float32),
             returns=stack([c.returns for c in credits], (targets,), np.float32),
             valid=stack([e.valid for e in kept], (actions,), np.bool_),
-            has_signal=self._has_signal(kept, credits),
+            has_signal=any(self._has_other_terms or _carries_signal(e, c) for e, c in pairs),
             metrics=metrics
             | _metrics(episodes, pairs)
             | (_value_metrics(pairs) if pairs and self.needs_values else {}),
@@ -147,7 +148,17 @@ class PolicyGradient:
     def correct(
         self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """Weigh and filter units by the ratio of recomputed to rollout probabilities; see `correction`."""
+        """Weigh and filter units by the ratio of recomputed to rollout probabilities, over the whole batch.
+
+        Args:
+            proximal: [B, L] recomputed log-probabilities.
+            behaviour: [B, L] those of the policies that acted.
+            valid: [B, K] bool.
+
+        Returns:
+            Factors without gradient on the policy loss of each unit, [B, K, D], [B, K, 1] or [B, 1, 1] by
+            `logprob_type`, or None (see `correction`); and metrics.
+        """
         cfg = self._cfg
         log_weight = _units(proximal - behaviour, valid, cfg.logprob_type)
         mask = _unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
@@ -170,11 +181,9 @@ class PolicyGradient:
         return factors, metrics
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return a micro-batch's share of the loss and of the metrics; `metrics.merge_metrics` joins the shares.
+        """Return a micro-batch's share of the optimizer step's loss and metrics; `merge_metrics` joins the shares.
 
-        Shares: loss, policy_loss, value_loss (with a value head), ref_kl (where kl_beta > 0), kl (low-variance
-        estimate of KL(old || policy)), entropy, ratio, ratio_max, clip_fraction, logprob_gap (mean |new - old| of a
-        token), weight_sum.
+        `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token.
         """
         cfg, valid = self._cfg, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
@@ -256,7 +265,7 @@ class PolicyGradient:
         return [i for i in able if episodes[i].spec.group_id in kept]
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
-        """Return [B] samples whose gradient is exactly zero: no advantage, and no other term in the loss."""
+        """Return [B] samples whose gradient is exactly zero; the actor spares their forward and backward pass."""
         if self._has_other_terms:
             return np.zeros(len(batch.records), dtype=np.bool_)
         return ~((batch.advantage != 0) & batch.valid).any(axis=1)
@@ -267,11 +276,6 @@ class PolicyGradient:
         cfg = self._cfg
         values = self.needs_values and cfg.value_coef > 0
         return values or (cfg.kl_beta > 0 and not cfg.kl_in_reward) or cfg.entropy_bonus != 0
-
-    def _has_signal(self, episodes: Sequence[Episode], credits: Sequence[Credit]) -> bool:
-        if not episodes:
-            return False
-        return self._has_other_terms or any(_carries_signal(e, c) for e, c in zip(episodes, credits, strict=True))
 
 
 def _units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:

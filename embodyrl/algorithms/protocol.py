@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from embodyrl.config.schema import AlgorithmConfig
 from embodyrl.registry import Registry
-from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScores, PreparedBatch
+from embodyrl.types import Episode, FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
@@ -74,76 +74,6 @@ class LossInputs:
     """Factors of `Algorithm.correct`; None: no correction."""
 
 
-class Algorithm(Protocol):
-    """An advantage estimator and a loss, bound to one config."""
-
-    needs_groups: bool
-    """Members of a group must share a reset id, and the group size must exceed 1."""
-    needs_values: bool
-    counts_chunk_steps: bool
-    """The quota of a step is chunk steps per slot (episodes are cut and bootstrapped), not a list of episodes."""
-    needs_reference: bool
-    needs_states: bool
-    """`Scores.states`."""
-    needs_greedy: bool
-    """`Scores.greedy`."""
-    needs_reference_in_prepare: bool
-    """`Scores.logprob` and `Scores.ref_logprob`."""
-    recomputes_logprob: bool
-    """The actor scores the batch with its own weights before it trains; those are the ratio's denominator."""
-
-    def state(self) -> dict[str, float]:
-        """Return what changes from step to step, for a checkpoint of the loop."""
-        ...
-
-    def load_state(self, state: Mapping[str, float]) -> None:
-        """Go on from what `state` returned."""
-        ...
-
-    def select(self, episodes: Sequence[Episode]) -> list[int]:
-        """Return the indices of the episodes that may enter the update."""
-        ...
-
-    def prepare(self, episodes: Sequence[Episode], scores: Scores) -> PreparedBatch:
-        """Turn finished episodes into advantages and value targets.
-
-        Raises:
-            NonFiniteError: a reward, value or advantage is not finite; names the episode.
-        """
-        ...
-
-    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> LossWeights:
-        """Return the weights of the samples of one optimizer step, all ranks."""
-        ...
-
-    def correct(
-        self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
-    ) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """Compare the recomputed log-probabilities with those of the policies that acted, over the whole batch.
-
-        Args:
-            proximal: [B, L]
-            behaviour: [B, L]
-            valid: [B, K] bool.
-
-        Returns:
-            Factors without gradient on the policy loss of each unit, [B, K, D], [B, K, 1] or [B, 1, 1] by
-            `logprob_type`, or None; and metrics.
-        """
-        ...
-
-    def inert(self, batch: PreparedBatch) -> BoolArray:
-        """Return [B] samples whose gradient is exactly zero; the actor spares their forward and backward pass."""
-        ...
-
-    def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a micro-batch (a share of the optimizer step's loss) and detached metric shares.
-
-        `metrics.merge_metrics` joins the shares of all micro-batches and ranks of one optimizer step.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
     """What an estimator says about one episode."""
@@ -165,10 +95,14 @@ class AdvantageEstimator:
     ignores: frozenset[str] = frozenset()
     """Common keys that it does not read."""
     needs_groups: bool = False
+    """Members of a group must share a reset id, and the group size must exceed 1."""
     needs_values: bool = False
     counts_chunk_steps: bool = False
+    """The quota of a step is chunk steps per slot (episodes are cut and bootstrapped), not a list of episodes."""
     needs_states: bool = False
+    """`Scores.states`."""
     needs_greedy: bool = False
+    """`Scores.greedy`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,14 +147,3 @@ class PolicyLoss:
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("adv_type", group="embodyrl.advantages")
 LOSSES: Registry[PolicyLoss] = Registry("loss_type", group="embodyrl.losses")
-
-
-def build_algorithm(cfg: AlgorithmConfig) -> Algorithm:
-    """Bind the estimator and the loss named in the config.
-
-    Raises:
-        ConfigError: unknown names or combinations that make no sense.
-    """
-    from embodyrl.algorithms.policy_gradient import PolicyGradient
-
-    return PolicyGradient(cfg)

@@ -17,8 +17,7 @@ REWARD_KL: dict[str, Callable[[FloatArray], npt.NDArray[np.floating]]] = {
     "k1": lambda gap: gap,
     "abs": np.abs,
     "k2": lambda gap: 0.5 * np.square(gap),
-    "low_var_kl": lambda gap: np.clip(np.exp(-gap) + gap - 1.0, -10.0, 10.0),
-    "k3": lambda gap: np.clip(np.exp(-gap) + gap - 1.0, -10.0, 10.0),
+    **dict.fromkeys(("low_var_kl", "k3"), lambda gap: np.clip(np.exp(-gap) + gap - 1.0, -10.0, 10.0)),
 }
 """Estimators that can be taken from rewards, of gap = log pi - log pi_ref within +-20; see `losses.kl`."""
 
@@ -54,22 +53,16 @@ def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmConfig) -> Epi
     return replace(episode, reward=reward)
 
 
-def reference_gaps(episodes: Sequence[Episode], scores: Scores) -> list[FloatArray]:
-    """Return log pi_old - log pi_ref within +-20 of every token, [T, K, D]; 0 where not valid."""
-    gaps = []
-    for episode, own, other in zip(episodes, scores.logprob, scores.ref_logprob, strict=True):
-        gap = np.clip(own - other, -20.0, 20.0).reshape(*episode.valid.shape, -1)
-        gaps.append(np.where(episode.valid[:, :, None], gap, 0.0).astype(np.float32))
-    return gaps
-
-
 def subtract_kl(episodes: Sequence[Episode], scores: Scores, *, beta: float, kind: str) -> tuple[list[Episode], float]:
     """Return the episodes with r - beta KL(old || ref) per action, and the mean KL of a token."""
-    kls = [REWARD_KL[kind](gap) for gap in reference_gaps(episodes, scores)]
-    pairs = list(zip(episodes, kls, strict=True))
+    pairs = []
+    for episode, own, other in zip(episodes, scores.logprob, scores.ref_logprob, strict=True):
+        gap = np.clip(own - other, -20.0, 20.0).reshape(*episode.valid.shape, -1)
+        gap = np.where(episode.valid[:, :, None], gap, 0.0).astype(np.float32)
+        pairs.append((episode, REWARD_KL[kind](gap)))
     shaped = [replace(e, reward=(e.reward - beta * one.sum(2)).astype(np.float32)) for e, one in pairs]
     tokens = sum(int(e.valid.sum()) * one.shape[2] for e, one in pairs)
-    return shaped, float(sum(one.sum(dtype=np.float64) for one in kls) / max(tokens, 1))
+    return shaped, float(sum(one.sum(dtype=np.float64) for _, one in pairs) / max(tokens, 1))
 
 
 def adapted_beta(beta: float, kl: float, *, target: float, samples: int, horizon: int) -> float:

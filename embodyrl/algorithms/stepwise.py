@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,10 +21,7 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) ->
     if cfg.normalize_advantages:
         _whiten(advantages, [_credited(episode, cfg) for episode in episodes])
     return [
-        Credit(
-            advantage=np.where(episode.valid, advantage, 0.0).astype(np.float32),
-            returns=returns.astype(np.float32),
-        )
+        Credit(advantage=np.where(episode.valid, advantage, 0.0).astype(np.float32), returns=returns.astype(np.float32))
         for episode, (advantage, returns) in zip(episodes, pairs, strict=True)
     ]
 
@@ -51,9 +47,7 @@ def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: A
     """Whiten R - mean_g over all executed actions of the batch: longer episodes weigh more (arXiv 2501.03262)."""
     del cfg
     groups = [episode.spec.group_id for episode in episodes]
-    sizes = Counter(groups)
     centred = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
-    centred[[sizes[group] == 1 for group in groups]] = 0.0
     masks = [episode.valid for episode in episodes]
     return _whitened_credits(episodes, [np.where(m, one, 0.0) for m, one in zip(masks, centred, strict=True)], masks)
 
@@ -112,18 +106,10 @@ GAE = AdvantageEstimator(
     needs_values=True,
     counts_chunk_steps=True,
 )
-REINFORCE_PP = AdvantageEstimator(
-    compute=reinforce_pp_credits,
-    consumes=frozenset({"gamma", "reward_type"}),
-)
+REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, consumes=frozenset({"gamma", "reward_type"}))
 REMAX = AdvantageEstimator(
-    compute=remax_credits,
-    consumes=frozenset({"reward_type"}),
-    ignores=frozenset({"reward_norm"}),
-    needs_greedy=True,
+    compute=remax_credits, consumes=frozenset({"reward_type"}), ignores=frozenset({"reward_norm"}), needs_greedy=True
 )
 REINFORCE_PP_BASELINE = AdvantageEstimator(
-    compute=reinforce_pp_baseline_credits,
-    consumes=frozenset(),
-    needs_groups=True,
+    compute=reinforce_pp_baseline_credits, consumes=frozenset(), needs_groups=True
 )

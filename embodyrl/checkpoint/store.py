@@ -60,20 +60,12 @@ class CheckpointStore:
         step = json.loads((newest / LOOP_FILE).read_text(encoding="utf-8")).get("best_step")
         return step if step in self.steps() else None
 
-    def write(
-        self, step: int, fill: Callable[[Path], None], meta: Mapping[str, Any], *, expected_bytes: int | None = None
-    ) -> Path:
-        """Write a checkpoint: `stage` and `commit`."""
-        self.stage(step, fill, expected_bytes=expected_bytes)
-        return self.commit(step, meta)
-
-    def stage(self, step: int, fill: Callable[[Path], None], *, expected_bytes: int | None = None) -> None:
+    def stage(self, step: int, fill: Callable[[Path], None]) -> None:
         """Let `fill(folder)` put the files of a checkpoint into a scratch folder.
 
         Args:
             step: training step; must not exist yet.
             fill: writes plain files and folders.
-            expected_bytes: size of the checkpoint; default: that of the newest one, with some headroom.
 
         Raises:
             CheckpointError: the step exists, or the disk is full (before or while writing). Nothing is left behind.
@@ -82,7 +74,8 @@ class CheckpointStore:
         if target.exists():
             raise CheckpointError(f"{target} exists; a checkpoint is never overwritten. Delete it or use another run.")
         self.root.mkdir(parents=True, exist_ok=True)
-        needed = expected_bytes if expected_bytes is not None else int(HEADROOM * self._size_of_latest())
+        newest = self.latest()
+        needed = int(HEADROOM * size_bytes(newest)) if newest else 0
         free = shutil.disk_usage(self.root).free
         if needed > free:
             raise CheckpointError(_full_disk(target, needed=needed, free=free))
@@ -165,10 +158,6 @@ class CheckpointStore:
     def _scratch(self, step: int) -> Path:
         return self.root / f".tmp-{self.path(step).name}-{os.getpid()}"
 
-    def _size_of_latest(self) -> int:
-        newest = self.latest()
-        return size_bytes(newest) if newest else 0
-
 
 def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
     """Bring the files to the disk, then the manifest, then the folder."""
@@ -227,6 +216,6 @@ def _is_other_process(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it lives, under another user
+        pass
     return True

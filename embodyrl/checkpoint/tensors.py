@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import random
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from embodyrl.errors import CheckpointError
 
-_TAGS = frozenset({"$tensor", "$array", "$tuple", "$dict", "$float", "$bytes"})
+_TAGS = frozenset({"$tensor", "$array", "$tuple", "$dict", "$float"})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -32,7 +31,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file(plain, path)
 
 
-def load_tensors(path: Path, *, device: str = "cpu") -> dict[str, torch.Tensor]:
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file.
 
     Raises:
@@ -41,7 +40,7 @@ def load_tensors(path: Path, *, device: str = "cpu") -> dict[str, torch.Tensor]:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one.")
     try:
-        return load_file(path, device=device)
+        return load_file(path)
     except SafetensorError as error:
         raise CheckpointError(
             f"{path} is not a readable safetensors file ({error}): truncated or damaged; use another checkpoint."
@@ -51,7 +50,7 @@ def load_tensors(path: Path, *, device: str = "cpu") -> dict[str, torch.Tensor]:
 def save_state(folder: Path, name: str, tree: Any) -> None:
     """Write a tree of state, such as an optimizer's `state_dict()`, as `<name>.json` and `<name>.safetensors`.
 
-    Leaves are tensors, numpy arrays, bytes, numbers, strings, booleans and None; nodes are dicts (keys: strings
+    Leaves are tensors, numpy arrays, numbers, strings, booleans and None; nodes are dicts (keys: strings
     and integers), lists and tuples.
 
     Raises:
@@ -113,10 +112,6 @@ def _encode(node: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
             "$array": _add(torch.from_numpy(np.ascontiguousarray(node)), tensors, path),
             "shape": list(node.shape),
         }
-    if isinstance(node, np.generic):
-        return _encode(node.item(), tensors, path)
-    if isinstance(node, bytes):
-        return {"$bytes": base64.b64encode(node).decode("ascii")}
     if isinstance(node, (list, tuple)):
         items = [_encode(item, tensors, f"{path}/{i}") for i, item in enumerate(node)]
         return items if isinstance(node, list) else {"$tuple": items}
@@ -150,6 +145,4 @@ def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: _decode(value, tensors) for key, value in node["$dict"]}
     if "$float" in node:
         return float(node["$float"])
-    if "$bytes" in node:
-        return base64.b64decode(node["$bytes"], validate=True)
     return {key: _decode(value, tensors) for key, value in node.items()}

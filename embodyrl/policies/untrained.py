@@ -11,18 +11,7 @@ import numpy as np
 from embodyrl.config.schema import ModelConfig
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import (
-    ActionKind,
-    ActionSpace,
-    EnvSpec,
-    FloatArray,
-    ImitationScores,
-    IntArray,
-    Observation,
-    PolicyOutput,
-    PolicyScores,
-    PolicySpec,
-)
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,20 +58,13 @@ class UntrainedPolicy:
     def values(self, obs: Observation) -> FloatArray:
         return np.zeros((len(obs), 0), np.float32)
 
-    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        self._refuse()
-
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        self._refuse()
-
-    def save(self, folder: Path) -> None:
-        self._refuse()
-
     def load_weights(self, folder: Path) -> None:
         raise CheckpointError(f"model '{self.spec.name}' has no weights; remove ckpt={folder}.")
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise ConfigError(f"model '{self.spec.name}' has no weights and cannot be trained; it is for eval and collect.")
+
+    score = imitate = save = _refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,12 @@
-"""Rewards that only look at the text."""
+"""Rewards that need nothing but the text."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
-from embodyrl.sandbox import evaluate
+from embodyrl.sandbox import SECONDS, evaluate, run_python
 
 
 def exact(prompt: str, response: str, reference: str) -> float:
@@ -61,3 +62,15 @@ def countdown(prompt: str, response: str, reference: str) -> float:
     except ValueError:
         return 0.0
     return 1.0 if abs(value - float(target)) < 1e-6 else 0.5
+
+
+def code(prompt: str, response: str, reference: str) -> float:
+    """Share of tests that the last code block of the response passes.
+
+    `reference` is a JSON list of Python statements such as "assert f(2) == 4"; each one runs by itself.
+    """
+    blocks = re.findall(r"```(?:python)?\n(.*?)```", response, re.DOTALL)
+    program = blocks[-1] if blocks else response
+    tests: list[str] = json.loads(reference)
+    passed = [run_python(f"{program}\n{test}\n", seconds=SECONDS / len(tests))[0] for test in tests]
+    return sum(passed) / len(tests)

@@ -15,8 +15,7 @@ from typing import Any
 from embodyrl.config.schema import RewardConfig
 from embodyrl.conversation import Answer, Judgement
 from embodyrl.errors import EmbodyError, UnknownNameError
-from embodyrl.rewards.registry import REWARDS
-from embodyrl.rewards.services import find
+from embodyrl.rewards.services import REWARDS, find
 
 ERRORS, OVERLONG = "errors", "overlong"
 _START_S, _GRACE_S = 300.0, 5.0

@@ -1,16 +1,28 @@
-"""Rewards from elsewhere: a service that answers over HTTP, and a model trained to judge."""
+"""What a reward is and where it is found: by name, by path, at a service over HTTP, in a model trained to judge."""
 
 from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError
-from embodyrl.rewards.registry import REWARDS, Reward
+from embodyrl.registry import Registry
+
+
+class Reward(Protocol):
+    """A reward function; it may raise, which counts as 0 and is reported."""
+
+    def __call__(self, prompt: str, response: str, reference: str) -> float | Mapping[str, float]:
+        """Judge a response: one number, best within 0..1, or several by name, which are added."""
+        ...
+
+
+REWARDS: Registry[Reward] = Registry("reward", group="embodyrl.rewards")
 
 
 def find(name: str) -> Reward:

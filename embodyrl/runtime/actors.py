@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.algorithms.protocol import Algorithm, Scores
+from embodyrl.algorithms import Algorithm
+from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.jobs import Collection

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodyrl.algorithms.protocol import Algorithm, build_algorithm
+from embodyrl.algorithms import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import bucket_layout
 from embodyrl.channels.layout import RecordLayout, record_layout
@@ -119,7 +119,7 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
     env = ENVS.get(cfg.env.env_type).spec(cfg.env)
     cfg = fit_lengths(cfg, env)
     cfg = _with_protocol(cfg, env)
-    algorithm = build_algorithm(cfg.algorithm) if training else None
+    algorithm = Algorithm(cfg.algorithm) if training else None
     value_dim = 0
     if algorithm is not None and algorithm.needs_values:
         value_dim = 1 if cfg.algorithm.reward_type == RewardLevel.chunk_level else cfg.model.num_action_chunks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from embodyrl.algorithms.protocol import Algorithm
+from embodyrl.algorithms import Algorithm
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.episodes import RolloutPlan, greedy_plan, groups_per_step, refill_plan, train_plan
 from embodyrl.runtime.jobs import Collection, Job

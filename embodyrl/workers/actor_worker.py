@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from embodyrl.algorithms.metrics import merge_metrics
-from embodyrl.algorithms.protocol import Algorithm, LossInputs, LossWeights
+from embodyrl.algorithms import Algorithm, merge_metrics
+from embodyrl.algorithms.protocol import LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
 from embodyrl.config.schema import Config, OnNonfinite
 from embodyrl.errors import NonFiniteError

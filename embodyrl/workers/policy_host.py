@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from embodyrl.algorithms.protocol import build_algorithm
+from embodyrl.algorithms import Algorithm
 from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.config.schema import Config, Precision
 from embodyrl.errors import CheckpointError
@@ -75,7 +75,7 @@ class PolicyHost:
         self._actor: ActorWorker | None = None
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
-            algorithm = build_algorithm(cfg.algorithm)
+            algorithm = Algorithm(cfg.algorithm)
             reference = None
             if algorithm.needs_reference:
                 reference = self._build()

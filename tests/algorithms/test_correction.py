@@ -6,7 +6,7 @@ import torch
 from algorithm_cases import BEHAVIOUR_LOGPROB, LOGPROB, OLD_LOGPROB, VALID, reference_episodes
 from test_policy_losses import compute, config, fixed_units, weights
 
-from embodyrl.algorithms import LOSSES, build_algorithm
+from embodyrl.algorithms import LOSSES, Algorithm
 from embodyrl.algorithms.correction import importance_weights, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.protocol import LossInputs
 from embodyrl.config.schema import OldLogprob, WeightLevel, WeightMode
@@ -64,14 +64,14 @@ def test_off_policy_mask_reference():
 
 
 def test_off_policy_mask_in_the_loss():
-    algorithm = build_algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
+    algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     loss, _ = algorithm.loss(scores(), inputs(algorithm))
     assert loss.item() == pytest.approx(-0.191975, abs=2e-6)
 
 
 def test_positive_likelihood():
     total, _, _ = compute("ppo_clip", config(0.1, 0.1), "token-mean")
-    algorithm = build_algorithm(config(0.1, 0.1, group_size=3, positive_nll_coef=2.0))
+    algorithm = Algorithm(config(0.1, 0.1, group_size=3, positive_nll_coef=2.0))
     loss, _ = algorithm.loss(scores(), inputs(algorithm))
     assert loss.item() - total == pytest.approx(2.0 * 0.53, abs=2e-6)
 
@@ -79,12 +79,12 @@ def test_positive_likelihood():
 def test_unbiased_kl():
     beta = 0.5
     total, _, _ = compute("ppo_clip", config(0.1, 0.1), "token-mean")
-    algorithm = build_algorithm(config(0.1, 0.1, group_size=3, kl_beta=beta, kl_penalty_type="k3_unbiased"))
+    algorithm = Algorithm(config(0.1, 0.1, group_size=3, kl_beta=beta, kl_penalty_type="k3_unbiased"))
     leaf = torch.from_numpy(LOGPROB).requires_grad_()
     loss, metrics = algorithm.loss(scores(leaf), inputs(algorithm))
     assert metrics["ref_kl"].item() == pytest.approx(0.010434, abs=2e-6)
     assert loss.item() - total == pytest.approx(beta * 0.010434, abs=2e-6)
-    plain = build_algorithm(config(0.1, 0.1, group_size=3))
+    plain = Algorithm(config(0.1, 0.1, group_size=3))
     base = torch.from_numpy(LOGPROB).requires_grad_()
     plain.loss(scores(base), inputs(plain))[0].backward()
     loss.backward()
@@ -97,12 +97,12 @@ def test_correct_joins_weights_and_mask():
     recompute = {"old_logprob": OldLogprob.recompute, "group_size": 3}
     cfg = config(0.1, 0.1, behave_weight_threshold=1.1, m2_threshold=0.012, **recompute)
     proximal, behaviour = torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB)
-    factors, metrics = build_algorithm(cfg).correct(proximal, behaviour, MASK)
+    factors, metrics = Algorithm(cfg).correct(proximal, behaviour, MASK)
     weight = importance_weights(LOG_WEIGHT, MASK, cap=1.1, mode=WeightMode.mask, level=WeightLevel.token)
     expected = weight * second_moment_mask(LOG_WEIGHT, MASK, threshold=0.012)
     torch.testing.assert_close(factors[:, :, 0], expected)
     assert metrics["behaviour_removed"] == pytest.approx((expected[MASK] == 0).double().mean().item())
-    nothing, metrics = build_algorithm(config(0.1, 0.1, **recompute)).correct(proximal, behaviour, MASK)
+    nothing, metrics = Algorithm(config(0.1, 0.1, **recompute)).correct(proximal, behaviour, MASK)
     assert nothing is None
     assert metrics["behaviour_gap"] == pytest.approx(LOG_WEIGHT[MASK].abs().mean().item())
 

@@ -14,7 +14,7 @@ from algorithm_cases import (
     reference_episodes,
 )
 
-from embodyrl.algorithms import ADVANTAGES, build_algorithm, consumed_keys
+from embodyrl.algorithms import ADVANTAGES, Algorithm, consumed_keys
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.config.schema import AlgorithmConfig, RewardLevel
 
@@ -23,7 +23,7 @@ from embodyrl.config.schema import AlgorithmConfig, RewardLevel
 def test_reinforce_pp_reference(level: RewardLevel):
     """With one action per chunk both levels are the token level of the reference."""
     cfg = AlgorithmConfig(adv_type="reinforce_pp", group_size=1, gamma=GAMMA, reward_type=level)
-    batch = build_algorithm(cfg).prepare(reference_episodes())
+    batch = Algorithm(cfg).prepare(reference_episodes())
     np.testing.assert_allclose(batch.advantage[:, 0], np.array(REINFORCE_PP)[VALID], atol=2e-6)
 
 
@@ -38,7 +38,7 @@ def test_reinforce_pp_reference(level: RewardLevel):
     ],
 )
 def test_one_number_per_episode(adv_type: str, expected: list[float]):
-    batch = build_algorithm(AlgorithmConfig(adv_type=adv_type, group_size=3)).prepare(reference_episodes())
+    batch = Algorithm(AlgorithmConfig(adv_type=adv_type, group_size=3)).prepare(reference_episodes())
     np.testing.assert_allclose(batch.advantage[:, 0], np.repeat(expected, LENGTHS), atol=2e-6)
 
 
@@ -49,7 +49,7 @@ def test_the_last_member_of_a_group_lost_to_crashes_gets_no_advantage(adv_type: 
         make_episode([[reward]], episode_id=i, group=group, first_record=i)
         for i, (reward, group) in enumerate(zip(rewards, groups, strict=True))
     ]
-    algorithm = build_algorithm(AlgorithmConfig(adv_type=adv_type, group_size=2, std_unbiased=True))
+    algorithm = Algorithm(AlgorithmConfig(adv_type=adv_type, group_size=2, std_unbiased=True))
     batch = algorithm.prepare(episodes, Scores(states=tuple(np.array([i]) for i in range(3))))
     assert batch.advantage[0, 0] > 0.4
     assert batch.advantage[2, 0] == 0
@@ -65,7 +65,7 @@ def test_gigpo_compares_steps_from_equal_states_within_a_group():
         adv_type="gigpo", group_size=2, gamma=0.5, normalize_advantages=False, step_advantage_weight=2.0
     )
     states = (np.array([5, 7]), np.array([6, 7]))
-    algorithm = build_algorithm(cfg)
+    algorithm = Algorithm(cfg)
     assert algorithm.needs_states
     batch = algorithm.prepare(episodes, Scores(states=states))
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 2 * 0.5, -0.5, -0.5 - 2 * 0.5])
@@ -77,7 +77,7 @@ def test_remax_compares_with_the_greedy_episode_under_the_same_shaping():
     scores = Scores(greedy=(*greedy, None))
     for scale in (1.0, 3.0):
         cfg = AlgorithmConfig(adv_type="remax", loss_type="pg", group_size=1, reward_scale=scale)
-        algorithm = build_algorithm(cfg)
+        algorithm = Algorithm(cfg)
         assert algorithm.needs_greedy
         batch = algorithm.prepare(reference_episodes(), scores)
         expected = scale * np.repeat([0.0, -0.5, -0.5, 1.0, -2.0, 0.0], LENGTHS)
@@ -86,7 +86,7 @@ def test_remax_compares_with_the_greedy_episode_under_the_same_shaping():
 
 def test_remax_credits_what_comes_after_a_step():
     cfg = AlgorithmConfig(adv_type="remax", loss_type="pg", group_size=1, gamma=1.0)
-    batch = build_algorithm(cfg).prepare([make_episode([[3.0], [1.0]])], Scores(greedy=(make_episode([[2.0]]),)))
+    batch = Algorithm(cfg).prepare([make_episode([[3.0], [1.0]])], Scores(greedy=(make_episode([[2.0]]),)))
     np.testing.assert_allclose(batch.advantage[:, 0], [4.0 - 2.0, 1.0 - 2.0])
 
 
@@ -96,7 +96,7 @@ def test_gdpo_reads_the_parts_of_the_reward():
         replace(make_episode([[0.0]], episode_id=i, group=i // 2, first_record=i), components=np.array([part]))
         for i, part in enumerate(parts)
     ]
-    algorithm = build_algorithm(AlgorithmConfig(adv_type="gdpo", group_size=2))
+    algorithm = Algorithm(AlgorithmConfig(adv_type="gdpo", group_size=2))
     batch = algorithm.prepare(episodes, Scores(part_weights=(1.0, 0.5)))
     # Within pairs both parts become +-1/sqrt(2), whatever their size; the second one counts half.
     np.testing.assert_allclose(batch.advantage[:, 0] / batch.advantage[2, 0], [2.0, -2.0, 1.0, -1.0], atol=1e-4)
@@ -110,6 +110,6 @@ def test_gdpo_refuses_keys_that_shape_the_sum_of_the_parts():
 
 def test_advantages_are_clipped_where_asked():
     cfg = AlgorithmConfig(adv_type="rloo", group_size=3, advantage_clip=[-1.0, 0.5])
-    batch = build_algorithm(cfg).prepare(reference_episodes())
+    batch = Algorithm(cfg).prepare(reference_episodes())
     assert batch.advantage.min() == -1.0
     assert batch.advantage.max() == 0.5

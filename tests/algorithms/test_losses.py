@@ -12,7 +12,7 @@ from algorithm_cases import (
 
 from embodyrl.algorithms.advantages import gae
 from embodyrl.algorithms.aggregation import action_weights
-from embodyrl.algorithms.losses import entropy, kl, value_loss
+from embodyrl.algorithms.losses import kl, value_loss
 from embodyrl.config.schema import TokenLevel
 
 EPISODE = np.nonzero(VALID)[0]
@@ -63,8 +63,3 @@ def test_value_loss(clip: float | None, huber: float | None, expected: float):
     returns = np.stack([gae(rewards[b], VALUE[b], 0.0, VALID[b], gamma=0.9, lam=0.8)[1] for b in range(6)])
     loss = value_loss(valid_tokens(NEW_VALUE), valid_tokens(VALUE), valid_tokens(returns), clip=clip, huber_delta=huber)
     assert loss.mean().item() == pytest.approx(expected, abs=1e-5)
-
-
-def test_entropy():
-    assert entropy(torch.tensor([1.0, 2.0, 3.0])).item() == pytest.approx(0.832396, abs=1e-5)
-    assert entropy(torch.zeros(3, 256)).tolist() == pytest.approx([np.log(256)] * 3, abs=1e-5)

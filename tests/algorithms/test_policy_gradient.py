@@ -15,9 +15,9 @@ from algorithm_cases import (
     reference_episodes,
 )
 
-from embodyrl.algorithms import LOSSES, build_algorithm, merge_metrics
+from embodyrl.algorithms import LOSSES, Algorithm, merge_metrics
 from embodyrl.algorithms.aggregation import MODES
-from embodyrl.algorithms.protocol import Algorithm, LossInputs
+from embodyrl.algorithms.protocol import LossInputs
 from embodyrl.config.schema import AlgorithmConfig, RewardLevel, TokenLevel
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import Episode, PolicyScores, PreparedBatch
@@ -104,7 +104,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(mode: str, level: 
     cfg = gae_config(
         loss_agg_func=mode, logprob_type=level, entropy_type=level, kl_beta=0.1, entropy_bonus=0.01, huber_delta=0.5
     )
-    algorithm = build_algorithm(cfg)
+    algorithm = Algorithm(cfg)
     batch = algorithm.prepare(ragged_episodes(1))
     assert len(batch.records) == 8
     whole = run_split(algorithm, batch, 1, [list(range(8))])
@@ -127,7 +127,7 @@ def test_two_ranks_have_the_gradient_of_one(mode: str, loss_type: str):
     cfg = gae_config(
         loss_type=loss_type, loss_agg_func=mode, positive_nll_coef=0.3, off_policy_masking_delta=0.01, ratio_max=1.1
     )
-    algorithm = build_algorithm(cfg)
+    algorithm = Algorithm(cfg)
     batch = algorithm.prepare(ragged_episodes(1))
     loss, gradient, _ = run_split(algorithm, batch, 1, [list(range(8))])
     ranks = [run_split(algorithm, batch, 1, parts) for parts in ([[0], [7, 1]], [[2, 3, 4], [5, 6]])]
@@ -139,7 +139,7 @@ def test_two_ranks_have_the_gradient_of_one(mode: str, loss_type: str):
 @pytest.mark.parametrize("level", list(TokenLevel))
 def test_tokens_of_actions_that_never_ran_have_no_influence(level: TokenLevel):
     cfg = gae_config(logprob_type=level, entropy_type=level, kl_beta=0.1, entropy_bonus=0.01)
-    algorithm = build_algorithm(cfg)
+    algorithm = Algorithm(cfg)
     batch = algorithm.prepare(ragged_episodes(1))
     leaf, scores = scores_of(batch, 1)
     inputs = inputs_of(algorithm, batch, 1)
@@ -160,7 +160,7 @@ def test_tokens_of_actions_that_never_ran_have_no_influence(level: TokenLevel):
 def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, float]:
     """One episode of two chunks, K = D = 2; the second chunk ended after one action; no clipping."""
     cfg = AlgorithmConfig(logprob_type=level, loss_agg_func=mode, clip_ratio_low=0.99, clip_ratio_high=99.0)
-    algorithm = build_algorithm(cfg)
+    algorithm = Algorithm(cfg)
     episodes = [
         make_episode([[0, 0], [1, 0]], valid=[[True, True], [True, False]], episode_id=0),
         make_episode([[0, 0]], episode_id=1, first_record=5),
@@ -230,7 +230,7 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
     losses = []
     for bonus in (0.0, 0.5):
         cfg = AlgorithmConfig(logprob_type=TokenLevel.chunk_level, entropy_type=entropy_type, entropy_bonus=bonus)
-        algorithm = build_algorithm(cfg)
+        algorithm = Algorithm(cfg)
         batch = algorithm.prepare(episodes)
         weights = algorithm.weights(batch, [0, 1])
         zeros, empty = torch.zeros(2, 4), torch.zeros(2, 0)
@@ -254,7 +254,7 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
 
 
 def test_grpo_prepare_reference():
-    batch = build_algorithm(AlgorithmConfig(group_size=3)).prepare(reference_episodes())
+    batch = Algorithm(AlgorithmConfig(group_size=3)).prepare(reference_episodes())
     expected = np.repeat(GRPO_REFERENCE, LENGTHS)[:, None]
     np.testing.assert_allclose(batch.advantage, expected, atol=1e-5)
     np.testing.assert_array_equal(batch.episode, np.repeat(np.arange(6), LENGTHS))
@@ -266,7 +266,7 @@ def test_grpo_prepare_reference():
 
 @pytest.mark.parametrize(("normalize", "expected"), [(False, GAE_RAW), (True, GAE_WHITENED)])
 def test_gae_prepare_reference(normalize: bool, expected: list[list[float]]):
-    batch = build_algorithm(gae_config(normalize_advantages=normalize)).prepare(reference_episodes())
+    batch = Algorithm(gae_config(normalize_advantages=normalize)).prepare(reference_episodes())
     np.testing.assert_allclose(batch.advantage[:, 0], np.array(expected)[VALID], atol=1e-5)
     np.testing.assert_allclose(batch.returns[:, 0], np.array(GAE_RETURNS)[VALID], atol=1e-5)
 
@@ -282,13 +282,13 @@ def test_gae_action_level_values_flow_across_chunks_and_stop_mid_chunk():
             terminated=terminated,
         )
         cfg = gae_config(reward_type=RewardLevel.action_level, normalize_advantages=False)
-        batch = build_algorithm(cfg).prepare([episode])
+        batch = Algorithm(cfg).prepare([episode])
         a2 = 3 + 0.9 * after - 0.3
         a1 = 2 + 0.9 * 0.3 - 0.2 + 0.72 * a2
         a0 = 1 + 0.9 * 0.2 - 0.1 + 0.72 * a1
         np.testing.assert_allclose(batch.advantage, [[a0, a1], [a2, 0]], rtol=1e-6)
         np.testing.assert_allclose(batch.returns, [[a0 + 0.1, a1 + 0.2], [a2 + 0.3, 0]], rtol=1e-6)
-        weights = build_algorithm(cfg).weights(batch, [0, 1])
+        weights = Algorithm(cfg).weights(batch, [0, 1])
         np.testing.assert_allclose(weights.value, [[1 / 3, 1 / 3], [1 / 3, 0]], rtol=1e-6)
 
 
@@ -301,7 +301,7 @@ def test_gae_chunk_level_sums_rewards_and_shares_one_advantage():
             bootstrap=[4],
             terminated=terminated,
         )
-        batch = build_algorithm(gae_config(normalize_advantages=False)).prepare([episode])
+        batch = Algorithm(gae_config(normalize_advantages=False)).prepare([episode])
         a1 = 3 + 0.9 * after - 0.3
         a0 = 3 + 0.9 * 0.3 - 0.1 + 0.72 * a1
         np.testing.assert_allclose(batch.advantage, [[a0, a0], [a1, 0]], rtol=1e-6)
@@ -318,7 +318,7 @@ def success_groups(*wins: int) -> list[Episode]:
 
 
 def test_filter_keeps_groups_within_the_bounds():
-    batch = build_algorithm(AlgorithmConfig(filter_rewards=[0.3, 0.8])).prepare(success_groups(0, 1, 2, 3, 4))
+    batch = Algorithm(AlgorithmConfig(filter_rewards=[0.3, 0.8])).prepare(success_groups(0, 1, 2, 3, 4))
     np.testing.assert_array_equal(np.unique(batch.episode // 4), [2, 3])
     assert batch.metrics["train/groups_filtered"] == pytest.approx(3 / 5)
     assert batch.metrics["train/groups_without_signal"] == pytest.approx(3 / 5)
@@ -326,14 +326,14 @@ def test_filter_keeps_groups_within_the_bounds():
 
 def test_filter_that_drops_everything_leaves_an_empty_batch_without_signal():
     cfg = AlgorithmConfig(filter_rewards=[0.3, 0.8], entropy_bonus=0.1)
-    batch = build_algorithm(cfg).prepare(success_groups(0, 4))
+    batch = Algorithm(cfg).prepare(success_groups(0, 4))
     assert batch.advantage.shape == (0, 1)
     assert not batch.has_signal
     assert batch.metrics["train/groups_without_signal"] == 1.0
 
 
 def test_groups_without_signal_still_count_in_the_denominator():
-    batch = build_algorithm(AlgorithmConfig()).prepare(success_groups(0, 2))
+    batch = Algorithm(AlgorithmConfig()).prepare(success_groups(0, 2))
     assert batch.metrics["train/groups_without_signal"] == 0.5
     assert batch.has_signal
     assert len(batch.records) == 8
@@ -343,7 +343,7 @@ def test_groups_without_signal_still_count_in_the_denominator():
     ("changes", "signal"), [({}, False), ({"kl_beta": 0.1}, True), ({"entropy_bonus": 0.01}, True)]
 )
 def test_constant_groups_have_signal_only_through_other_terms(changes: dict, signal: bool):
-    batch = build_algorithm(AlgorithmConfig(**changes)).prepare(success_groups(0, 4))
+    batch = Algorithm(AlgorithmConfig(**changes)).prepare(success_groups(0, 4))
     assert batch.has_signal is signal
     assert batch.metrics["train/groups_without_signal"] == 1.0
 
@@ -351,12 +351,12 @@ def test_constant_groups_have_signal_only_through_other_terms(changes: dict, sig
 def test_value_loss_is_a_signal_and_no_value_coefficient_is_none():
     episode = make_episode([[0.0], [0.0]], value=[[0.0], [0.0]], bootstrap=[0.0])
     for coefficient, signal in ((0.5, True), (0.0, False)):
-        assert build_algorithm(gae_config(value_coef=coefficient)).prepare([episode]).has_signal is signal
+        assert Algorithm(gae_config(value_coef=coefficient)).prepare([episode]).has_signal is signal
 
 
 @pytest.mark.parametrize("level", list(TokenLevel))
 def test_a_batch_without_signal_really_has_a_zero_gradient(level: TokenLevel):
-    algorithm = build_algorithm(AlgorithmConfig(logprob_type=level))
+    algorithm = Algorithm(AlgorithmConfig(logprob_type=level))
     flat = [make_episode(np.ones((2, K)) / K, episode_id=i, first_record=2 * i) for i in range(3)]
     batch = algorithm.prepare(flat)
     assert not batch.has_signal
@@ -368,7 +368,7 @@ def test_a_batch_without_signal_really_has_a_zero_gradient(level: TokenLevel):
 
 @pytest.mark.parametrize("changes", [{}, {"kl_beta": 0.1}, {"entropy_bonus": 0.01}])
 def test_inert_samples_are_exactly_those_without_a_gradient(changes: dict):
-    algorithm = build_algorithm(AlgorithmConfig(**changes))
+    algorithm = Algorithm(AlgorithmConfig(**changes))
     rewards, groups = (1.0, 0.0, 1.0, 1.0), (0, 0, 1, 1)
     episodes = [
         make_episode(np.full((2, K), reward / (2 * K)), episode_id=i, group=group, first_record=2 * i)
@@ -397,24 +397,24 @@ def test_non_finite_input_names_the_episode(field: str, changes: dict):
         make_episode(**({"reward": [[0.0]], "value": [[0.0]], "bootstrap": [0.0]} | changes), episode_id=41, group=5),
     ]
     with pytest.raises(NonFiniteError, match=rf"{field} is .*episode 41 .*reset id 105"):
-        build_algorithm(gae_config()).prepare(episodes)
+        Algorithm(gae_config()).prepare(episodes)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_overflowing_advantage_is_caught():
     episode = make_episode([[3e38], [3e38]], value=[[0.0], [0.0]], episode_id=7)
     with pytest.raises(NonFiniteError, match="advantage is inf in episode 7"):
-        build_algorithm(gae_config(normalize_advantages=False)).prepare([episode])
+        Algorithm(gae_config(normalize_advantages=False)).prepare([episode])
 
 
 def test_rewards_of_actions_that_never_ran_are_ignored():
     episode = make_episode([[1.0, float("nan")]], valid=[[True, False]], value=[[0.0]])
-    batch = build_algorithm(gae_config(normalize_advantages=False)).prepare([episode])
+    batch = Algorithm(gae_config(normalize_advantages=False)).prepare([episode])
     np.testing.assert_array_equal(batch.advantage, [[1.0, 0.0]])
 
 
 def test_kl_without_reference_is_our_own_bug():
-    algorithm = build_algorithm(AlgorithmConfig(kl_beta=0.1))
+    algorithm = Algorithm(AlgorithmConfig(kl_beta=0.1))
     assert algorithm.needs_reference
     batch = algorithm.prepare(ragged_episodes(0))
     _, scores = scores_of(batch, 0)
@@ -427,7 +427,7 @@ def test_kl_without_reference_is_our_own_bug():
 def test_reference_kl_enters_the_loss_with_its_weight():
     losses = []
     for beta in (0.0, 0.3):
-        algorithm = build_algorithm(AlgorithmConfig(kl_beta=beta))
+        algorithm = Algorithm(AlgorithmConfig(kl_beta=beta))
         batch = algorithm.prepare(ragged_episodes(0))
         _, scores = scores_of(batch, 0)
         inputs = inputs_of(algorithm, batch, 0)
@@ -442,4 +442,4 @@ def test_reference_kl_enters_the_loss_with_its_weight():
 
 def test_a_bad_combination_is_refused():
     with pytest.raises(ConfigError, match="logprob_type=chunk_level"):
-        build_algorithm(gae_config(reward_type=RewardLevel.action_level, logprob_type=TokenLevel.chunk_level))
+        Algorithm(gae_config(reward_type=RewardLevel.action_level, logprob_type=TokenLevel.chunk_level))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from algorithm_cases import LENGTHS, OLD_LOGPROB, REF_LOGPROB, REWARDS, VALID, make_episode, reference_episodes
 
-from embodyrl.algorithms import build_algorithm
+from embodyrl.algorithms import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.shaping import adapted_beta, shape_rewards
 from embodyrl.config.schema import AlgorithmConfig, RewardNorm, TruncatedEpisodes
@@ -50,7 +50,7 @@ def test_truncated_episodes_are_masked_or_cost_their_reward():
         for i, reward in enumerate((1.0, 0.0, 1.0))
     ]
     kept = {
-        way: build_algorithm(AlgorithmConfig(group_size=3, truncated_episodes=way, normalize_advantages=False)).prepare(
+        way: Algorithm(AlgorithmConfig(group_size=3, truncated_episodes=way, normalize_advantages=False)).prepare(
             episodes
         )
         for way in TruncatedEpisodes
@@ -68,7 +68,7 @@ def test_kl_is_taken_from_the_rewards(kind: str):
     cfg = AlgorithmConfig(
         adv_type="gae", group_size=1, normalize_advantages=False, kl_beta=beta, kl_in_reward=True, kl_penalty_type=kind
     )
-    algorithm = build_algorithm(cfg)
+    algorithm = Algorithm(cfg)
     assert algorithm.needs_reference_in_prepare
     batch = algorithm.prepare(reference_episodes(), REFERENCE)
     gap = OLD_LOGPROB - REF_LOGPROB
@@ -86,10 +86,10 @@ def test_adaptive_controller_reference():
 
 def test_adaptive_kl_moves_the_coefficient_and_travels_through_its_state():
     cfg = AlgorithmConfig(group_size=3, kl_beta=0.2, kl_in_reward=True, kl_target=1e-4, kl_horizon=100)
-    algorithm = build_algorithm(cfg)
+    algorithm = Algorithm(cfg)
     first = algorithm.prepare(reference_episodes(), REFERENCE).metrics["train/kl_beta"]
     second = algorithm.prepare(reference_episodes(), REFERENCE).metrics["train/kl_beta"]
     assert (first, second) == (0.2, pytest.approx(0.2 * (1 + 0.2 * 6 / 100)))
-    resumed = build_algorithm(cfg)
+    resumed = Algorithm(cfg)
     resumed.load_state(algorithm.state())
-    assert resumed.state() == algorithm.state() != build_algorithm(cfg).state()
+    assert resumed.state() == algorithm.state() != Algorithm(cfg).state()

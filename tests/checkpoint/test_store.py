@@ -33,6 +33,11 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+def write_to(store: CheckpointStore, step: int, fill, meta) -> Path:
+    store.stage(step, fill)
+    return store.commit(step, meta)
+
+
 def run_child(root: Path, body: str) -> subprocess.CompletedProcess:
     code = textwrap.dedent(
         """
@@ -45,6 +50,10 @@ def run_child(root: Path, body: str) -> subprocess.CompletedProcess:
 
         fill_hook = lambda: None
         store = CheckpointStore(Path(sys.argv[1]))
+
+        def write_to(store, step, fill, meta):
+            store.stage(step, fill)
+            return store.commit(step, meta)
 
         def fill(folder):
             (folder / "model.bin").write_bytes(b"x" * 100_000)
@@ -61,7 +70,7 @@ def test_write_and_read_back(tmp_path: Path):
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.steps() == []
     assert store.latest() is None
-    path = store.write(200, fill, {"config_hash": "abc", "success": 0.5})
+    path = write_to(store, 200, fill, {"config_hash": "abc", "success": 0.5})
     assert path == tmp_path / "checkpoints" / "step_000200"
     manifest = store.verify(path)
     assert (manifest.step, manifest.version) == (200, embodyrl.__version__)
@@ -76,7 +85,7 @@ def test_write_and_read_back(tmp_path: Path):
 def test_steps_are_sorted_by_number_and_only_complete_ones_count(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in (1_000_000, 9, 200):
-        store.write(step, fill, {})
+        write_to(store, step, fill, {})
     (tmp_path / "step_000300").mkdir()
     (tmp_path / "step_0000400").mkdir()
     (tmp_path / "step_0000400" / "manifest.json").write_text("{}")
@@ -87,10 +96,10 @@ def test_steps_are_sorted_by_number_and_only_complete_ones_count(tmp_path: Path)
 
 def test_an_existing_step_is_never_overwritten(tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    path = store.write(5, fill, {})
+    path = write_to(store, 5, fill, {})
     before = snapshot(path)
     with pytest.raises(CheckpointError, match=r"step_000005 exists"):
-        store.write(5, lambda folder: None, {})
+        write_to(store, 5, lambda folder: None, {})
     assert snapshot(path) == before
 
 
@@ -102,16 +111,16 @@ def test_a_failing_fill_leaves_nothing_behind(tmp_path: Path):
         raise RuntimeError("gather failed")
 
     with pytest.raises(RuntimeError, match="gather failed"):
-        store.write(5, broken, {})
+        write_to(store, 5, broken, {})
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("moment", KILL_AT)
 def test_a_killed_writer_leaves_the_previous_checkpoint_and_no_new_one(moment: str, tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    previous = store.write(100, fill, {})
+    previous = write_to(store, 100, fill, {})
     before = snapshot(previous)
-    child = run_child(tmp_path, f"{KILL_AT[moment]}\nstore.write(200, fill, {{}})")
+    child = run_child(tmp_path, f"{KILL_AT[moment]}\nwrite_to(store, 200, fill, {{}})")
     assert child.returncode == -signal.SIGKILL, child.stderr
     (scratch,) = [p for p in tmp_path.iterdir() if p != previous]
     assert scratch.name.startswith(".tmp-step_000200-")
@@ -120,13 +129,13 @@ def test_a_killed_writer_leaves_the_previous_checkpoint_and_no_new_one(moment: s
     assert store.clean_stale() == [scratch]
     assert list(tmp_path.iterdir()) == [previous]
     assert snapshot(previous) == before
-    store.verify(store.write(200, fill, {}))
+    store.verify(write_to(store, 200, fill, {}))
 
 
 def test_a_writer_killed_right_after_the_rename_leaves_a_complete_checkpoint(tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    store.write(100, fill, {})
-    after = "replace = os.replace\nos.replace = lambda *paths: (replace(*paths), die())\nstore.write(200, fill, {})"
+    write_to(store, 100, fill, {})
+    after = "replace = os.replace\nos.replace = lambda *paths: (replace(*paths), die())\nwrite_to(store, 200, fill, {})"
     assert run_child(tmp_path, after).returncode == -signal.SIGKILL
     assert store.steps() == [100, 200]
     store.verify(store.path(200))
@@ -146,7 +155,7 @@ def test_a_writer_killed_right_after_the_rename_leaves_a_complete_checkpoint(tmp
 def test_a_killed_prune_leaves_no_half_checkpoint_under_its_name(kill: str, left, scratch, tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
-        store.write(step, fill, {})
+        write_to(store, step, fill, {})
     child = run_child(tmp_path, f"{kill}\nstore.prune(1)")
     assert child.returncode == -signal.SIGKILL, child.stderr
     assert store.steps() == left
@@ -169,7 +178,7 @@ def test_scratch_of_a_living_process_stays(tmp_path: Path):
 def test_prune_keeps_the_newest_and_the_protected(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in (10, 20, 30, 40, 50):
-        store.write(step, fill, {})
+        write_to(store, step, fill, {})
     assert store.prune(2, protect=[10, 45]) == [20, 30]
     assert store.steps() == [10, 40, 50]
     assert store.prune(3) == []
@@ -196,8 +205,8 @@ def flip_bit(path: Path) -> None:
 )
 def test_damage_is_named_with_the_next_older_checkpoint(damage, message: str, tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    older = store.write(100, fill, {})
-    path = store.write(200, fill, {})
+    older = write_to(store, 100, fill, {})
+    path = write_to(store, 200, fill, {})
     store.verify(path)
     damage(path)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -231,7 +240,7 @@ def test_malicious_names_are_refused(name: str, tmp_path: Path):
     secret = b"outside"
     (tmp_path / "outside.bin").write_bytes(secret)
     store = CheckpointStore(tmp_path)
-    path = store.write(1, fill, {})
+    path = write_to(store, 1, fill, {})
     entry = {"size": len(secret), "sha256": hashlib.sha256(secret).hexdigest()}
     edit_manifest(path, lambda body: body["files"].update({name: entry}))
     with pytest.raises(CheckpointError, match="not a plain relative path"):
@@ -241,7 +250,7 @@ def test_malicious_names_are_refused(name: str, tmp_path: Path):
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_links_are_refused_even_if_the_content_matches(what: str, tmp_path: Path):
     store = CheckpointStore(tmp_path / "run")
-    path = store.write(1, fill, {})
+    path = write_to(store, 1, fill, {})
     inside = path / ("loop.json" if what == "file" else "policy")
     outside = tmp_path / "outside"
     inside.rename(outside)
@@ -253,13 +262,13 @@ def test_links_are_refused_even_if_the_content_matches(what: str, tmp_path: Path
 def test_a_link_written_by_fill_is_refused(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match="links and special files"):
-        store.write(1, lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})
+        write_to(store, 1, lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_newer_format_asks_for_an_upgrade(tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    path = store.write(1, fill, {})
+    path = write_to(store, 1, fill, {})
     edit_manifest(path, lambda body: body.update(format=2, version="9.9"))
     with pytest.raises(CheckpointError, match=r"embodyrl 9\.9.*upgrade"):
         store.verify(path)
@@ -270,11 +279,12 @@ def test_verify_of_a_folder_that_does_not_exist(tmp_path: Path):
         CheckpointStore(tmp_path).verify(tmp_path / "step_000009")
 
 
-def test_preflight_refuses_what_cannot_fit(tmp_path: Path):
+def test_preflight_refuses_what_cannot_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = CheckpointStore(tmp_path)
-    store.write(1, fill, {})
-    with pytest.raises(CheckpointError, match=r"No space left.*needs 1073741824\.0 MiB.*checkpoint\.keep=1"):
-        store.write(2, lambda folder: pytest.fail("filled all the same"), {}, expected_bytes=2**50)
+    write_to(store, 1, fill, {})
+    monkeypatch.setattr("embodyrl.checkpoint.store.HEADROOM", 2**40)
+    with pytest.raises(CheckpointError, match=r"No space left.*needs \d{6,}\.\d MiB.*checkpoint\.keep=1"):
+        write_to(store, 2, lambda folder: pytest.fail("filled all the same"), {})
     assert store.steps() == [1]
 
 
@@ -287,7 +297,7 @@ def test_preflight_refuses_what_cannot_fit(tmp_path: Path):
     ids=["plain", "safetensors"],
 )
 def test_a_file_limit_reached_while_writing_is_reported_as_a_full_disk(writer: str, tmp_path: Path):
-    previous = CheckpointStore(tmp_path).write(100, fill, {})
+    previous = write_to(CheckpointStore(tmp_path), 100, fill, {})
     child = run_child(
         tmp_path,
         f"""
@@ -300,7 +310,7 @@ def test_a_file_limit_reached_while_writing_is_reported_as_a_full_disk(writer: s
             {writer}
 
         try:
-            store.write(200, big, {{}})
+            write_to(store, 200, big, {{}})
         except CheckpointError as error:
             sys.exit(str(error))
         """,
@@ -320,14 +330,14 @@ def test_a_really_full_disk_is_reported(tmp_path: Path):
         pytest.skip(f"needs the right to mount a tmpfs: {mounted.stderr.strip()}")
     try:
         store = CheckpointStore(tmp_path)
-        previous = store.write(100, fill, {})
+        previous = write_to(store, 100, fill, {})
 
         def big(folder: Path) -> None:
             for part in range(20):
                 (folder / f"{part}.bin").write_bytes(bytes(100_000))
 
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
-            store.write(200, big, {})
+            write_to(store, 200, big, {})
         assert isinstance(caught.value.__cause__, OSError)
         assert caught.value.__cause__.errno == errno.ENOSPC
         assert list(tmp_path.iterdir()) == [previous]

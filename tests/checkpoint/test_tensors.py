@@ -86,7 +86,6 @@ def test_trees_keep_types_values_and_bits(tmp_path: Path):
         "third": 1 / 3,
         "inf": [math.inf, -math.inf],
         "text": "ünïcode",
-        "raw": b"\x00\xff",
         "pair": (1, [2, (3,)]),
         "empty": {},
         7: {"nested": {0: "zero", "0": "text zero"}},

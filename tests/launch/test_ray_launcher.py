@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from gates import gain, learn, train_gate
 from processes import wait_until
 from toy_runs import comparable, rows, train_toy, weights
 
@@ -76,3 +77,19 @@ def test_a_lost_env_node_is_survived(tmp_path, two_nodes):
     assert [row["step"] for row in logged] == [1, 2]
     assert logged[-1]["env/restarts"] == 1
     assert logged[0]["env/dropped_episodes"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_text_task_is_learnt_on_two_nodes(tmp_path, two_nodes):
+    before, after = gain(learn(tmp_path, "length", *APART, "launcher.env_workers=2"))
+    assert before < 0.1
+    assert after >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_default_run_gets_better_on_two_nodes(tmp_path, two_nodes):
+    few = ("runner.max_steps=12", "runner.val_check_interval=12", "runner.deterministic=true", "seed=1", "video=none")
+    before, after = gain(train_gate(tmp_path, *few, *APART, "launcher.env_workers=2"))
+    assert after >= before + 0.08

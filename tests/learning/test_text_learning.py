@@ -4,24 +4,17 @@ import random
 from pathlib import Path
 
 import pytest
+from gates import gain, learn
 from toy_runs import rows
 
 from embodyrl.config.load import load_config, load_saved_config
 from embodyrl.conversation import Message, TextRow
 from embodyrl.runtime.checks import check_components
 from embodyrl.runtime.sft import sft
-from embodyrl.runtime.train import TrainResult, train
+from embodyrl.runtime.train import train
 from embodyrl.sandbox import calculate
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-
-
-def learn(folder: Path, task: str, *overrides: str, name: str = "run") -> TrainResult:
-    words = [f"env=text/{task}", "model=causal_lm_tiny", "runner.logger.backends=[jsonl]"]
-    words += [f"runner.output_dir={folder}", f"runner.experiment_name={name}", "runner.val_check_interval=1000"]
-    cfg = load_config("train", [*words, *overrides])
-    check_components(cfg)
-    return train(cfg)
 
 
 def imitate(folder: Path, data: str, steps: int) -> Path:
@@ -31,12 +24,6 @@ def imitate(folder: Path, data: str, steps: int) -> Path:
     cfg = load_config("sft", words)
     check_components(cfg, "sft")
     return sft(cfg).run
-
-
-def gain(result: TrainResult) -> tuple[float, float]:
-    assert result.first is not None
-    assert result.last is not None
-    return result.first.overall.success_once, result.last.overall.success_once
 
 
 def test_length_from_nothing(tmp_path: Path):

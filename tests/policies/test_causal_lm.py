@@ -75,6 +75,30 @@ def test_scoring_and_sampling_share_gradients_with_the_plain_model(policy: Causa
     np.testing.assert_allclose(scores.logprob[0, : len(reply)].detach().numpy(), wanted, atol=1e-5)
 
 
+def test_a_forward_is_no_wider_than_its_longest_row(policy: CausalLMPolicy):
+    """Long prompt and short reply beside short prompt and long reply: the numbers and gradients of each one alone."""
+    prompts, tokens = ("length of 1234567890=", "1="), np.full((2, 8), -1, np.int64)
+    tokens[0, :1], tokens[1, :8] = [7], range(4, 12)
+    shapes: list[torch.Size] = []
+    hook = policy.module.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape))
+
+    def gradients(rows: list[int]) -> tuple[np.ndarray, list[torch.Tensor]]:
+        policy.module.zero_grad()
+        scores = policy.score(observe(*(prompts[i] for i in rows)), tokens[rows])
+        (scores.logprob.sum() + scores.entropy.sum()).backward()
+        given = [p.grad.clone() for p in policy.module.parameters() if p.grad is not None]
+        return scores.logprob.detach().numpy(), given
+
+    together, grads = gradients([0, 1])
+    apart = [gradients([i]) for i in range(2)]
+    hook.remove()
+    policy.module.zero_grad()
+    assert shapes[0] == (2, max(shape[1] for shape in shapes[1:]))
+    np.testing.assert_allclose(together, np.concatenate([logprob for logprob, _ in apart]), atol=1e-5)
+    for whole, first, second in zip(grads, apart[0][1], apart[1][1], strict=True):
+        torch.testing.assert_close(whole, first + second, atol=1e-5, rtol=1e-4)
+
+
 def test_greedy_equals_the_librarys_generate(policy: CausalLMPolicy):
     out = policy.act(observe(*PROMPTS), noise=None)
     for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):

@@ -2,7 +2,7 @@
 
 import json
 
-from embodyrl.rewards.code import code
+from embodyrl.rewards.functions import code
 from embodyrl.sandbox import run_python
 
 

@@ -12,13 +12,7 @@ from embodyrl.conversation import Answer, Message, TextRow, join_messages
 from embodyrl.envs.protocol import AfterStep, Judge, Rows
 from embodyrl.envs.text.tools import answer, find_call
 from embodyrl.errors import EnvError
-from embodyrl.types import (
-    ChunkResult,
-    EnvSpec,
-    EpisodeStart,
-    FloatArray,
-    ObservationOut,
-)
+from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 LAST_BYTES = 1 << 10
 """Room in the last observation for the reply that ended the episode; nobody but people reads it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from embodyrl.config.schema import EnvConfig
+from dataclasses import fields
+
+from embodyrl.config.schema import DataConfig, EnvConfig, RewardConfig
 from embodyrl.envs.protocol import EnvSetup
 from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv
 from embodyrl.envs.text.tools import TOOLS
@@ -15,10 +17,8 @@ class TextFactory:
 
     consumes = frozenset(
         {"max_turns", "tools", "reward_coef"}
-        | {f"data.{key}" for key in ("path", "val_path", "val_share", "shuffle", "kwargs", "prompt_key", "answer_key")}
-        | {f"data.{key}" for key in ("answer_pattern", "prompt_template", "system_prompt", "max_prompt_length")}
-        | {f"reward.{key}" for key in ("name", "path", "weights", "overlong_buffer", "overlong_penalty")}
-        | {f"reward.{key}" for key in ("timeout_s", "workers")}
+        | {f"data.{field.name}" for field in fields(DataConfig) if field.name != "image_aug"}
+        | {f"reward.{field.name}" for field in fields(RewardConfig)}
     )
 
     def validate(self, cfg: EnvConfig) -> list[str]:

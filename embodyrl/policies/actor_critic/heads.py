@@ -71,7 +71,7 @@ class CategoricalHead(nn.Module):
 
 
 class GaussianHead(nn.Module):
-    """Independent Gaussians with a standard deviation per dimension that no observation changes.
+    """Independent Gaussians with a standard deviation per dimension that no observation changes; as `CategoricalHead`.
 
     Temperature multiplies the standard deviation. Choices are not bounded: the environment clips the action. A token
     is the bit pattern of a float32, so that what was sampled is what is scored.
@@ -85,7 +85,6 @@ class GaussianHead(nn.Module):
         self._centre, self._half = np.asarray(spans, np.float32).T
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-        """Sample by the inverse CDF of uniforms [B, K, A], or take the most probable; outputs [B, K, O]."""
         if noise is None:
             return outputs
         # The ends of the interval would become infinite.
@@ -93,7 +92,6 @@ class GaussianHead(nn.Module):
         return outputs + self.log_std.exp() * temperature * normal
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability (density) and entropy of choices, all [B, K, A]."""
         log_std = self.log_std + math.log(temperature)
         distance = (choice - outputs) / log_std.exp()
         logprob = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -101,19 +99,15 @@ class GaussianHead(nn.Module):
         return logprob, entropy.expand_as(logprob)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
-        """Store choices [B, K, A] as tokens [B, L]."""
         return choice.flatten(1).cpu().numpy().astype(np.float32).view(np.int32).astype(np.int64)
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
-        """Read tokens [B, L] back, bit for bit, as choices [B, L]."""
         return tokens.astype(np.int32).view(np.float32)
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Actions of choices, both [B, K, A]."""
         return self._centre + self._half * choice
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Choices of actions, both [B, K, A]."""
         return ((actions - self._centre) / self._half).astype(np.float32)
 
 

@@ -16,15 +16,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.actor_critic.heads import build_head
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import (
-    FloatArray,
-    ImitationScores,
-    IntArray,
-    Observation,
-    PolicyOutput,
-    PolicyScores,
-    PolicySpec,
-)
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 WEIGHTS_FILE = "model.safetensors"
 VALUE_HEAD = "value_head"
@@ -69,6 +61,7 @@ class ActorCriticPolicy:
     def __init__(self, spec: PolicySpec, shape: NetShape, path: str | None, request: PolicyRequest) -> None:
         self.spec = spec
         self._shape = shape
+        self._chunk = spec.num_action_chunks, spec.action_dim
         self._device = torch.device(request.device)
         self._temperature = request.temperature
         self._net = ActorCritic(shape, request.seed)
@@ -100,11 +93,9 @@ class ActorCriticPolicy:
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
-        """Value estimates [B, V]."""
         return self._net.value(self._features(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
         features = self._features(obs)
         choice = torch.from_numpy(self._net.head.to_choice(tokens)).to(self._device).unflatten(1, self._chunk)
         logprob, entropy = self._net.head.score(self._net.outputs(features), choice, self._temperature)
@@ -145,10 +136,6 @@ class ActorCriticPolicy:
         with torch.no_grad():
             for key in mine.keys() & saved.keys():
                 mine[key].copy_(saved[key])
-
-    @property
-    def _chunk(self) -> tuple[int, int]:
-        return self.spec.num_action_chunks, self.spec.action_dim
 
     def _features(self, obs: Observation) -> Tensor:
         images = torch.from_numpy(obs.images[:, : self._shape.num_images]).to(self._device)

@@ -244,27 +244,29 @@ class CausalLMPolicy:
 
     def _score(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probability, entropy, value and whether the token is the most probable one, all [B, K]."""
-        prompts = [self.encode_prompt(text) for text in obs.instructions]
-        real = tokens >= 0
-        longest = max(int(real.sum(1).max()), 1)
-        ids, mask = self._pad_left(prompts)
-        reply = torch.from_numpy(np.where(real, tokens, self._pad)[:, :longest]).to(self._device)
-        said = torch.from_numpy(real[:, :longest]).to(self._device)
-        mask = torch.cat([mask, said.to(mask.dtype)], 1)
+        replies = [row[row >= 0].tolist() for row in tokens]
+        prompts = (self.encode_prompt(text) for text in obs.instructions)
+        ids, mask = self._pad_left([prompt + reply for prompt, reply in zip(prompts, replies, strict=True)])
+        length = torch.tensor([len(reply) for reply in replies], device=self._device)
+        longest = max(int(length.max()), 1)
         checkpointing = torch.is_grad_enabled() and self._checkpointing
         self._net.train(checkpointing)  # transformers recomputes in training mode only
         with self._precision():
-            logits, value = self._net(torch.cat([ids, reply], 1), mask, (mask.cumsum(1) - 1).clamp(min=0), longest + 1)
+            logits, value = self._net(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), longest + 1)
         self._net.eval()
+        said = ids[:, -longest:]
         logprobs = (logits[:, :-1] / self._temperature).log_softmax(-1)
         parts = (
-            logprobs.gather(2, reply[:, :, None]).squeeze(2),
+            logprobs.gather(2, said[:, :, None]).squeeze(2),
             -(logprobs.exp() * logprobs).sum(-1),
             value[:, :-1],
-            logprobs.argmax(-1) == reply,
+            logprobs.argmax(-1) == said,
         )
+        # Rows end in the same column, so that none is wider than the longest; the results begin in the same one.
+        column = torch.arange(longest, device=self._device) + (longest - length)[:, None]
+        real, column = column < longest, column.clamp(max=longest - 1)
         rest = (0, tokens.shape[1] - longest)
-        first, second, third, last = (nn.functional.pad(part * said, rest) for part in parts)
+        first, second, third, last = (nn.functional.pad(part.gather(1, column) * real, rest) for part in parts)
         return first, second, third, last
 
     @torch.no_grad()

@@ -1,0 +1,30 @@
+"""Runs that must learn, with the workers wherever the words put them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from embodyrl.config.load import load_config
+from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.train import TrainResult, train
+
+
+def learn(folder: Path, task: str, *overrides: str, name: str = "run") -> TrainResult:
+    """Train half a million random weights on a text task; validations before and after only."""
+    words = [f"env=text/{task}", "model=causal_lm_tiny", "runner.val_check_interval=1000"]
+    return train_gate(folder, *words, *overrides, name=name)
+
+
+def train_gate(folder: Path, *words: str, name: str = "run") -> TrainResult:
+    """`embodyrl train` with these words, in <folder>/<name>."""
+    places = (f"runner.output_dir={folder}", f"runner.experiment_name={name}", f"video_cfg.base_dir={folder}/videos")
+    cfg = load_config("train", ["runner.logger.backends=[jsonl]", *places, *words])
+    check_components(cfg)
+    return train(cfg)
+
+
+def gain(result: TrainResult) -> tuple[float, float]:
+    """Greedy success before and after."""
+    assert result.first is not None
+    assert result.last is not None
+    return result.first.overall.success_once, result.last.overall.success_once
