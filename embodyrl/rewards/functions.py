@@ -20,18 +20,27 @@ def overlap(prompt: str, response: str, reference: str) -> float:
     return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
 
 
-def math(prompt: str, response: str, reference: str) -> float:
+class _Math:
     """1 if the answer is mathematically equal to the reference: the last boxed expression, else the last number.
 
     Parsing and comparison are those of the math-verify package.
     """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    # Time is limited by the judge; the package's own alarm would fight with it.
-    gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=0)
-    configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-    answer = parse(response, extraction_config=configs, extraction_mode="first_match", parsing_timeout=0)
-    return float(verify(gold, answer, timeout_seconds=None))
+    def prepare(self) -> None:
+        """Import the package, before the time of any answer runs."""
+        import math_verify  # noqa: F401
+
+    def __call__(self, prompt: str, response: str, reference: str) -> float:
+        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+        # Time is limited by the judge; the package's own alarm would fight with it.
+        gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=0)
+        configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+        answer = parse(response, extraction_config=configs, extraction_mode="first_match", parsing_timeout=0)
+        return float(verify(gold, answer, timeout_seconds=None))
+
+
+math = _Math()
 
 
 def choice(prompt: str, response: str, reference: str) -> float:
