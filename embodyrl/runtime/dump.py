@@ -115,7 +115,6 @@ def _pack(episodes: Sequence[Episode]) -> dict[str, Any]:
         "spec": [[int(getattr(e.spec, name)) for name in _SPEC] for e in episodes],
         "chunks": [len(e.valid) for e in episodes],
         "bootstrap_value": [e.bootstrap_value for e in episodes],
-        "instruction": [e.instruction for e in episodes],
     }
 
 
@@ -130,7 +129,7 @@ def _unpack(packed: dict[str, Any], *, kept: bool) -> list[Episode]:
                 spec=EpisodeSpec(**dict(zip(_SPEC, spec, strict=True))),
                 records=rows if kept else rows[:0],
                 **{name: packed[name][rows] for name in _PER_CHUNK},
-                **{name: packed[name][i] for name in (*_FLAGS, "bootstrap_value", "instruction")},
+                **{name: packed[name][i] for name in (*_FLAGS, "bootstrap_value")},
             )
         )
     return episodes

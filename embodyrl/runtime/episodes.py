@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import overload
 
 import numpy as np
 
@@ -239,13 +238,8 @@ class _Lane(Sequence[EpisodeSpec]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> EpisodeSpec: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[EpisodeSpec]: ...
-    def __getitem__(self, index: int | slice) -> EpisodeSpec | list[EpisodeSpec]:
-        chosen = range(self._length)[index]
-        return self._make(chosen) if isinstance(chosen, int) else [self._make(j) for j in chosen]
+    def __getitem__(self, index: int) -> EpisodeSpec:
+        return self._make(range(self._length)[index])
 
 
 def _train_episode(cfg: Config, env: EnvSpec, step: int, index: int, group: int, reset_id: int) -> EpisodeSpec:

@@ -11,7 +11,7 @@ from embodyrl.config.schema import Config
 from embodyrl.errors import ConfigError
 from embodyrl.monitor import Fanout
 from embodyrl.runtime.build import draw_blueprint, start_crew
-from embodyrl.runtime.evaluation import EvalResult, TaskResult, run_evaluation
+from embodyrl.runtime.evaluation import EvalResult, run_evaluation
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import open_run, resolve_weights
 from embodyrl.runtime.session import LOOP_FILE, announce, screen_only
@@ -72,7 +72,10 @@ def _print_table(result: EvalResult, monitor: Fanout) -> None:
     width = max(len(row.task) for row in (*result.tasks, result.overall))
     monitor.text(f"  {'task':<{width}}   success          95 % interval    mean steps")
     for row in (*result.tasks, result.overall):
-        monitor.text(_table_line(row, width))
+        share = f"{row.successes}/{row.episodes}"
+        interval = f"[{100 * row.low:.1f}, {100 * row.high:.1f}]"
+        rate = f"{share:>7} {100 * row.success_once:5.1f} %"
+        monitor.text(f"  {row.task:<{width}}   {rate}  {interval:<15}  {row.mean_steps:8.0f}")
     if result.dropped:
         monitor.text(f"  {result.dropped} episodes were lost to crashed env workers and are not counted")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0
@@ -82,9 +85,3 @@ def _print_table(result: EvalResult, monitor: Fanout) -> None:
         monitor.text(f"  video    {path}")
     if len(result.videos) > 10:
         monitor.text(f"  video    {len(result.videos) - 10} more in {Path(result.videos[0]).parent}")
-
-
-def _table_line(row: TaskResult, width: int) -> str:
-    share = f"{row.successes}/{row.episodes}"
-    interval = f"[{100 * row.low:.1f}, {100 * row.high:.1f}]"
-    return f"  {row.task:<{width}}   {share:>7} {100 * row.success_once:5.1f} %  {interval:<15}  {row.mean_steps:8.0f}"

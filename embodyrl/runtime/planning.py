@@ -45,40 +45,23 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     """Name and text of the banner's lines."""
     cfg, env, policy = blueprint.cfg, blueprint.env, blueprint.policy
     split = cfg.env.train if blueprint.algorithm or blueprint.single_step else cfg.env.eval
-    horizon = split.max_episode_steps
-    lines = [
-        (
-            "env",
-            f"{env.name} ({len(env.tasks)} tasks) · {blueprint.num_slots} slots in {len(blueprint.seats)} workers · "
-            f"{horizon} steps/episode · {_sight(env)}",
-        ),
-        (
-            "policy",
-            f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision.value} · "
-            f"chunk {policy.num_action_chunks} x {policy.action_dim}",
-        ),
-    ]
+    lines = {
+        "env": f"{env.name} ({len(env.tasks)} tasks) · {blueprint.num_slots} slots in {len(blueprint.seats)} workers · "
+        f"{split.max_episode_steps} steps/episode · {_sight(env)}",
+        "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision.value} · "
+        f"chunk {policy.num_action_chunks} x {policy.action_dim}",
+    }
     if env.task_bytes:
-        lines.append(("simulators", memory_of_tasks(env, split, len(blueprint.seats))))
+        lines["simulators"] = memory_of_tasks(env, split, len(blueprint.seats))
     if blueprint.algorithm is not None:
         a = cfg.algorithm
-        lines.append(
-            (
-                "algorithm",
-                f"{a.adv_type} + {a.loss_type} · group {a.group_size} · clip {a.clip_ratio_low}/{a.clip_ratio_high} · "
-                f"{a.logprob_type.value}",
-            )
-        )
-    arena = blueprint.layout.offsets(blueprint.capacity)[1]
-    disk = shutil.disk_usage(_existing(Path(cfg.runner.output_dir))).free
-    lines.append(
-        (
-            "machine",
-            f"{os.cpu_count()} cores · shared arena {arena / 2**20:.0f} MiB ({blueprint.capacity} records) · "
-            f"disk {disk / 2**30:.0f} GiB free",
-        )
+        clip = f"clip {a.clip_ratio_low}/{a.clip_ratio_high}"
+        lines["algorithm"] = f"{a.adv_type} + {a.loss_type} · group {a.group_size} · {clip} · {a.logprob_type.value}"
+    arena = f"shared arena {blueprint.layout.offsets(blueprint.capacity)[1] / 2**20:.0f} MiB"
+    lines["machine"] = (
+        f"{os.cpu_count()} cores · {arena} ({blueprint.capacity} records) · disk {_free_disk(cfg) / GIB:.0f} GiB free"
     )
-    return lines
+    return list(lines.items())
 
 
 def memory_of_tasks(env: EnvSpec, split: EnvSplitConfig, workers: int) -> str:
@@ -102,7 +85,7 @@ def _training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
     memory = plan_memory(blueprint)
     require_memory(blueprint, memory)
-    free = shutil.disk_usage(_existing(Path(cfg.runner.output_dir))).free
+    free = _free_disk(cfg)
     if memory.checkpoint * (cfg.checkpoint.keep + 1) > free:
         raise ConfigError(
             f"A checkpoint needs {memory.checkpoint / GIB:.1f} GiB; {cfg.checkpoint.keep} are kept while one more is "
@@ -131,7 +114,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _existing(folder: Path) -> Path:
+def _free_disk(cfg: Config) -> int:
+    folder = Path(cfg.runner.output_dir)
     while not folder.exists():
         folder = folder.parent
-    return folder
+    return shutil.disk_usage(folder).free
