@@ -57,7 +57,8 @@ class ToySims:
     def step(self, slot: int, action: FloatArray) -> SimStep:
         fault = self._maybe_misbehave("step")
         if "echo" in self._kwargs:
-            return SimStep(reward=float(action[0]), terminated=False, success=False)
+            echo = float("nan") if fault == "nonfinite" else float(action[0])
+            return SimStep(reward=echo, terminated=False, success=False)
         self._position[slot] += float(action[0])
         sign = 1.0 if self._task[slot] == 0 else -1.0
         success = sign * self._position[slot] > self._goal

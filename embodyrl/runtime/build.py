@@ -217,8 +217,8 @@ def start_crew(
     # One bucket is filled while the other is taken.
     mail = Arena.create(bucket_layout(), 2) if is_apart(blueprint) else None
     store = rendezvous(blueprint.ranks, launcher.host)
-    place = (launcher.host, store.port) if store else ("", 0)
-    hosts = plan_hosts(blueprint, arena, start_from, mail=mail, host=place[0], port=place[1])
+    meet = (launcher.host, store.port) if store else ("", 0)
+    hosts = plan_hosts(blueprint, arena, start_from, mail=mail, meet=meet)
     policy = PolicyClient(fleet, hosts, timeout_s=cfg.faults.update_timeout_s, mail=mail)
     rules = RolloutRules(
         stages=cfg.rollout.pipeline_stage_num,

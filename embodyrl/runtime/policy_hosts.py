@@ -35,21 +35,15 @@ def rendezvous(ranks: int, host: str) -> TCPStore | None:
 
 
 def plan_hosts(
-    blueprint: Blueprint, arena: Arena, start_from: Path | None, *, mail: Arena | None, host: str, port: int
+    blueprint: Blueprint, arena: Arena, start_from: Path | None, *, mail: Arena | None, meet: tuple[str, int]
 ) -> list[WorkerSpec]:
-    """Say which processes hold the policy of a run, the actor ranks first.
+    """Say which processes hold the policy of a run, the actor ranks first, who meet at a host and port.
 
-    Args:
-        blueprint: the run.
-        arena: its records.
-        start_from: weights that replace those of `model.path`.
-        mail: buckets for new weights, where rollout and actor are apart.
-        host: of the rendezvous.
-        port: of the rendezvous.
+    `start_from` replaces the weights of `model.path`; `mail` are the buckets where rollout and actor are apart.
     """
     cfg, ranks = blueprint.cfg, blueprint.ranks
     common = replace(policy_init(blueprint, arena, start_from), mail=mail.handle if mail else None)
-    seat = RankSeat(world=ranks, host=host, port=port, timeout_s=cfg.faults.update_timeout_s)
+    seat = RankSeat(world=ranks, host=meet[0], port=meet[1], timeout_s=cfg.faults.update_timeout_s)
     actors = [
         _spec(
             f"policy_{rank}" if rank else "policy",

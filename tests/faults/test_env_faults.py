@@ -18,21 +18,13 @@ def run_with_fault(tmp_path, *fault, workers=2):
     return done, tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    ("fault", "where", "said"),
-    [
-        ("kill", "step", "died with SIGKILL"),
-        ("kill", "reset", "died with SIGKILL"),
-        ("exit", "step", "exited with code 7"),
-    ],
-)
-def test_one_crash_is_named_restarted_and_counted(tmp_path, fault, where, said):
-    done, run = run_with_fault(tmp_path, f"fault={fault}", f"where={where}", "at=3", f"once={tmp_path}/marker")
+def test_one_crash_is_named_restarted_and_counted(tmp_path):
+    done, run = run_with_fault(tmp_path, "fault=kill", "at=3", f"once={tmp_path}/marker")
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
     line = next(line for line in printed.splitlines() if "restarting" in line)
     assert "worker env_" in line
-    assert said in printed.replace("\n", " ")
+    assert "died with SIGKILL" in line
     assert "Traceback" not in printed
     first, second = rows(run)
     assert (first["env/restarts"], second["env/restarts"]) == (1, 1)
@@ -42,27 +34,6 @@ def test_one_crash_is_named_restarted_and_counted(tmp_path, fault, where, said):
     assert first["train/episodes"] + first["env/dropped_episodes"] == 8
     assert second["train/episodes"] == 8
     CheckpointStore(run / "checkpoints").verify(run / "checkpoints" / "step_000002")
-
-
-def test_a_hung_env_is_killed_with_a_stack_dump_and_restarted(tmp_path):
-    kwargs = ["fault=hang", "at=3", f"once={tmp_path}/marker"]
-    words = toy_words(tmp_path, *(f"env.kwargs.{k}" for k in kwargs), "faults.step_timeout_s=1")
-    done = run_cli("train", *words, "launcher.env_workers=2", "algorithm.rollout_epoch=2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "gave no answer for" in " ".join(done.stdout.split())
-    logs = "".join(p.read_text() for p in (tmp_path / "run" / "logs" / "attempt_1").glob("env_*.log"))
-    assert "_maybe_misbehave" in logs, "the stack dump shows where it hung"
-    first, second = rows(tmp_path / "run")
-    assert (first["env/restarts"], second["env/restarts"]) == (1, 1)
-    assert first["train/episodes"] + first["env/dropped_episodes"] == 8
-
-
-def test_a_nan_reward_is_refused_at_the_border(tmp_path):
-    done, run = run_with_fault(tmp_path, "fault=nonfinite", "at=3", f"once={tmp_path}/marker", workers=1)
-    assert done.returncode == 0, done.stderr
-    assert "reward" in done.stdout
-    assert "nan" in done.stdout
-    assert rows(run)[0]["env/restarts"] == 1
 
 
 def test_a_worker_that_always_crashes_ends_the_run_with_exit_4(tmp_path):

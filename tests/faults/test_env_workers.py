@@ -49,8 +49,11 @@ def collect_with(folder: Path, *words: str) -> tuple[Collection, Sequence[str], 
     ("kind", "where", "said"),
     [
         ("segv", "step", "died with SIGSEGV"),
+        ("exit", "step", "exited with code 7"),
         ("kill", "observe", "died with SIGKILL"),
+        ("kill", "reset", "died with SIGKILL"),
         ("raise", "step", ", task 0 ('go right'), initial state"),
+        ("nonfinite", "step", "reward nan"),
         ("nonfinite", "observe", "state [nan], expected finite numbers"),
     ],
 )
@@ -65,7 +68,9 @@ def test_a_crash_mispairs_nothing(tmp_path, kind, where, said):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("kind", "where"), [("hang", "reset"), ("hang", "observe"), ("spin", "step")])
+@pytest.mark.parametrize(
+    ("kind", "where"), [("hang", "step"), ("hang", "reset"), ("hang", "observe"), ("spin", "step")]
+)
 def test_a_hang_is_ended_by_its_deadline_with_a_stack_dump(tmp_path, kind, where):
     """`spin` never gives the interpreter lock back: no Python code of the worker can run any more."""
     words = fault(tmp_path, f"fault={kind}", f"where={where}", "at=3")
