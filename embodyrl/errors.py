@@ -43,10 +43,6 @@ class WorkerError(EmbodyError):
     exit_code = 4
 
 
-class WorkerTimeout(WorkerError):
-    """A worker did not answer before its deadline."""
-
-
 class ChannelClosed(EmbodyError):
     """The other side of a channel is gone."""
 
