@@ -95,3 +95,11 @@ def test_values_and_a_reference_policy_are_replayed_too(tmp_path):
 def test_a_dump_of_unbounded_size_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="a step may need"):
         draw_blueprint(toy_config(tmp_path, "rollout.dump=true", "algorithm.rollout_epoch=1000000"), training=True)
+
+
+def test_chunks_of_older_weights_are_marked_and_not_judged(tmp_path):
+    words = ("algorithm.max_staleness=1", "actor.optim.lr=0.01", "runner.max_steps=3")
+    result = replay(train_toy(tmp_path, *WORDS, *words), 3)
+    assert result.stale.any()
+    assert result.stale.tolist() == (result.version < 2).tolist()
+    assert result.problems == ()
