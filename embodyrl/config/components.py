@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from embodyrl.config.choices import (
-    ObsMode,
-    OldLogprob,
-    Precision,
-    RenderProfile,
-    RewardLevel,
-    RewardNorm,
-    SimBackend,
-    TokenLevel,
-    TruncatedEpisodes,
-    WeightLevel,
-    WeightMode,
-)
+RewardLevel = StrEnum("RewardLevel", ["chunk_level", "action_level"])
+TokenLevel = StrEnum("TokenLevel", ["token_level", "action_level", "chunk_level"])
+Precision = StrEnum("Precision", ["bf16", "fp32"])
+RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
+RewardNorm = StrEnum("RewardNorm", ["none", "group", "batch"])
+TruncatedEpisodes = StrEnum("TruncatedEpisodes", ["train", "mask", "zero_reward"])
+OldLogprob = StrEnum("OldLogprob", ["rollout", "recompute"])
+WeightMode = StrEnum("WeightMode", ["mask", "truncate"])
+WeightLevel = StrEnum("WeightLevel", ["token", "sequence", "geometric"])
+ObsMode = StrEnum("ObsMode", ["rgb", "state"])
+SimBackend = StrEnum("SimBackend", ["cpu", "gpu"])
 
 
 @dataclass

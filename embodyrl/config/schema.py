@@ -6,30 +6,10 @@ The string below each field is its documentation: `embodyrl show` and the error 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from embodyrl.config.choices import (  # re-exported: the schema is one import for its readers
-    EpisodeFilter,
-    FrameFormat,
-    ObsMode,
-    OldLogprob,
-    OnEnvCrash,
-    OnExisting,
-    OnNonfinite,
-    OnSaveError,
-    OnVideoError,
-    Precision,
-    RenderProfile,
-    RewardLevel,
-    RewardNorm,
-    RolloutMode,
-    SimBackend,
-    TokenLevel,
-    TruncatedEpisodes,
-    WeightLevel,
-    WeightMode,
-)
-from embodyrl.config.components import (
+from embodyrl.config.components import (  # re-exported: the schema is one import for its readers
     AlgorithmConfig,
     EnvConfig,
     EnvSplitConfig,
@@ -37,8 +17,28 @@ from embodyrl.config.components import (
     InitParams,
     LoraConfig,
     ModelConfig,
+    ObsMode,
+    OldLogprob,
+    Precision,
+    RenderProfile,
+    RewardLevel,
+    RewardNorm,
     SamplingParams,
+    SimBackend,
+    TokenLevel,
+    TruncatedEpisodes,
+    WeightLevel,
+    WeightMode,
 )
+
+RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
+OnExisting = StrEnum("OnExisting", ["error", "resume", "rename"])
+OnEnvCrash = StrEnum("OnEnvCrash", ["restart", "fail"])
+OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
+OnSaveError = StrEnum("OnSaveError", ["continue", "stop"])
+OnVideoError = StrEnum("OnVideoError", ["warn", "stop"])
+EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])
+FrameFormat = StrEnum("FrameFormat", ["png", "mp4"])
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodyrl.config.keys import all_keys, plain
+from embodyrl.config.keys import all_keys
 from embodyrl.config.schema import Config
 from embodyrl.config.validate import RULES, UNAVAILABLE, find_conflicts, find_invalid
 
@@ -15,11 +15,6 @@ def test_tables_name_existing_keys() -> None:
 def test_defaults_are_legal() -> None:
     assert find_invalid(Config()) == []
     assert find_conflicts(Config()) == []
-
-
-def test_default_is_the_suggested_value_of_what_is_unavailable() -> None:
-    for name, (allowed, _) in UNAVAILABLE.items():
-        assert plain(all_keys()[name].default) == allowed[0], name
 
 
 def test_every_number_and_free_text_is_judged() -> None:
