@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,6 +104,8 @@ def _leave(worker: Worker | None, code: int) -> None:
     try:
         if worker is not None:
             worker.close()
+        # Named semaphores of libraries (progress bars have one) would outlive the process.
+        util._run_finalizers(0)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,5 +1,6 @@
 """Real processes, real signals: what a launcher reports when workers answer, die, hang or fail."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -34,6 +35,9 @@ class EchoWorker:
             os._exit(7)
         if order == "hang":
             time.sleep(3600)
+        if order == "lock":
+            self.lock = multiprocessing.RLock()
+            order = self.lock._semlock.name
         yield f"{order}!"
 
     def close(self) -> None:
@@ -143,6 +147,17 @@ def test_stop_leaves_no_process(local):
     local.send("b", "hang", timeout_s=100)
     local.stop(grace_s=0.5)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_stop_leaves_no_semaphore_that_a_library_made(local):
+    local.start(spec(), timeout_s=60)
+    next_event(local)
+    local.send("echo", "lock", timeout_s=60)
+    name = next_event(local).message.removesuffix("!")
+    file = f"/dev/shm/sem.{name.removeprefix('/')}"
+    assert os.path.exists(file)
+    local.stop(grace_s=20)
+    assert not os.path.exists(file)
 
 
 def test_an_inline_worker_that_failed_leaves_no_order_to_its_successor(tmp_path):
