@@ -1,9 +1,10 @@
-"""Writing files that matter, complete or not at all, and streams that somebody may have stopped reading."""
+"""Files that matter, written complete or not at all; streams that nobody reads; and the free memory."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import select
 from pathlib import Path
 from typing import TextIO
@@ -30,3 +31,14 @@ def has_room(stream: TextIO, timeout_s: float) -> bool:
     except (io.UnsupportedOperation, ValueError):
         return True  # in memory, or closed: then the write itself says so
     return bool(poll.poll(timeout_s * 1000))
+
+
+def available_bytes() -> int:
+    """Memory that the host and the control group still give."""
+    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    assert match is not None, "/proc/meminfo without MemAvailable"
+    available = int(match[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(used.read_text()))
+    return max(available, 0)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from embodyrl.channels.layout import RecordLayout
 from embodyrl.errors import EmbodyError, StaleTicketError
+from embodyrl.files import available_bytes
 
 
 class RecordState(IntEnum):
@@ -85,7 +86,7 @@ class Arena:
             EmbodyError: the host has not enough free memory; says how much is needed.
         """
         _, size = layout.offsets(capacity)
-        available = _available_memory()
+        available = available_bytes()
         if size > available:
             raise EmbodyError(
                 f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "
@@ -188,19 +189,3 @@ class Arena:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def _available_memory() -> int:
-    """Bytes this process may still use: host memory and the limit of its control group."""
-    limits = []
-    with open("/proc/meminfo", encoding="ascii") as f:
-        limits += [int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable")]
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as f:
-            limit = f.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as f:
-            if limit != "max":
-                limits.append(int(limit) - int(f.read()))
-    except FileNotFoundError:
-        pass  # no control group: the host's figure stands
-    return min(limits)

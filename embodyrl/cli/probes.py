@@ -16,6 +16,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from embodyrl.files import available_bytes
+
 _GIB = 2**30
 
 
@@ -51,8 +53,7 @@ def probe_torch() -> Finding:
 
 def probe_memory() -> Finding:
     """Free memory per usable core; a LIBERO worker needs 1 to 2 GiB."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
+    free = available_bytes()
     cores = len(os.sched_getaffinity(0))
     text = f"{free / _GIB:.1f} GiB free, {cores} cores ({free / cores / _GIB:.1f} GiB per core)"
     if free / cores < 1.5 * _GIB:

@@ -27,9 +27,8 @@ def check_layout(root: Path) -> list[str]:
     """Return what is wrong with a data set of ours, one line each; an empty list if nothing is."""
     problems: list[str] = []
     try:
-        card = Card.from_json((root / layout.CARD_PATH).read_text(encoding="utf-8"))
-        rows = read_episodes(root)
-    except (EmbodyError, OSError, KeyError, TypeError, ValueError) as error:
+        card, rows = layout.read_card(root), read_episodes(root)
+    except EmbodyError as error:
         return [f"{root} cannot be read: {error}"]
     for part in (_info, _tasks, _stats, _episodes):
         try:

@@ -74,6 +74,24 @@ class Card:
         return cls(env=EnvSpec(**env, gripper=GripperConvention(**gripper) if gripper else None), **raw)
 
 
+def read_card(root: Path) -> Card:
+    """Read the description of the environment that the data come from.
+
+    Raises:
+        EmbodyError: there is none, so it is no data set that can be trained on here.
+    """
+    path = root / CARD_PATH
+    try:
+        return Card.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        kind = f"no data set of `embodyrl collect` ({CARD_PATH} is missing)" if root.is_dir() else "no folder"
+        raise EmbodyError(f"{root} is {kind}. Collect one: embodyrl collect env=... collect.out={root}.") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise EmbodyError(
+            f"{path} is not usable ({error!r}). Fetch or collect the data set again, or choose another folder."
+        ) from error
+
+
 def image_key(camera: str) -> str:
     """Feature name of a camera."""
     return f"observation.images.{camera}"

@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 from embodyrl.datasets import layout
 from embodyrl.datasets.check import check_layout
 from embodyrl.datasets.frames import decode_mp4, decode_png
-from embodyrl.datasets.layout import Card, image_key
+from embodyrl.datasets.layout import image_key, read_card
 from embodyrl.datasets.writer import paths_of, read_episodes
 from embodyrl.errors import EmbodyError
+from embodyrl.files import available_bytes
 from embodyrl.types import ByteArray, FloatArray, IntArray, Observation
 
 _MEMORY_SHARE = 0.8
@@ -62,24 +63,6 @@ class Demonstrations:
         return Observation(
             images=self.images[steps], state=self.state[steps], instructions=tuple(self.instruction[steps])
         )
-
-
-def read_card(root: Path) -> Card:
-    """Read the description of the environment that the data come from.
-
-    Raises:
-        EmbodyError: there is none, so it is no data set that can be trained on here.
-    """
-    path = root / layout.CARD_PATH
-    try:
-        return Card.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        kind = (
-            "no folder" if not root.is_dir() else f"no data set of `embodyrl collect` ({layout.CARD_PATH} is missing)"
-        )
-        raise EmbodyError(f"{root} is {kind}. Collect one: embodyrl collect env=... collect.out={root}.") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise EmbodyError(f"{path} is not usable ({error!r}). Fetch or collect the data set again.") from error
 
 
 def load_demonstrations(root: Path) -> Demonstrations:
@@ -137,8 +120,7 @@ def _matrix(table: pa.Table, key: str, width: int) -> FloatArray:
 
 
 def _require_memory(root: Path, needed: int) -> None:
-    with open("/proc/meminfo", encoding="ascii") as f:
-        free = next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
+    free = available_bytes()
     if needed > _MEMORY_SHARE * free:
         raise EmbodyError(
             f"{root}: decoded frames need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of memory are free. "

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from embodyrl.datasets import layout
 from embodyrl.datasets.frames import encode_mp4, encode_png
-from embodyrl.datasets.layout import Card, image_key
+from embodyrl.datasets.layout import Card, image_key, read_card
 from embodyrl.datasets.records import Demonstration
 from embodyrl.datasets.statistics import Stats, aggregate, image_stats, vector_stats
 from embodyrl.errors import EmbodyError
@@ -263,10 +263,7 @@ def _join(parts: Sequence[dict[str, Stats]]) -> dict[str, Stats]:
 
 
 def _refuse_other(path: Path, card: Card) -> None:
-    try:
-        found = Card.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise EmbodyError(f"{path} is not usable ({error!r}). Choose another collect.out.") from error
+    found = read_card(path.parents[1])
     if json.loads(found.to_json()) == json.loads(card.to_json()):
         return
     ours, theirs = _flat(card), _flat(found)

@@ -7,8 +7,8 @@ import subprocess
 from dataclasses import dataclass
 
 from embodyrl.config.schema import Precision
-from embodyrl.envs.memory import available_bytes
 from embodyrl.errors import ConfigError
+from embodyrl.files import available_bytes
 from embodyrl.runtime.build import Blueprint, count_gpus
 from embodyrl.runtime.policy_hosts import is_apart
 

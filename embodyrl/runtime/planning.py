@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 from embodyrl.config.schema import Config, EnvSplitConfig
-from embodyrl.envs.memory import available_bytes, tasks_in_memory
+from embodyrl.envs.memory import tasks_in_memory
 from embodyrl.errors import ConfigError
+from embodyrl.files import available_bytes
 from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.episodes import eval_plan, train_plan
 from embodyrl.runtime.memory import GIB, plan_memory, require_memory

@@ -14,6 +14,7 @@ from embodyrl.config.keys import spell
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.schema import Config, ModelConfig
 from embodyrl.datasets import Demonstrations, check_layout, load_demonstrations, read_card
+from embodyrl.datasets.statistics import vector_stats
 from embodyrl.datasets.text import holds_text
 from embodyrl.errors import ConfigError
 from embodyrl.policies import POLICIES
@@ -97,10 +98,8 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
 
 
 def _describe(values: FloatArray) -> dict[str, list[float]]:
-    array = values.astype(np.float64)
-    parts = {"mean": array.mean(0), "std": array.std(0), "max": array.max(0), "min": array.min(0)}
-    parts |= {"q01": np.quantile(array, 0.01, axis=0), "q99": np.quantile(array, 0.99, axis=0)}
-    return {name: part.tolist() for name, part in parts.items()}
+    stats = vector_stats(values)
+    return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
 
 
 def start_model(cfg: Config) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from embodyrl.envs.memory import available_bytes, tasks_in_memory
+from embodyrl.envs.memory import tasks_in_memory
+from embodyrl.files import available_bytes
 
 
 def test_workers_share_the_memory_and_each_holds_at_least_one_task():

@@ -91,7 +91,26 @@ class OpenVlaOftFactory:
             ConfigError: the checkpoint and the environment do not fit together.
             CheckpointError: a JSON file is missing or malformed.
         """
-        return self._spec(cfg, read_config(_folder(cfg)), env, value_dim)
+        config = read_config(_folder(cfg))
+        problems = _mismatches(cfg, config, env)
+        if problems:
+            raise ConfigError(problems)
+        tokens = cfg.num_action_chunks * cfg.action_dim
+        return PolicySpec(
+            name="openvla" if self.autoregressive else "openvla_oft",
+            num_action_chunks=cfg.num_action_chunks,
+            action_dim=cfg.action_dim,
+            tokens_per_chunk=tokens,
+            value_dim=value_dim,
+            num_images=cfg.num_images_in_input,
+            uses_state=cfg.use_proprio,
+            gripper=GripperConvention(open=1.0, closed=0.0),
+            num_parameters=count_parameters(config, self._options(cfg, env, value_dim)),
+            num_trained=adapter_parameters(cfg, config) if cfg.is_lora else None,
+            activation_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens),
+            recomputed_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens, recompute=True),
+            has_logprobs=cfg.action_head == "discrete",
+        )
 
     def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
@@ -106,9 +125,9 @@ class OpenVlaOftFactory:
             raise ConfigError(
                 "model.action_head=diffusion can only be evaluated. To train, use action_head=l1 (sft) or discrete."
             )
-        config = read_config(_folder(cfg))
-        spec = self._spec(cfg, config, request.env, request.value_dim)
-        return OpenVlaOftPolicy(cfg, config, spec, self._options(cfg, request.env, request.value_dim), request)
+        spec = self.spec(cfg, request.env, request.value_dim)
+        options = self._options(cfg, request.env, request.value_dim)
+        return OpenVlaOftPolicy(cfg, read_config(_folder(cfg)), spec, options, request)
 
     def _options(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> OftOptions:
         return OftOptions(
@@ -121,28 +140,6 @@ class OpenVlaOftFactory:
             use_film=cfg.use_film,
             rope_bf16_table=cfg.rope_bf16_table,
             value_dim=value_dim,
-        )
-
-    def _spec(self, cfg: ModelConfig, config: OftConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
-        problems = _mismatches(cfg, config, env)
-        if problems:
-            raise ConfigError(problems)
-        total = count_parameters(config, self._options(cfg, env, value_dim))
-        tokens = cfg.num_action_chunks * cfg.action_dim
-        return PolicySpec(
-            name="openvla" if self.autoregressive else "openvla_oft",
-            num_action_chunks=cfg.num_action_chunks,
-            action_dim=cfg.action_dim,
-            tokens_per_chunk=tokens,
-            value_dim=value_dim,
-            num_images=cfg.num_images_in_input,
-            uses_state=cfg.use_proprio,
-            gripper=GripperConvention(open=1.0, closed=0.0),
-            num_parameters=total,
-            num_trained=adapter_parameters(cfg, config) if cfg.is_lora else None,
-            activation_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens),
-            recomputed_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens, recompute=True),
-            has_logprobs=cfg.action_head == "discrete",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,6 @@ _KNOWN_VITS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-# transformers' LlamaConfig stores only what differs from these.
-_LLAMA_DEFAULTS: dict[str, Any] = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _LLAMA_ONLY: dict[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -80,17 +68,17 @@ class VitSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSpec:
-    """The language model, under the names of its config."""
+    """The language model, under the names of its config, where transformers stores only what differs from these."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    rms_norm_eps: float
-    rope_theta: float
-    bos_token_id: int
-    eos_token_id: int
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    bos_token_id: int = 1
+    eos_token_id: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,15 +211,15 @@ def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
 
 
 def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
-    full = {**_LLAMA_DEFAULTS, **text}
-    expected = {**_LLAMA_ONLY, "num_key_value_heads": full["num_attention_heads"]}
+    spec = LlamaSpec(**{f.name: type(f.default)(text.get(f.name, f.default)) for f in fields(LlamaSpec)})
+    expected = {**_LLAMA_ONLY, "num_key_value_heads": spec.num_attention_heads}
     for name, only in expected.items():
         if text.get(name, only) != only:
             raise CheckpointError(
                 f"{where}: text_config.{name} is {text[name]!r}; OpenVLA-OFT's Llama-2 has {only!r}. "
                 f"This language model is not supported; pick a checkpoint with a Llama-2 backbone."
             )
-    return LlamaSpec(**{name: type(default)(full[name]) for name, default in _LLAMA_DEFAULTS.items()})
+    return spec
 
 
 def _read_vit(name: str, image_size: int, folder: Path) -> VitSpec:

@@ -50,7 +50,8 @@ def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy:
     """Noise [B, K, A] in a noisy chunk at a training step; the images and the state enter through `prefix`."""
     assert model.action_head is not None
     assert model.noisy_action_projector is not None
-    slots = model.noisy_action_projector(noisy.to(prefix.dtype))
+    # Each scalar becomes the embedding of its action position.
+    slots = model.noisy_action_projector(noisy.to(prefix.dtype).flatten(1)[..., None])
     time = time_embedding(step, prefix.shape[-1]).to(prefix).expand(len(prefix), 1, -1)
     hidden = model.action_hidden(torch.cat([prefix, time], dim=1), inputs, slots)
     return model.action_head(hidden).float()

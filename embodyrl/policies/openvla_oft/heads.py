@@ -67,19 +67,6 @@ class DiffusionHead(nn.Module):
         return self.noise_predictor["mlp_resnet"](hidden)
 
 
-class NoisyActionProjector(nn.Module):
-    """Each scalar of the noisy chunk becomes the embedding of its action position."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(1, width)
-        self.fc2 = nn.Linear(width, width)
-
-    def forward(self, noisy: Tensor) -> Tensor:
-        """Map [B, K, A] to [B, L, D]."""
-        return self.fc2(F.gelu(self.fc1(noisy.flatten(1)[..., None])))
-
-
 def time_embedding(step: int, width: int) -> Tensor:
     """Sinusoidal embedding [D] of a diffusion step: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
     half = width // 2

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from embodyrl.policies.openvla_oft.components import COMPONENTS, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
-from embodyrl.policies.openvla_oft.heads import DiffusionHead, L1Head, NoisyActionProjector
+from embodyrl.policies.openvla_oft.heads import DiffusionHead, L1Head
 from embodyrl.policies.openvla_oft.llama import LanguageModel, RmsNorm
-from embodyrl.policies.openvla_oft.vision import LayerScale, Projector, VisionBackbone
+from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 
 BODY = ("projector", "language_model", *(name for name in COMPONENTS if name != VALUE_HEAD))
 """All parts but the value head."""
@@ -37,19 +37,6 @@ class ValueHead(nn.Module):
         """Map [B, D] to [B, V]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.mlp(hidden.float())
-
-
-class ProprioProjector(nn.Module):
-    """Two linear layers from the normalised proprioception to one token of the language model, exact GELU between."""
-
-    def __init__(self, state_dim: int, width: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(state_dim, width)
-        self.fc2 = nn.Linear(width, width)
-
-    def forward(self, state: Tensor) -> Tensor:
-        """Map [B, S] to [B, D]."""
-        return self.fc2(F.gelu(self.fc1(state)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +67,7 @@ class OpenVlaOft(nn.Module):
         self.vision_backbone = VisionBackbone(config.towers, width if options.use_film else 0)
         self.projector = Projector(sum(t.width for t in config.towers), width)
         self.language_model = LanguageModel(config.llama, rope_bf16_table=options.rope_bf16_table)
-        self.proprio_projector = ProprioProjector(options.state_dim, width) if options.state_dim else None
+        self.proprio_projector = Mlp(options.state_dim, width, width) if options.state_dim else None
         self.value_head = ValueHead(width, options.value_dim) if options.value_dim else None
         self.action_head: nn.Module | None = None
         self.noisy_action_projector: nn.Module | None = None
@@ -88,7 +75,7 @@ class OpenVlaOft(nn.Module):
             self.action_head = L1Head(options.action_dim, width)
         elif options.action_head == "diffusion":
             self.action_head = DiffusionHead(options.action_dim, width)
-            self.noisy_action_projector = NoisyActionProjector(width)
+            self.noisy_action_projector = Mlp(1, width, width)
 
     def forward(
         self, inputs: ModelInputs, tokens: Tensor | None = None, *, whole_vocabulary: bool = False

@@ -54,16 +54,12 @@ class OpenVlaOftPolicy:
         self._model = build_module(cfg, config, options, request)
         self.module: nn.Module = self._model
         self._forward = torch.compile(self._model) if cfg.compile else self._model
+        self._cfg, self._env = cfg, request.env
         self._config = config
         self._options = options
-        self._diffusion_steps = cfg.num_diffusion_steps_inference
         self._temperature = request.temperature
         self._device = torch.device(request.device)
         self._chunk = spec.num_action_chunks, spec.action_dim
-        self._rotation_deg = request.env.image_rotation_deg
-        self._pipeline = cfg.image_pipeline
-        self._keys = (cfg.unnorm_key, request.env.unnorm_key)
-        self._normalization = cfg.action_normalization
         self._adopt(config)
         self._actions = ActionTokenizer(vocab_end=config.action_vocab_end, n_bins=config.n_bins)
         self._prompts = PromptEncoder(
@@ -171,11 +167,10 @@ class OpenVlaOftPolicy:
 
     def _adopt(self, config: OftConfig) -> None:
         """Take the statistics of a folder, and the small files that are saved beside the weights."""
-        data_set = config.statistics.find(*self._keys)
-        self._bounds = config.statistics.bounds(data_set, "action", self._normalization)
-        self._state_bounds = (
-            config.statistics.bounds(data_set, "proprio", self._normalization) if self.spec.uses_state else None
-        )
+        statistics, kind = config.statistics, self._cfg.action_normalization
+        data_set = statistics.find(self._cfg.unnorm_key, self._env.unnorm_key)
+        self._bounds = statistics.bounds(data_set, "action", kind)
+        self._state_bounds = statistics.bounds(data_set, "proprio", kind) if self.spec.uses_state else None
         self._side_files = read_side_files(config.folder)
 
     def _run(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor]:
@@ -208,7 +203,7 @@ class OpenVlaOftPolicy:
             # The ends of the interval would become infinite.
             gaussian = torch.special.ndtri(drawn.double().clamp(1e-6, 1 - 1e-6)).float()
             start = gaussian.expand(shape) if uniform is None else gaussian.reshape(shape)
-            normalised = denoise(self._model, inputs, start, self._diffusion_steps)
+            normalised = denoise(self._model, inputs, start, self._cfg.num_diffusion_steps_inference)
         count, length = shape[0], self.spec.tokens_per_chunk
         return PolicyOutput(
             actions=unnormalise(normalised.double().cpu().numpy(), self._bounds),
@@ -220,8 +215,8 @@ class OpenVlaOftPolicy:
     def _inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(
             obs.images[:, : self.spec.num_images],
-            rotation_deg=self._rotation_deg,
-            pipeline=self._pipeline,
+            rotation_deg=self._env.image_rotation_deg,
+            pipeline=self._cfg.image_pipeline,
             size=self._config.image_size,
             norms=self._config.pixel_norms,
             device=self._device,

@@ -40,12 +40,12 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, exact GELU, linear."""
+    """Linear, exact GELU, linear; in the towers, and as projector of what else becomes tokens."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
+        self.fc1 = nn.Linear(inputs, hidden)
+        self.fc2 = nn.Linear(hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x)))
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.attn = Attention(spec)
         self.ls1 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.mlp = Mlp(spec.width, spec.mlp_hidden)
+        self.mlp = Mlp(spec.width, spec.mlp_hidden, spec.width)
         self.ls2 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
 
     def forward(self, x: Tensor, language: Tensor | None) -> Tensor:
@@ -114,7 +114,7 @@ class AttentionPool(nn.Module):
         self.kv = nn.Linear(spec.width, 2 * spec.width)
         self.proj = nn.Linear(spec.width, spec.width)
         self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.mlp = Mlp(spec.width, spec.mlp_hidden)
+        self.mlp = Mlp(spec.width, spec.mlp_hidden, spec.width)
 
 
 class Vit(nn.Module):
