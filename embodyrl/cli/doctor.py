@@ -5,18 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import platform
+from collections.abc import Sequence
 from pathlib import Path
 
+from embodyrl import __version__
 from embodyrl.cli import probes
 from embodyrl.cli.probes import Finding
 from embodyrl.cli.rendering import probe_rendering, probe_video, probe_vulkan
+from embodyrl.cli.runs import run_folders
 from embodyrl.config.load import load_config
 from embodyrl.config.schema import Config
 from embodyrl.errors import ConfigError
+from embodyrl.monitor.history import read_history
+from embodyrl.monitor.report.tables import changed_settings
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; 3 if anything fails."""
+    if args.json and args.report:
+        raise ConfigError("--report is text for people; leave out --json, or --report.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
     folders = [Path(cfg.runner.output_dir), Path(cfg.video_cfg.base_dir)]
     findings = [
@@ -33,15 +41,25 @@ def doctor(args: argparse.Namespace) -> int:
     ]
     failed = sum(f.level == "FAIL" for f in findings)
     warned = sum(f.level == "warn" for f in findings)
+    lines = [f"  {f.level:<4}  {f.name}: {f.text}" + (f"\n        fix: {f.fix}" if f.fix else "") for f in findings]
+    lines.append(f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}")
     if args.json:
         summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(f) for f in findings]}
         print(json.dumps(summary, indent=2))
-    for finding in [] if args.json else findings:
-        fix = f"\n        fix: {finding.fix}" if finding.fix else ""
-        print(f"  {finding.level:<4}  {finding.name}: {finding.text}{fix}")
-    if not args.json:
-        print(f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}")
+    elif args.report:
+        print("\n".join(_bug_report(folders[0], lines)))
+    else:
+        print("\n".join(lines))
     return 3 if failed else 0
+
+
+def _bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
+    """The findings and what the newest run was started with, as one block of Markdown."""
+    text = [f"embodyrl {__version__} on {platform.platform()}", "", "```text", *lines, "```"]
+    for run in run_folders(runs)[:1]:
+        settings = [f"{key}={value}" for key, value, _ in changed_settings(read_history(run).config)]
+        text += ["", f"Newest run, {run}:", "", "```text", *settings, "```"]
+    return text
 
 
 def _probe_config(cfg: Config) -> list[Finding]:

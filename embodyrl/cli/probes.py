@@ -43,7 +43,7 @@ def probe_torch() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         reason = str(error).splitlines()[0]
-        return Finding("torch", "FAIL", f"cannot be imported: {reason}", "pip install 'torch>=2.11'")
+        return Finding("torch", "FAIL", f"cannot be imported: {reason}", "pip install --upgrade torch")
     if not torch.cuda.is_available():
         return Finding("torch", "ok", f"{torch.__version__}, CPU only")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

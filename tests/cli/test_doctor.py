@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from embodyrl import __version__
 from embodyrl.cli import probes
 from embodyrl.cli.rendering import probe_rendering, probe_video
+from embodyrl.config.load import load_config, save_config
 
 DOCTOR = [sys.executable, "-m", "embodyrl.cli.main", "doctor", "--json"]
 
@@ -27,6 +30,23 @@ def test_report_as_json_in_a_process(tmp_path: Path) -> None:
     assert report["failed"] == sum(level == "FAIL" for level in [f["level"] for f in report["findings"]])
     assert all(f["fix"] for f in report["findings"] if f["level"] != "ok")
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+
+
+def test_block_for_a_bug_report_names_machine_and_newest_run(tmp_path: Path) -> None:
+    save_config(load_config("train", ["seed=7", "env=libero_10"]), _folder(tmp_path / "runs" / "a") / "config.yaml")
+    done = subprocess.run([*DOCTOR[:-1], "--report"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(f"embodyrl {__version__} on {platform.platform()}")
+    assert f"python: {platform.python_version()}" in done.stdout
+    assert "Newest run, runs/a:" in done.stdout
+    settings = done.stdout.rpartition("```text\n")[2].splitlines()
+    assert "seed=7" in settings
+    assert "env.task_suite_name=libero_10" in settings
+    assert not any(line.startswith("runner.output_dir=") for line in settings), "defaults say nothing"
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    return path
 
 
 def test_wrong_override_is_a_usage_error(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ SURFACE = {
     "completion": set(),
     "list": {"--json", "--config-dir"},
     "show": {"--json", "--config-dir"},
-    "doctor": {"--json", "--config-dir"},
+    "doctor": {"--json", "--report", "--config-dir"},
     "check-env": {"--json", "--config-dir"},
     "new": set(),
     "migrate": {"--from", "--to", "--json"},

@@ -12,13 +12,13 @@ from pathlib import Path
 import jinja2
 
 from embodyrl import __version__
-from embodyrl.config.keys import all_keys, plain, spell
+from embodyrl.config.keys import spell
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_history
 from embodyrl.monitor.intervals import Rate, mcnemar
 from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
-from embodyrl.monitor.report.tables import curve, differing, flat, paired, rate_of
+from embodyrl.monitor.report.tables import changed_settings, curve, differing, paired, rate_of
 from embodyrl.monitor.timing import PHASES, Phase, duration, step_seconds, time_tree
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -119,11 +119,6 @@ def _view(history: History) -> RunView:
         text = path.read_text(encoding="utf-8", errors="replace")
         if "Traceback (most recent call last)" in text:
             tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
-    settings = [
-        (name, spell(value), spell(key.default))
-        for name, value in flat(history.config).items()
-        if (key := all_keys().get(name)) and value != plain(key.default)
-    ]
     return RunView(
         history=history,
         tiles=_tiles(history, steps),
@@ -132,7 +127,7 @@ def _view(history: History) -> RunView:
         faults=[line for line in events if _TROUBLE.search(line)],
         tails=tails,
         failed=[e for e in last if not e.success_once][:_MAX_FAILED],
-        settings=settings,
+        settings=changed_settings(history.config),
         yaml=history.text("config.yaml"),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from embodyrl.config.keys import all_keys, plain, spell
 from embodyrl.monitor.history import EpisodeRow, Evaluation, History
 from embodyrl.monitor.intervals import Rate, wilson
 from embodyrl.monitor.report.charts import Line
@@ -45,6 +46,16 @@ def curve(history: History, metric: str, label: str, color: int) -> Line:
             if per_point > 1:
                 band.append((step, min(values), max(values)))
     return Line(label=label, points=points, band=band, color=color)
+
+
+def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Key, value and default of what a saved config sets otherwise, as they are typed."""
+    keys = all_keys()
+    return [
+        (name, spell(value), spell(keys[name].default))
+        for name, value in flat(config).items()
+        if name in keys and value != plain(keys[name].default)
+    ]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
