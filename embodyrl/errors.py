@@ -27,6 +27,12 @@ class MissingDependencyError(ConfigError):
     """An optional package or system library is not installed."""
 
 
+class CheckFailedError(EmbodyError):
+    """`doctor` or `check-env` found a problem."""
+
+    exit_code = 3
+
+
 class EnvError(EmbodyError, ValueError):
     """An environment broke its contract (shape, dtype, non-finite value)."""
 

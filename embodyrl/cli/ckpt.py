@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore, size_bytes
+from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.registry import closest
@@ -39,13 +40,12 @@ def _ls(args: argparse.Namespace) -> int:
         }
         for step in store.steps()
     ]
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    elif not rows:
-        print(f"no complete checkpoint in {store.root}/")
-    for row in [] if args.json else rows:
-        size = f"{row['bytes'] / 2**20:.1f} MiB"
-        print(f"{row['step']:>8}  {row['created']}  {size:>12}  {'best' if row['best'] else '    '}  {row['path']}")
+    lines = [
+        f"{row['step']:>8}  {row['created']}  {row['bytes'] / 2**20:>8.1f} MiB  {'best' if row['best'] else '    '}  "
+        f"{row['path']}"
+        for row in rows
+    ]
+    show_result(args, rows, lines or [f"no complete checkpoint in {store.root}/"])
     return 0
 
 
@@ -57,11 +57,10 @@ def _verify(args: argparse.Namespace) -> int:
             store.verify(store.path(step))
         except CheckpointError as error:
             problems.append({"path": str(store.path(step)), "problem": str(error)})
-    if args.json:
-        print(json.dumps({"checked": [str(store.path(step)) for step in steps], "problems": problems}, indent=2))
-    else:
-        broken = {problem["path"] for problem in problems}
-        print("\n".join(f"{'FAIL' if str(store.path(s)) in broken else 'ok':<4}  {store.path(s)}" for s in steps))
+    checked = [str(store.path(step)) for step in steps]
+    broken = {problem["path"] for problem in problems}
+    lines = (f"{'FAIL' if path in broken else 'ok':<4}  {path}" for path in checked)
+    show_result(args, {"checked": checked, "problems": problems}, lines)
     if problems:
         raise CheckpointError("\n".join(problem["problem"] for problem in problems))
     return 0
@@ -72,7 +71,7 @@ def _export(args: argparse.Namespace) -> int:
     from embodyrl.runtime.export import export
 
     out = export(store.root.parent, steps[-1], Path(args.words[2]))
-    print(json.dumps({"path": str(out)}) if args.json else f"exported {store.path(steps[-1])} to {out}")
+    show_result(args, {"path": out}, [f"exported {store.path(steps[-1])} to {out}"])
     return 0
 
 

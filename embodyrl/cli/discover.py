@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.config import tree
 from embodyrl.config.keys import all_keys, branches, leaves, plain, spell, suggest_key
@@ -33,7 +33,7 @@ def list_things(args: argparse.Namespace) -> int:
         rows = [{"name": name, "about": tree.one_line(file)} for name, file in found.items()]
         width = max(map(len, found))
         lines = [f"{row['name']:<{width}}  {row['about']}" for row in rows]
-    print(json.dumps(rows, indent=2) if args.json else "\n".join(lines))
+    show_result(args, rows, lines)
     return 0
 
 
@@ -54,18 +54,14 @@ def show(args: argparse.Namespace) -> int:
         raise ConfigError(f"nothing to show for '{group}'.{suggest_key(group)} One of: train, {tops}, or a key.")
     cfg = dict(leaves(load_config("train", overrides, config_dirs=args.config_dir)))
     origin = sources("train", overrides, config_dirs=args.config_dir)
-    rows = []
+    rows, lines = [], []
     for name in names:
         key = all_keys()[name]
         # A free mapping may have been set through one of its entries.
         places = [place for at, place in origin.items() if at == name or at.startswith(f"{name}.")]
         row = {"key": name, "type": key.type_text, "value": plain(cfg[name]), "default": plain(key.default)}
         rows.append(row | {"doc": key.doc, "source": places[-1] if places else "schema default"})
-    if args.json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    for row in rows:
         changed = "" if row["value"] == row["default"] else f" (default {spell(row['default'])})"
-        print(f"{row['key']}: {row['type']} = {spell(row['value'])}{changed}  [{row['source']}]")
-        print(f"    {row['doc']}")
+        lines += [f"{name}: {key.type_text} = {spell(cfg[name])}{changed}  [{rows[-1]['source']}]", f"    {key.doc}"]
+    show_result(args, rows, lines)
     return 0

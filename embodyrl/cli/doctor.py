@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 
 from embodyrl import __version__
 from embodyrl.cli import probes
+from embodyrl.cli.output import show_result
 from embodyrl.cli.probes import Finding
 from embodyrl.cli.rendering import probe_rendering, probe_video, probe_vulkan
 from embodyrl.cli.runs import run_folders
@@ -43,17 +43,12 @@ def doctor(args: argparse.Namespace) -> int:
     warned = sum(f.level == "warn" for f in findings)
     lines = [f"  {f.level:<4}  {f.name}: {f.text}" + (f"\n        fix: {f.fix}" if f.fix else "") for f in findings]
     lines.append(f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}")
-    if args.json:
-        summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(f) for f in findings]}
-        print(json.dumps(summary, indent=2))
-    elif args.report:
-        print("\n".join(_bug_report(folders[0], lines)))
-    else:
-        print("\n".join(lines))
+    summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(f) for f in findings]}
+    show_result(args, summary, bug_report(folders[0], lines) if args.report else lines)
     return 3 if failed else 0
 
 
-def _bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
+def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
     """The findings and what the newest run was started with, as one block of Markdown."""
     text = [f"embodyrl {__version__} on {platform.platform()}", "", "```text", *lines, "```"]
     for run in run_folders(runs)[:1]:

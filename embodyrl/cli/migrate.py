@@ -11,7 +11,7 @@ import json
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
@@ -24,6 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from embodyrl.cli.output import show_result
 from embodyrl.config.keys import all_keys, spell
 from embodyrl.config.load import load_config
 from embodyrl.errors import ConfigError
@@ -83,17 +84,16 @@ def migrate(args: argparse.Namespace) -> int:
     write_atomically(experiment, experiment_text(result, source.name))
     report = experiment.with_suffix(".md")
     write_atomically(report, report_text(result, source.name))
-    if args.json:
-        keys = [dataclasses.asdict(verdict) for verdict in result.verdicts]
-        print(json.dumps({"system": result.system, "counts": result.counts, "keys": keys}, default=str))
-        return 0
-    print(f"{source} is a {result.system} config with {len(result.verdicts)} keys:")
-    for state, count in result.counts.items():
-        print(f"  {state:<12} {count}")
-    print(f"config  {experiment}\naccount {report}")
-    for text in result.to_mend:
-        print(f"mend    {text}")
-    print(f"try it  embodyrl train experiment={name} --config-dir {out} --dry-run")
+    keys = [dataclasses.asdict(verdict) for verdict in result.verdicts]
+    lines = (
+        f"{source} is a {result.system} config with {len(result.verdicts)} keys:",
+        *(f"  {state:<12} {count}" for state, count in result.counts.items()),
+        f"config  {experiment}",
+        f"account {report}",
+        *(f"mend    {text}" for text in result.to_mend),
+        f"try it  embodyrl train experiment={name} --config-dir {out} --dry-run",
+    )
+    show_result(args, {"system": result.system, "counts": result.counts, "keys": keys}, lines)
     return 0
 
 
@@ -192,12 +192,11 @@ def translate(source: Mapping[str, Any], system: str | None = None) -> Migration
     sizes: dict[str, float] = {}
     for key, value in source.items():
         state, entry = _find(table, key)
-        if any(fnmatchcase(key, pattern) for group in kind.get("skip", ()) for pattern in _braces(group)):
-            note = f"the config is a {kind['name']} one, which does not look at this key"
-            result.verdicts.append(Verdict(key=key, value=value, state="not needed", note=note))
+        if _fits(key, kind.get("skip", ())):
+            state, entry = "not needed", f"the config is a {kind['name']} one, which does not look at this key"
         elif state == "unsupported" and value in OFF:
-            result.verdicts.append(Verdict(key=key, value=value, state="not needed", note=f"off; else: {entry}"))
-        elif state == "mapped":
+            state, entry = "not needed", f"off; else: {entry}"
+        if state == "mapped":
             result.verdicts.append(_apply(key, source, entry, result, sizes))
         else:
             result.verdicts.append(Verdict(key=key, value=value, state=state, note=entry))
@@ -212,9 +211,13 @@ def _find(table: Mapping[str, Any], key: str) -> tuple[str, Any]:
         return "mapped", table["keys"][key]
     for state in ("not needed", "unsupported"):
         for why, patterns in table[state].items():
-            if any(fnmatchcase(key, pattern) for group in patterns for pattern in _braces(group)):
+            if _fits(key, patterns):
                 return state, why
     return "unknown", f"the reference of {table['name']} has no such key"
+
+
+def _fits(key: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(key, part) for pattern in patterns for part in _braces(pattern))
 
 
 def _braces(pattern: str) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
+from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
 from embodyrl.errors import ConfigError
 
@@ -22,10 +22,7 @@ def report(args: argparse.Namespace) -> int:
         lines = write_report(runs, out)
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another place with --out FILE.") from error
-    if args.json:
-        print(json.dumps({"page": str(out), "summary": lines}, indent=2))
-    else:
-        print("\n".join((*lines, f"page  {out}")))
+    show_result(args, {"page": out, "summary": lines}, (*lines, f"page  {out}"))
     if args.open:
         import webbrowser
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,13 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
         if saved["runner"]["experiment_name"] == experiment_name and (folder / "checkpoints").is_dir():
             return folder
     return None
+
+
+def is_running(run: Path) -> bool:
+    """Whether the process that its lock names still lives; one that was killed leaves the file behind."""
+    lock = run / "lock"
+    found = re.match(r"process (\d+) on (.*)", lock.read_text(encoding="utf-8")) if lock.is_file() else None
+    return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
 
 
 def find_run(word: str) -> Path:

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from embodyrl.cli.runs import find_run
+from embodyrl.cli.runs import find_run, is_running
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 
@@ -26,7 +26,7 @@ def view(args: argparse.Namespace) -> int:
         Console().print(picture(read_history(run)))
         return 0
     with Live(picture(read_history(run)), auto_refresh=False) as live:
-        while (run / "lock").exists():
+        while is_running(run):
             time.sleep(1.0)
             live.update(picture(read_history(run)), refresh=True)
     return 0

@@ -26,6 +26,7 @@ from embodyrl.config.keys import Key, all_keys, branches, free_parent, spell, su
 from embodyrl.config.schema import Config
 from embodyrl.config.validate import find_conflicts, find_invalid
 from embodyrl.errors import ConfigError
+from embodyrl.files import write_atomically
 from embodyrl.registry import closest
 
 
@@ -102,7 +103,7 @@ def load_saved_config(path: Path, overrides: Sequence[str]) -> Config:
 
 def save_config(cfg: Config, path: Path) -> None:
     """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
-    path.write_text(dump_config(cfg), encoding="utf-8")
+    write_atomically(path, dump_config(cfg))
 
 
 def dump_config(cfg: Config) -> str:

@@ -12,6 +12,8 @@ import pytest
 
 from embodyrl import __version__
 from embodyrl.cli import probes
+from embodyrl.cli.doctor import bug_report
+from embodyrl.cli.main import main
 from embodyrl.cli.rendering import probe_rendering, probe_video
 from embodyrl.config.load import load_config, save_config
 
@@ -33,20 +35,22 @@ def test_report_as_json_in_a_process(tmp_path: Path) -> None:
 
 
 def test_block_for_a_bug_report_names_machine_and_newest_run(tmp_path: Path) -> None:
-    save_config(load_config("train", ["seed=7", "env=libero_10"]), _folder(tmp_path / "runs" / "a") / "config.yaml")
-    done = subprocess.run([*DOCTOR[:-1], "--report"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith(f"embodyrl {__version__} on {platform.platform()}")
-    assert f"python: {platform.python_version()}" in done.stdout
-    assert "Newest run, runs/a:" in done.stdout
-    settings = done.stdout.rpartition("```text\n")[2].splitlines()
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    save_config(load_config("train", ["seed=7", "env=libero_10"]), run / "config.yaml")
+    block = bug_report(tmp_path / "runs", ["  ok    python: 3"])
+    assert block[0] == f"embodyrl {__version__} on {platform.platform()}"
+    assert "  ok    python: 3" in block
+    settings = block[block.index(f"Newest run, {run}:") :]
     assert "seed=7" in settings
     assert "env.task_suite_name=libero_10" in settings
     assert not any(line.startswith("runner.output_dir=") for line in settings), "defaults say nothing"
+    assert len(bug_report(tmp_path / "none", [])) == 4
 
 
-def _folder(path: Path) -> Path:
-    path.mkdir(parents=True)
-    return path
+def test_the_block_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--report"]) == 2
+    assert "leave out --json" in capsys.readouterr().err
 
 
 def test_wrong_override_is_a_usage_error(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ import yaml
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
+from embodyrl.cli.runs import is_running
 from embodyrl.config import tree
+from embodyrl.runtime.rundir import _take
 
 
 def embodyrl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -159,6 +162,21 @@ def test_list_runs_reads_their_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["list", "runs", f"runner.output_dir={tmp_path}", "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)
     assert [(r["id"], r["step"], r["success"]) for r in runs] == [("b", 2, 0.25), ("a", None, None)]
+
+
+def test_a_run_whose_process_was_killed_is_not_running(tmp_path: Path) -> None:
+    run = saved_config(tmp_path / "a")
+    assert not is_running(run)
+    os.close(_take(run / "lock", run))
+    assert is_running(run), "the lock names this process"
+    with subprocess.Popen(["sleep", "600"]) as other:
+        (run / "lock").write_text(f"process {other.pid} on {socket.gethostname()}")
+        assert is_running(run)
+        other.kill()
+        other.wait()
+        assert not is_running(run)
+        (run / "lock").write_text(f"process {other.pid} on another-host")
+        assert is_running(run), "what lives there cannot be seen from here"
 
 
 def test_list_says_what_each_option_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -200,7 +200,10 @@ def test_saved_config_round_trips(tmp_path: Path) -> None:
     cfg = load_config(
         "train", ["algorithm=ppo", "custom.x={a: [1, null]}", "env.train.task_ids=[2,0]", "model.precision=bf16"]
     )
+    (tmp_path / "config.yaml").touch()
+    before = (tmp_path / "config.yaml").stat().st_ino
     save_config(cfg, tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").stat().st_ino != before, "replaced as a whole, never rewritten in place"
     assert load_saved_config(tmp_path, []) == cfg
     changed = load_saved_config(tmp_path / "config.yaml", ["seed=9"])
     differences = [(a, b) for a, b in zip(leaves(cfg), leaves(changed), strict=True) if a != b]
