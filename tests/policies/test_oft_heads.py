@@ -150,7 +150,7 @@ def test_diffusion_head(official, golden):
         actions = decoding.denoise(module, batch, want["noise"], 10)
         time = heads.time_embedding(steps[0], 16)[None, None]
         embeddings, _, _ = module.embed(
-            torch.cat([prefix, time], dim=1), batch, module.noisy_action_projector(want["noise"])
+            torch.cat([prefix, time], dim=1), batch, module.noisy_action_projector(want["noise"].flatten(1)[..., None])
         )
     close(embeddings, want["first_step_llm_inputs_embeds"], 1e-5)
     close(first, want["first_step_noise_pred"], 1e-5)
