@@ -105,7 +105,7 @@ def _leave(worker: Worker | None, code: int) -> None:
         if worker is not None:
             worker.close()
         # Named semaphores of libraries (progress bars have one) would outlive the process.
-        util._run_finalizers(0)
+        util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -211,7 +211,8 @@ def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
 
 
 def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
-    spec = LlamaSpec(**{f.name: type(f.default)(text.get(f.name, f.default)) for f in fields(LlamaSpec)})
+    values: dict[str, Any] = {f.name: type(f.default)(text.get(f.name, f.default)) for f in fields(LlamaSpec)}
+    spec = LlamaSpec(**values)
     expected = {**_LLAMA_ONLY, "num_key_value_heads": spec.num_attention_heads}
     for name, only in expected.items():
         if text.get(name, only) != only:
