@@ -8,9 +8,10 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from embodyrl.config import components, schema
 from embodyrl.registry import closest
@@ -113,6 +114,14 @@ def leaves(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from leaves(value, f"{prefix}{item.name}.")
         else:
             yield prefix + item.name, value
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
 
 
 def lookup(node: object, name: str) -> object:

@@ -219,17 +219,17 @@ def _compose(
     assert isinstance(raw, dict)
     chosen = {**tree.default_options(command), **groups}
     label = ", ".join(f"{g}={o}" for g, o in chosen.items() if o is not None)
-    return list(_flatten({str(k): v for k, v in raw.items()}, "", f"in {label}: "))
+    return list(_flatten(raw, "", f"in {label}: "))
 
 
-def _flatten(raw: Mapping[str, Any], prefix: str, where: str) -> Iterator[_Setting]:
+def _flatten(raw: Mapping[Any, Any], prefix: str, where: str) -> Iterator[_Setting]:
     for key, value in raw.items():
         yield from _flatten_value(f"{prefix}{key}", value, where)
 
 
 def _flatten_value(name: str, value: Any, where: str) -> Iterator[_Setting]:
     if isinstance(value, Mapping) and name in branches():
-        yield from _flatten({str(k): v for k, v in value.items()}, f"{name}.", where)
+        yield from _flatten(value, f"{name}.", where)
     else:
         yield _Setting(name, value, where)
 
@@ -301,7 +301,7 @@ def _is_loose(key: Key, value: object) -> bool:
     return key.base is str and isinstance(value, bool)
 
 
-def _read_plain_yaml(file: Path) -> dict[str, Any]:
+def _read_plain_yaml(file: Path) -> dict[Any, Any]:
     """Read YAML that holds nothing but mappings, lists and scalars.
 
     Raises:
@@ -319,4 +319,4 @@ def _read_plain_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")
-    return {str(k): v for k, v in raw.items()}
+    return raw

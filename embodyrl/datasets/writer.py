@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from embodyrl.config.keys import flat
 from embodyrl.datasets import layout
 from embodyrl.datasets.frames import encode_mp4, encode_png
 from embodyrl.datasets.layout import Card, image_key, read_card
@@ -48,7 +49,7 @@ class DatasetWriter:
         self._open()
         self._episodes = read_episodes(root)
         self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
-        self._stats = self._sum_up(self._episodes)
+        self._stats = _join([_stats_of(row) for row in self._episodes])
         self._files = 1 + max((_number(row) for row in self._episodes), default=-1)
         self._batch: list[Future[_Pending]] = []
         self._batch_bytes = 0
@@ -96,8 +97,7 @@ class DatasetWriter:
         self._write_parquet(layout.EPISODES_PATH.format(**place), pa.Table.from_pylist(rows))
         self._files += 1
         self._episodes += rows
-        parts = [p.stats for p in batch]
-        self._stats = _join([self._stats, *parts] if self._stats else parts)
+        self._stats = _join([part for part in (self._stats, *(p.stats for p in batch)) if part])
         self._write_summary()
 
     def close(self) -> None:
@@ -215,9 +215,6 @@ class DatasetWriter:
         row[f"{layout.OWN}return"] = float(d.reward.sum())
         return row
 
-    def _sum_up(self, episodes: Sequence[dict[str, Any]]) -> dict[str, Stats]:
-        return _join([_stats_of(row) for row in episodes]) if episodes else {}
-
 
 def read_episodes(root: Path) -> list[dict[str, Any]]:
     """Read the table of episodes, in order; empty if there is none.
@@ -259,22 +256,15 @@ def _stats_of(row: dict[str, Any]) -> dict[str, Stats]:
 
 
 def _join(parts: Sequence[dict[str, Stats]]) -> dict[str, Stats]:
-    return {key: aggregate([part[key] for part in parts]) for key in parts[0]}
+    return {key: aggregate([part[key] for part in parts]) for key in (parts[0] if parts else ())}
 
 
 def _refuse_other(path: Path, card: Card) -> None:
     found = read_card(path.parents[1])
-    if json.loads(found.to_json()) == json.loads(card.to_json()):
-        return
-    ours, theirs = _flat(card), _flat(found)
-    name = next(key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key))
-    raise EmbodyError(
-        f"{path.parents[1]} was collected in another way: its {name} is {theirs.get(name)!r}, now it is "
-        f"{ours.get(name)!r}. Use the same settings to continue it, or choose another collect.out."
-    )
-
-
-def _flat(card: Card) -> dict[str, Any]:
-    raw = json.loads(card.to_json())
-    flat = {key: value for key, value in raw.items() if not isinstance(value, dict)}
-    return flat | {f"{group}.{key}": value for group in ("env", "collected") for key, value in raw[group].items()}
+    ours, theirs = (flat(json.loads(each.to_json())) for each in (card, found))
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise EmbodyError(
+                f"{path.parents[1]} was collected in another way: its {name} is {theirs.get(name)!r}, now it is "
+                f"{ours.get(name)!r}. Use the same settings to continue it, or choose another collect.out."
+            )

@@ -57,18 +57,18 @@ class Fanout(Monitor):
         Raises:
             ConfigError: a backend failed to start; those opened before it are closed again.
         """
-        opened: list[Monitor] = []
+        opened: dict[str, Monitor] = {}
         for name, monitor in self._monitors.items():
             try:
                 monitor.open(run_dir, info)
             except Exception as error:
-                for earlier in opened:
-                    earlier.close()
+                self._monitors = opened
+                self.close()
                 raise ConfigError(
                     f"runner.logger.backends: '{name}' cannot start in {run_dir}: {_one_line(error)} "
                     f"Fix this, or leave '{name}' out of the list."
                 ) from error
-            opened.append(monitor)
+            opened[name] = monitor
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._each(lambda monitor: monitor.log(step, metrics))

@@ -49,6 +49,12 @@ def test_a_backend_that_cannot_start_is_fatal_with_the_cure(tmp_path: Path):
     assert late.calls == []
 
 
+def test_what_fails_while_it_is_closed_again_does_not_hide_the_cause(tmp_path: Path):
+    fanout = Fanout({"early": Plugin("close"), "hosted": Plugin("open")})
+    with pytest.raises(ConfigError, match="'hosted' cannot start"):
+        fanout.open(tmp_path, RunInfo(run_id="r"))
+
+
 @pytest.mark.parametrize("breaks_at", ["log", "video", "text", "close"])
 def test_a_backend_that_fails_later_is_dropped_with_one_warning(
     breaks_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

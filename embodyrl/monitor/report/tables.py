@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from embodyrl.config.keys import all_keys, plain, spell
+from embodyrl.config.keys import all_keys, flat, plain, spell
 from embodyrl.monitor.history import EpisodeRow, Evaluation, History
 from embodyrl.monitor.intervals import Rate, wilson
 from embodyrl.monitor.report.charts import Line
@@ -56,14 +56,6 @@ def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for name, value in flat(config).items()
         if name in keys and value != plain(keys[name].default)
     ]
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves of a config by dotted name."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return leaves
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
