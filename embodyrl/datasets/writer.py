@@ -261,7 +261,7 @@ def _join(parts: Sequence[dict[str, Stats]]) -> dict[str, Stats]:
 
 def _refuse_other(path: Path, card: Card) -> None:
     found = read_card(path.parents[1])
-    ours, theirs = (flat(json.loads(each.to_json())) for each in (card, found))
+    ours, theirs = ({k: v for k, v in flat(json.loads(c.to_json())).items() if v != {}} for c in (card, found))
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             raise EmbodyError(
