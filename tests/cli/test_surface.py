@@ -31,6 +31,7 @@ SURFACE = {
     "sft": RUN | {"--resume"},
     "report": {"--out", "--open", "--json"},
     "view": {"--follow"},
+    "replay": {"--step", "--json"},
     "bench": set(),
     "completion": set(),
     "list": {"--json", "--config-dir"},
