@@ -68,6 +68,16 @@ def test_copy_improves_with_replies_by_vllm(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_vllm_in_a_process_of_its_own_follows_the_actor(tmp_path: Path):
+    pytest.importorskip("vllm")
+    apart = ("rollout.backend=vllm", "rollout.mode=disaggregated", "runner.max_steps=3", "eval.episodes=8")
+    result = learn(tmp_path, "length", *apart, "env.train.total_num_envs=64")
+    gaps = [row["actor/logprob_gap"] for row in rows(result.run) if "actor/logprob_gap" in row]
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-3
+
+
+@pytest.mark.slow
 def test_copy_from_rollouts_that_are_one_step_behind(tmp_path: Path):
     result = learn(tmp_path, "copy", "algorithm.max_staleness=1", "runner.max_steps=200")
     assert gain(result)[1] >= 0.95
