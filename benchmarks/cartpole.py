@@ -30,8 +30,9 @@ def ours(seed: int) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            "experiment=cartpole", f"seed={seed}", f"eval.episodes={EPISODES}", "runner.val_check_interval=2",
-            "runner.save_interval=-1", "runner.logger.backends=[jsonl]", f"runner.output_dir={folder}",
+            "experiment=cartpole", f"seed={seed}", f"eval.episodes={EPISODES}",
+            "runner.max_steps=32", "runner.val_check_interval=4", "runner.save_interval=-1",
+            "runner.logger.backends=[jsonl]", f"runner.output_dir={folder}",
         ]  # fmt: skip
         run = train(load_config("train", words)).run
         rows: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -92,7 +92,10 @@ def test_a_batch_that_resets_by_itself_is_refused():
         ENVS.get("gym").spec(config("test_gym_vector:Restless"))
 
 
-WORDS = ("experiment=cartpole", "runner.max_steps=2", "runner.val_check_interval=2", "eval.episodes=12")
+WORDS = (
+    *("experiment=cartpole", "env.train.total_num_envs=4"),
+    *("runner.max_steps=2", "runner.val_check_interval=2", "eval.episodes=12"),
+)
 
 
 def rows(folder, *words):

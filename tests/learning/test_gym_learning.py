@@ -49,8 +49,8 @@ def test_ppo_learns_cartpole(tmp_path):
     assert rows[1]["train/return"] < 40
     assert last["eval/return"] > 150
     assert last["train/return"] > 100
-    assert last["actor/logprob_gap"] == 0
-    assert sum(row.get("env/steps", 0) for row in rows) == 8 * 4 * 256
+    assert last["actor/logprob_gap"] < 1e-6, "one row acts, 64 train: only rounding differs"
+    assert sum(row.get("env/steps", 0) for row in rows) == 8 * 512
 
 
 @pytest.mark.integration
