@@ -17,9 +17,11 @@ APART = ("launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placemen
 
 
 @pytest.fixture
-def two_nodes():
+def two_nodes(monkeypatch):
     from ray.cluster_utils import Cluster
 
+    # Ray gives its workers the lowest priority: on a busy machine they would hardly run.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     second = cluster.add_node(num_cpus=4)
     ray.init(address=cluster.address, log_to_driver=False)
