@@ -54,6 +54,11 @@ def check_components(cfg: Config, command: str = "train") -> None:
             default although the command or the chosen component does not read them, and keys that the command
             cannot do without; one line each.
     """
+    if command == "check-env" and any(name.startswith("data.") for name in _env_consumes(cfg)):
+        raise ConfigError(
+            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` plays simulators with random actions, and this "
+            f"environment judges written answers. `embodyrl train env=... --dry-run` checks its rows and rewards."
+        )
     problems = [*_unread(cfg, command), *_missing(cfg, command), *missing_loggers(cfg.runner.logger.backends)]
     if command != "check-env":
         problems += _model(cfg)

@@ -99,6 +99,11 @@ def test_a_simulator_that_hangs_is_reported_and_what_builds_on_it_skipped():
     assert found["close"].level == "ok"
 
 
+def test_tasks_whose_answers_are_text_are_refused_in_one_line(capsys):
+    assert main(["check-env", "env=text/arithmetic"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_the_command_ends_with_3_and_prints_expected_and_found(capsys):
     words = ["env.env_type=faulty_env:FACTORY", "env.kwargs.plant=nan_in_state", "env.task_suite_name=null"]
     assert main(["check-env", *words]) == 3
