@@ -94,5 +94,5 @@ def test_fast_physics_follows_the_profile_unless_set():
     for profile, key, expected in (("full", None, False), ("lean", None, True), ("lean", False, False)):
         cfg = EnvConfig(task_suite_name="libero_goal", render_profile=RenderProfile(profile), fast_physics=key)
         env = FACTORY.make(cfg, 1)
-        assert (env._sims._lean, env._sims._fast) == (profile == "lean", expected)  # type: ignore[attr-defined]
+        assert env._sims._kinds == {"lean": profile == "lean", "fast": expected}  # type: ignore[attr-defined]
         env.close()
