@@ -92,6 +92,6 @@ def test_a_text_task_is_learnt_on_two_nodes(tmp_path, two_nodes):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_default_run_gets_better_on_two_nodes(tmp_path, two_nodes):
-    few = ("runner.max_steps=12", "runner.val_check_interval=12", "runner.deterministic=true", "seed=1", "video=none")
+    few = ("runner.max_steps=5", "runner.val_check_interval=5", "runner.deterministic=true", "seed=1", "video=none")
     before, after = gain(train_gate(tmp_path, *few, *APART, "launcher.env_workers=2"))
-    assert after >= before + 0.08
+    assert after >= before + 0.25
