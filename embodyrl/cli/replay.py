@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
 
+from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
 from embodyrl.errors import CheckFailedError, ConfigError
 
@@ -37,17 +38,23 @@ def replay(args: argparse.Namespace) -> int:
         "logprob_gap": gap(result.logprob),
     }
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
-    if args.json:
-        print(json.dumps({"step": step, "chunks": rows, "metrics": result.metrics, "problems": result.problems}))
-    else:
-        print(f"step {step} of {run}, weights {result.weights}")
-        print("".join(f"{name:>17}" for name in columns))
-        rows.sort(key=lambda row: max(row["gap"], row["logprob_gap"]), reverse=True)
-        for row in rows[:_SHOWN]:
-            print("".join(f"{value:>17.6g}" for value in row.values()))
-        print(f"above: the {_SHOWN} of {len(rows)} chunks that differ most; {int(result.stale.sum())} are stale")
-        for name, (then, now) in result.metrics.items():
-            print(f"  {name:<20} {then:>14.6g} {now:>14.6g}   {now - then:+.2e}")
+    worst = sorted(rows, key=_most_different)[:_SHOWN]
+    lines = (
+        f"step {step} of {run}, weights {result.weights}",
+        "".join(f"{name:>17}" for name in columns),
+        *("".join(f"{value:>17.6g}" for value in row.values()) for row in worst),
+        f"above: the {len(worst)} of {len(rows)} chunks that differ most; {int(result.stale.sum())} are stale",
+        *(f"  {name:<20} {a:>14.6g} {b:>14.6g}   {b - a:+.2e}" for name, (a, b) in result.metrics.items()),
+    )
+    # JSON has no word for what is not a number.
+    chunks = [{name: value if math.isfinite(value) else None for name, value in row.items()} for row in rows]
+    show_result(args, {"step": step, "chunks": chunks, "metrics": result.metrics, "problems": result.problems}, lines)
     if result.problems:
         raise CheckFailedError("; ".join(result.problems) + ".")
     return 0
+
+
+def _most_different(row: dict[str, float]) -> float:
+    """Sort key: what is not a number, a chunk that is left out now, comes first."""
+    gaps = (row["gap"], row["logprob_gap"])
+    return -math.inf if any(map(math.isnan, gaps)) else -max(gaps)

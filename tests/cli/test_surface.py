@@ -19,7 +19,7 @@ from embodyrl.cli.main import main
 from embodyrl.cli.sweep import expand
 from embodyrl.config import tree
 from embodyrl.config.keys import all_keys
-from embodyrl.config.load import load_config
+from embodyrl.config.load import load_config, sources
 from embodyrl.config.validate import UNAVAILABLE
 from embodyrl.errors import ConfigError
 
@@ -83,7 +83,9 @@ def test_every_key_of_the_schema_is_read_by_some_code() -> None:
 @pytest.mark.parametrize("group", tree.default_options("train"))
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in tree.options(group):
-        load_config("train", [f"{group}={option}"])
+        words = [f"{group}={option}"]
+        load_config("train", words)  # refuses what does not fit together
+        assert any(str(place).endswith(f"{group}/{option}.yaml") for place in sources("train", words).values())
 
 
 def test_a_sweep_is_every_combination_with_a_folder_of_its_own() -> None:

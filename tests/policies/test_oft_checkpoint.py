@@ -92,8 +92,11 @@ def test_value_head_may_be_absent_or_surplus(checkpoint, make_policy, tmp_path):
 
 def test_inverse_frequencies_of_old_conversions_are_ignored(checkpoint, make_policy):
     key = "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
+    want = make_policy(checkpoint).module.state_dict()
     rewrite(checkpoint / SHARD, lambda t: t.update({key: torch.ones(4)}))
-    make_policy(checkpoint)
+    got = make_policy(checkpoint).module.state_dict()
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[k], v) for k, v in want.items())
 
 
 def test_a_single_file_without_index_loads(checkpoint, make_policy):

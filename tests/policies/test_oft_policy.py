@@ -1,4 +1,5 @@
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -32,9 +33,12 @@ def test_read_only_inputs_are_fine(checkpoint, make_policy, env_spec, rotation):
     policy = make_policy(checkpoint, env=dataclasses.replace(env_spec, image_rotation_deg=rotation))
     noise = uniforms(4)
     noise.flags.writeable = False
-    out = policy.act(observe(), noise=noise)
-    out.tokens.flags.writeable = False
-    policy.score(observe(), out.tokens)
+    with warnings.catch_warnings():  # torch warns where it is handed memory that it must not write
+        warnings.simplefilter("error")
+        out = policy.act(observe(), noise=noise)
+        out.tokens.flags.writeable = False
+        scores = policy.score(observe(), out.tokens)
+    np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=1e-5)
 
 
 def test_outputs_have_the_declared_shapes(checkpoint, make_policy):

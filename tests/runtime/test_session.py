@@ -45,7 +45,9 @@ def test_a_synchronous_save_returns_with_a_complete_checkpoint(tmp_path):
     one = session(tmp_path)
     one.step = 1
     path = one.save(fill, {})
-    CheckpointStore(path.parent).verify(path)
+    store = CheckpointStore(path.parent)
+    assert store.steps() == [1]
+    store.verify(path)
 
 
 def test_a_failure_of_an_asynchronous_save_is_raised_later(tmp_path):
