@@ -150,7 +150,7 @@ def train_step(policy: Policy, args: argparse.Namespace) -> Callable[[], None]:
             logprob = policy.score(part, chosen).logprob
             loss = -(advantage * (logprob - logprob.detach()).exp()).mean() / len(parts)
             loss.backward()
-        optimization.step()
+        optimization.step(0)
 
     return step
 

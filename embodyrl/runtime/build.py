@@ -54,6 +54,7 @@ class Blueprint:
     total_steps: int
     """Training steps."""
     optimizer_steps_per_step: int
+    """Of a training step with `max_samples`."""
     max_samples: int
     """Chunk samples of one training step, at most."""
     ranks: int
@@ -162,7 +163,7 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
         capacity=_capacity(cfg, env, algorithm, slots),
         seats=seats,
         total_steps=_total_steps(cfg, env) if training else 0,
-        optimizer_steps_per_step=cfg.algorithm.update_epoch * max(1, samples // cfg.actor.global_batch_size),
+        optimizer_steps_per_step=cfg.algorithm.update_epoch * -(-samples // cfg.actor.global_batch_size),
         max_samples=samples,
         ranks=count_ranks(cfg),
     )

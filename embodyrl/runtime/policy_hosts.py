@@ -88,7 +88,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         cfg=cfg,
         request=request,
         arena=arena.handle,
-        total_steps=blueprint.total_steps * blueprint.optimizer_steps_per_step,
+        total_steps=blueprint.total_steps,
         threads=int(_threads()),
         trains=training,
         start_from=str(start_from) if start_from else None,

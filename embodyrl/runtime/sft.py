@@ -171,7 +171,6 @@ class _Sft:
         """One optimizer step on the batch that belongs to this step, whatever happened before."""
         size, step = self.cfg.actor.micro_batch_size, self.session.step
         self.policy.module.train()
-        lr = self.optimization.lr
         picked = self._batch(step)
         self.optimization.zero_grad()
         total = 0.0
@@ -186,10 +185,10 @@ class _Sft:
                 raise NonFiniteError(f"Loss {float(loss.detach())} at step {step}. Try actor.optim.lr lower.")
             loss.backward()
             total += float(loss.detach())
-        norm = self.optimization.step()
+        norm = self.optimization.step(step)
         if not math.isfinite(norm):
             raise NonFiniteError(f"Gradient norm {norm} at step {step}. Try actor.optim.lr lower.")
-        return {"actor/loss": total, "actor/grad_norm": norm, "actor/lr": lr}
+        return {"actor/loss": total, "actor/grad_norm": norm, "actor/lr": self.optimization.lr}
 
     def _batch(self, step: int) -> IntArray:
         """Rows of the batch of a step: a walk through one seeded permutation per epoch."""

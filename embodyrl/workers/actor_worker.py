@@ -94,8 +94,10 @@ class ActorWorker:
         limit = self._rules.early_stop_imp_ratio or math.inf
         steps: list[dict[str, float]] = []
         skipped = 0
-        for samples in self._samples(len(batch.records), step):
-            metrics = yield from self._optimizer_step(batch, samples, proximal, values_only=warming_up)
+        planned = list(self._samples(len(batch.records), step))
+        for number, samples in enumerate(planned):
+            position = step + number / len(planned)
+            metrics = yield from self._optimizer_step(batch, samples, proximal, position, values_only=warming_up)
             skipped += metrics is None
             if metrics:
                 steps.append(metrics)
@@ -149,7 +151,7 @@ class ActorWorker:
         )
 
     def _optimizer_step(
-        self, batch: PreparedBatch, samples: Sequence[int], proximal: _Proximal, *, values_only: bool
+        self, batch: PreparedBatch, samples: Sequence[int], proximal: _Proximal, position: float, *, values_only: bool
     ) -> InParts[dict[str, float] | None]:
         """Accumulate gradients over micro-batches and step.
 
@@ -180,7 +182,7 @@ class ActorWorker:
         parts = self._ranks.exchange(parts)
         if broken := [part["loss"] for part in parts if not math.isfinite(part["loss"])]:
             return self._refuse(f"loss {broken[0]}")
-        grad_norm = self.optimization.step(values_only=values_only)
+        grad_norm = self.optimization.step(position, values_only=values_only)
         if not math.isfinite(grad_norm):
             return self._refuse(f"gradient norm {grad_norm}")
         return merge_metrics(parts) | {"grad_norm": grad_norm}

@@ -45,7 +45,7 @@ class PolicyHostInit:
     """Its device is chosen where the policy is built."""
     arena: ArenaHandle
     total_steps: int
-    """Optimizer steps of the whole run."""
+    """Training steps of the whole run."""
     threads: int
     seat: RankSeat = field(default_factory=RankSeat)
     acts: bool = True

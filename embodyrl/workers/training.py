@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
-from embodyrl.config.schema import ActorConfig
+from embodyrl.config.schema import ActorConfig, OptimConfig
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray
@@ -39,8 +39,45 @@ def best_device(number: int = 0) -> str:
     return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
+class Schedule:
+    """Linear warm-up, then constant, or a decay to zero until the run ends.
+
+    Warm-up counts optimizer steps. The decay follows the position in the run, because nobody knows how many optimizer
+    steps a training step will take: episodes end early, groups are filtered, samples without a gradient are left out.
+    wsd (warm-up, stable, decay; arXiv 2404.06395) stays constant but for the last tenth of the run.
+    """
+
+    def __init__(self, cfg: OptimConfig, total: int) -> None:
+        self._cfg = cfg
+        self._total = total
+        self.taken = 0
+        """Optimizer steps so far."""
+        self.warm_until = 0.0
+        """Position at which the warm-up ended."""
+
+    def factor(self, position: float) -> float:
+        """Share of the full learning rate for an optimizer step that begins at `position` out of `total` steps."""
+        warmup, left = self._cfg.warmup_steps, self._total - position
+        if self.taken < warmup:
+            return (self.taken + 1) / warmup
+        if warmup and self.taken == warmup:
+            self.warm_until = position
+        progress = 1.0 - left / max(1e-9, self._total - self.warm_until)
+        if self._cfg.schedule == "linear":
+            return 1.0 - progress
+        if self._cfg.schedule == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        if self._cfg.schedule == "wsd":
+            return min(1.0, left / max(1.0, self._total / 10))
+        return 1.0
+
+    def count(self) -> None:
+        """An optimizer step was taken."""
+        self.taken += 1
+
+
 class Optimization:
-    """AdamW with its own learning rate for the value head, and a schedule over `total_steps` optimizer steps."""
+    """AdamW with its own learning rate for the value head, and a schedule over the `total_steps` of a run."""
 
     def __init__(
         self, module: torch.nn.Module, cfg: ActorConfig, total_steps: int, ranks: OneRank | None = None
@@ -59,21 +96,25 @@ class Optimization:
             # The default on a GPU needs a temporary copy of everything that is trained.
             fused=torch.cuda.is_available() or None,
         )
-        self.scheduler = build_schedule(self.optimizer, cfg, total_steps)
+        self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._schedule = Schedule(optim, total_steps)
         self._clip = optim.clip_grad
         self._ranks = ranks or OneRank(RankSeat())
 
     @property
     def lr(self) -> float:
+        """Learning rate of the last optimizer step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, *, values_only: bool = False) -> float:
+    def step(self, position: float, *, values_only: bool = False) -> float:
         """Clip and step; returns the gradient norm. Where it is not finite, the weights stay as they are.
 
-        `values_only` changes nothing but the value head.
+        Args:
+            position: steps of the run that are over, with the part of the present one.
+            values_only: change nothing but the value head.
         """
         if values_only:
             for parameter in self.optimizer.param_groups[0]["params"]:
@@ -82,8 +123,11 @@ class Optimization:
         whole = self._ranks.gathered(torch.nn.utils.clip_grad_norm_(params, self._clip), everywhere=True)
         norm = float(whole)
         if math.isfinite(norm):
+            factor = self._schedule.factor(position)
+            for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
+                group["lr"] = full * factor
             self.optimizer.step()
-            self.scheduler.step()
+            self._schedule.count()
         return norm
 
     def save(self, folder: Path, policy: Policy) -> None:
@@ -109,7 +153,7 @@ class Optimization:
             write(lambda: _save_policy(policy, folder / POLICY_FOLDER))
         state = {
             "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
-            "schedule": {"last_epoch": self.scheduler.last_epoch},
+            "schedule": {"taken": self._schedule.taken, "warm_until": self._schedule.warm_until},
             "rng": rng_state(),
         }
         write(lambda: save_state(folder, TRAINING_STATE, state))
@@ -117,12 +161,18 @@ class Optimization:
             raise CheckpointError(problems[0])
 
     def load(self, folder: Path, policy: Policy) -> None:
-        """Load what `save` wrote."""
+        """Load what `save` wrote. Learning rates, weight decay and the like stay those of this run's config."""
         with self._ranks.full_weights(write=True):
             policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)
+        own = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(self._ranks.shard(state["optimizer"], self.optimizer))
-        self.scheduler.last_epoch = int(state["schedule"]["last_epoch"])
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group.update(settings)
+        schedule = state["schedule"]
+        # Older checkpoints: optimizer steps only.
+        self._schedule.taken = int(schedule.get("taken", schedule.get("last_epoch", 0)))
+        self._schedule.warm_until = float(schedule.get("warm_until", 0.0))
         set_rng_state(state["rng"])
 
 
@@ -148,30 +198,6 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
         batches.append(order[:count])
         order = order[count:]
     return batches
-
-
-def build_schedule(
-    optimizer: torch.optim.Optimizer, cfg: ActorConfig, total_steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then constant, or a decay to zero over `total_steps` optimizer steps.
-
-    wsd (warm-up, stable, decay; arXiv 2404.06395) stays constant but for the last tenth of the steps.
-    """
-    warmup = cfg.optim.warmup_steps
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        if cfg.optim.schedule == "linear":
-            return 1.0 - progress
-        if cfg.optim.schedule == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        if cfg.optim.schedule == "wsd":
-            return min(1.0, (total_steps - step) / max(1, total_steps // 10)) if step < total_steps else 0.0
-        return 1.0
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def deal(cost: IntArray, seat: RankSeat, size: int, max_cost: int | None) -> list[tuple[IntArray, bool]]:

@@ -84,6 +84,20 @@ def test_resume_keeps_a_decaying_learning_rate_on_its_way(tmp_path):
     assert len({row["actor/lr"] for row in rows(whole) if "actor/lr" in row}) > 1
 
 
+def test_a_resumed_run_takes_the_optimizer_settings_that_it_is_given(tmp_path):
+    run = train_toy(tmp_path, *WORDS, "runner.max_steps=2")
+    resume_toy(run, "runner.max_steps=3", "actor.optim.lr=0", "checkpoint.keep=3")
+    assert rows(run)[-1]["actor/lr"] == 0
+    assert weights(run, 3) == weights(run, 2)
+
+
+def test_a_longer_run_goes_on_with_the_rate_of_the_longer_schedule(tmp_path):
+    run = train_toy(tmp_path, *WORDS, "actor.optim.schedule=linear", "runner.max_steps=2")
+    resume_toy(run, "runner.max_steps=4", "checkpoint.keep=3")
+    assert weights(run, 3) != weights(run, 2), "the shorter schedule ended at 0"
+    assert 0.25e-3 < rows(run)[3]["actor/lr"] <= 0.5e-3
+
+
 def test_a_damaged_checkpoint_is_refused_with_its_name(tmp_path):
     run = train_toy(tmp_path, *WORDS)
     victim = next((run / "checkpoints" / "step_000002" / "policy").glob("*.safetensors"))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from toy_runs import rows, train_toy
 
-from embodyrl.config.schema import ActorConfig
+from embodyrl.config.schema import OptimConfig
 from embodyrl.workers.rollout_worker import even_parts
-from embodyrl.workers.training import build_schedule, micro_batches
+from embodyrl.workers.training import Schedule, micro_batches
 
 WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
 COMPARED = ("actor/loss", "actor/policy_loss", "actor/entropy", "actor/kl", "actor/ratio", "actor/grad_norm")
@@ -63,18 +63,27 @@ def test_even_parts_cover_everything_evenly(total, largest):
     ],
 )
 def test_learning_rate_warms_up_and_decays(schedule, expected):
-    import torch
-
-    cfg = ActorConfig()
-    cfg.optim.schedule, cfg.optim.warmup_steps, cfg.optim.lr = schedule, 2, 1.0
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = build_schedule(optimizer, cfg, total_steps=len(expected))
+    cfg = OptimConfig(schedule=schedule, warmup_steps=2)
+    plan = Schedule(cfg, total=len(expected))
     seen = []
-    for _ in expected:
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
+    for position in range(len(expected)):
+        seen.append(plan.factor(position))
+        plan.count()
     assert seen == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("env.kwargs.echo=true", "actor.global_batch_size=10"), ("env.kwargs.goal=0.5", "actor.global_batch_size=8")],
+)
+def test_a_schedule_ends_with_the_run_whatever_the_number_of_optimizer_steps(tmp_path, words):
+    """16 samples in batches of 10 are two steps, not 16 // 10; and of episodes that end early fewer samples come."""
+    steps = ("runner.max_steps=3", "actor.optim.schedule=linear")
+    logged = rows(train_toy(tmp_path, *WORDS, *steps, *words))
+    assert all(row["actor/optimizer_steps"] > 0 for row in logged)
+    for row in logged:
+        left = row["actor/lr"] / 0.001
+        assert 1 - row["step"] / 3 < left <= 1 - (row["step"] - 1) / 3, "the rate that the last optimizer step took"
 
 
 def test_a_token_budget_holds_with_padding_and_loses_nothing():
