@@ -246,6 +246,8 @@ class Episode:
     """Ended by the time limit, or cut by the step's quota: the return bootstraps."""
     cut: bool = False
     """Cut by the quota of chunk steps: not an episode of the success statistics."""
+    unhurried: bool = True
+    """The quota left at its beginning sufficed for the longest episode; of others only short ones reach their end."""
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""
     instruction: str = ""

@@ -17,11 +17,14 @@ _CLOCK_DEPENDENT = CLOCK_METRICS | {"env/steps_per_s", "rollout/infer_batch_size
 def rollout_metrics(
     collection: Collection, *, num_workers: int, restarts: int, components: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Success, return and length of the finished episodes; how fast and where the time went."""
+    """Success, return and length of episodes; how fast and where the time went.
+
+    Episodes count that no quota could cut. Where the quota is too short for any such episode, those count that came to
+    their end, although they are the shorter ones, and else those that were cut.
+    """
     tally = collection.tally
-    # Episodes cut by the quota say nothing about success, unless there are no others.
     every = collection.episodes + collection.filtered
-    finished = [e for e in every if not e.cut] or every
+    finished = [e for e in every if e.unhurried] or [e for e in every if not e.cut] or every
     metrics = {
         "train/episodes": float(len(finished)),
         "train/groups_refilled": float(collection.refills),

@@ -54,6 +54,8 @@ class Slot:
     """Records of the chunks taken so far, if they are kept."""
     chunks: list[Chunk] = field(default_factory=list)
     started: float = 0.0
+    room: int | None = None
+    """Chunk steps of the quota that were left when the episode began; None: no quota."""
     doomed: bool = False
     """Its worker died while the policy was reading its record."""
 
@@ -61,6 +63,7 @@ class Slot:
         """Take the job's next episode."""
         assert self.phase is Phase.IDLE
         self.job = job
+        self.room = job.left(self.index)
         self.episode = job.take(self.index)
         self.target = target
         self.taken, self.chunks = [], []
@@ -88,7 +91,8 @@ class Slot:
         self, instruction: str, value_dim: int, *, terminated: bool, truncated: bool, cut: bool, video: str | None
     ) -> tuple[Episode, list[Ticket]]:
         """Close the episode; returns it and the tickets of its records."""
-        assert self.episode is not None
+        assert self.episode is not None and self.job is not None
+        actions = len(self.chunks[0]["valid"])
 
         def stack(name: str) -> np.ndarray:
             return np.stack([chunk[name] for chunk in self.chunks])
@@ -105,6 +109,7 @@ class Slot:
             terminated=terminated,
             truncated=truncated or cut,
             cut=cut,
+            unhurried=self.room is None or self.room * actions >= self.job.plan.max_episode_steps,
             instruction=instruction,
             duration_s=time.perf_counter() - self.started,
             video=video,

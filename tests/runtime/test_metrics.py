@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from toy_runs import rows, train_toy
+
+from embodyrl.runtime.jobs import Collection
+from embodyrl.runtime.metrics import rollout_metrics
+from embodyrl.types import Episode, EpisodeSpec
 
 EVERY_ROW = {
     *("train/success_once", "train/return", "train/episode_len", "train/groups_without_signal"),
@@ -75,3 +81,38 @@ def test_rows_are_strict_json(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert all("step" in json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert len(lines) >= 2
+
+
+def episode(*, steps: int, success: bool, cut: bool = False, unhurried: bool = True) -> Episode:
+    """One action per chunk; the last one may succeed."""
+    column = np.zeros((steps, 1), np.float32)
+    won = column.astype(bool)
+    won[-1] = success
+    return Episode(
+        spec=EpisodeSpec(episode_id=0, reset_id=0, task_id=0, group_id=0, member=0, seed=0, noise_seed=0),
+        records=np.arange(steps),
+        reward=won.astype(np.float32),
+        valid=np.ones_like(won),
+        success=won,
+        value=column,
+        bootstrap_value=column[0],
+        terminated=success,
+        truncated=not success,
+        cut=cut,
+        unhurried=unhurried,
+    )
+
+
+def test_success_is_not_that_of_the_episodes_which_were_short_enough_for_the_quota():
+    """Four slots of ten steps, episodes of at most ten: two fail, two succeed at once, again and again."""
+    failed = [episode(steps=10, success=False) for _ in range(2)]
+    won = [episode(steps=1, success=True, unhurried=i % 9 == 0) for i in range(18)]
+    cut = [episode(steps=1, success=False, cut=True, unhurried=False) for _ in range(2)]
+
+    def counted(episodes: list[Episode]) -> tuple[float, float]:
+        metrics = rollout_metrics(Collection(episodes=episodes), num_workers=1, restarts=0)
+        return metrics["train/success_once"], metrics["train/episodes"]
+
+    assert counted([*failed, *won, *cut]) == (0.5, 4)
+    assert counted([replace(e, unhurried=False) for e in [*failed, *won, *cut]]) == (0.9, 20), "all that can be known"
+    assert counted(cut) == (0, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from toy_runs import Stage, running_crew
@@ -106,6 +108,11 @@ def test_a_quota_cuts_running_episodes_and_bootstraps_them(tmp_path):
         rollout = collect(stage)
         chunks = sum(len(e.records) for e in rollout.episodes)
         assert chunks == 8 * 3, "each slot runs exactly its quota"
+        before: Counter[int] = Counter()
+        for e in rollout.episodes:
+            slot = e.spec.episode_id // 3  # at most three episodes in three chunks
+            assert e.unhurried == (3 - before[slot] >= 2), "an episode of 8 steps takes two chunks"
+            before[slot] += len(e.records)
         cut = [e for e in rollout.episodes if e.cut]
         assert cut, "12 steps do not divide into episodes of 8"
         by_end = {(e.terminated, e.truncated): e for e in rollout.episodes if not e.cut}
