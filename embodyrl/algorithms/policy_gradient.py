@@ -266,7 +266,7 @@ class Algorithm:
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
         """Return [B] samples whose gradient is exactly zero; the actor spares their forward and backward pass."""
-        if self._has_other_terms:
+        if self._has_other_terms or self._loss.needs_all_samples:
             return np.zeros(len(batch.records), dtype=np.bool_)
         return ~((batch.advantage != 0) & batch.valid).any(axis=1)
 

@@ -153,8 +153,10 @@ def kl_cov(u: Units, cfg: AlgorithmConfig) -> LossTerms:
     return _unclipped(-u.advantage * log_ratio.exp() + penalty, log_ratio.exp())
 
 
-def _declare(compute: Callable[[Units, AlgorithmConfig], LossTerms], *consumes: str) -> PolicyLoss:
-    return PolicyLoss(compute=compute, consumes=frozenset(consumes))
+def _declare(
+    compute: Callable[[Units, AlgorithmConfig], LossTerms], *consumes: str, needs_all_samples: bool = False
+) -> PolicyLoss:
+    return PolicyLoss(compute=compute, consumes=frozenset(consumes), needs_all_samples=needs_all_samples)
 
 
 PPO_CLIP = _declare(ppo_clip, *CLIP_KEYS, "clip_ratio_c")
@@ -166,6 +168,6 @@ PG = _declare(pg)
 AIPO = _declare(aipo, "ratio_max")
 AIPO_RATIO = _declare(aipo_ratio, "ratio_max")
 TOPR = _declare(topr)
-DRO = _declare(dro, "log_ratio_coef")
-CLIP_COV = _declare(clip_cov, *CLIP_KEYS, "clip_ratio_c", "cov_share", "cov_bounds")
-KL_COV = _declare(kl_cov, "log_ratio_coef", "cov_share")
+DRO = _declare(dro, "log_ratio_coef", needs_all_samples=True)
+CLIP_COV = _declare(clip_cov, *CLIP_KEYS, "clip_ratio_c", "cov_share", "cov_bounds", needs_all_samples=True)
+KL_COV = _declare(kl_cov, "log_ratio_coef", "cov_share", needs_all_samples=True)

@@ -143,6 +143,8 @@ class PolicyLoss:
     """Loss of each unit; sequence-level methods take a sample's units for the sequence."""
     consumes: frozenset[str]
     """Keys below `algorithm` that this loss reads besides the common ones."""
+    needs_all_samples: bool = False
+    """Samples without advantage matter as well: for a term that has no advantage in it, or for statistics."""
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("adv_type", group="embodyrl.advantages")

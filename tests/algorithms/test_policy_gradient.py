@@ -366,7 +366,10 @@ def test_a_batch_without_signal_really_has_a_zero_gradient(level: TokenLevel):
     assert (gradient == 0).all()
 
 
-@pytest.mark.parametrize("changes", [{}, {"kl_beta": 0.1}, {"entropy_bonus": 0.01}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"kl_beta": 0.1}, {"entropy_bonus": 0.01}, {"loss_type": "dro"}, {"loss_type": "kl_cov", "cov_share": 1.0}],
+)
 def test_inert_samples_are_exactly_those_without_a_gradient(changes: dict):
     algorithm = Algorithm(AlgorithmConfig(**changes))
     rewards, groups = (1.0, 0.0, 1.0, 1.0), (0, 0, 1, 1)
