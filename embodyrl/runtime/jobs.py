@@ -20,6 +20,9 @@ class Tally:
 
     env_steps: int = 0
     wall_s: float = 0.0
+    """Seconds of waiting."""
+    span_s: float = 0.0
+    """Seconds in which the work was done; more than the waiting where it went on beside an update."""
     sim_s: float = 0.0
     render_s: float = 0.0
     reset_s: float = 0.0

@@ -28,7 +28,7 @@ def rollout_metrics(
     metrics = {
         "train/episodes": float(len(finished)),
         "train/groups_refilled": float(collection.refills),
-        "env/steps_per_s": tally.env_steps / tally.wall_s if tally.wall_s else 0.0,
+        "env/steps_per_s": tally.env_steps / tally.span_s if tally.span_s else 0.0,
         "env/steps": float(tally.env_steps),
         "env/restarts": float(restarts),
         "env/dropped_episodes": float(collection.dropped),

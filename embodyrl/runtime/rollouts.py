@@ -80,6 +80,8 @@ class Rollouts:
         self._version = 0
         self._jobs: list[Job] = []
         self._tally = Tally()
+        self._tally_since: float | None = None
+        """When the tally began, if jobs were open then that went on without anybody waiting for them."""
         self._ready_since = 0.0
         policy.meanwhile = self.advance
 
@@ -111,7 +113,10 @@ class Rollouts:
             self._bootstrap(out)
         out.episodes.sort(key=lambda e: e.spec.episode_id)
         out.tally, self._tally = self._tally, Tally()
-        out.tally.wall_s = time.perf_counter() - started
+        now = time.perf_counter()
+        out.tally.wall_s = now - started
+        out.tally.span_s = now - (started if self._tally_since is None else self._tally_since)
+        self._tally_since = now if self._jobs else None
         return out
 
     def collect(self, job: Job) -> Collection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import numpy as np
@@ -98,6 +99,22 @@ def test_the_list_of_episodes_is_the_same_however_they_are_run(tmp_path):
             lists.append([e.spec for e in collect(stage).episodes])
     assert len(lists[0]) == 16
     assert lists[0] == lists[1] == lists[2] == lists[3]
+
+
+def test_work_that_nobody_waits_for_is_counted_with_the_time_that_it_took(tmp_path):
+    with running_crew(tmp_path, "algorithm.max_staleness=1") as stage:
+        cfg, env, rollouts = stage.blueprint.cfg, stage.blueprint.env, stage.crew.rollouts
+        rollouts.publish(0)
+        first, second = (rollouts.open(Job(train_plan(cfg, env, s, counts_chunk_steps=False))) for s in range(2))
+        assert rollouts.finish(first).tally.span_s > 0
+        began = time.perf_counter()
+        while not second.done:
+            rollouts.advance()
+            stage.crew.fleet.pump(1.0)
+        alone = time.perf_counter() - began
+        tally = rollouts.finish(second).tally
+        assert tally.env_steps > 0
+        assert tally.span_s >= alone + tally.wall_s
 
 
 PPO = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12")
