@@ -67,7 +67,7 @@ class Algorithm:
         """Turn episodes into a flat batch of chunk samples, episode by episode, chunk by chunk.
 
         Left out: groups outside `filter_rewards`, truncated episodes where `truncated_episodes` says mask, chunks
-        without an executed action.
+        without an executed action. What a masked episode earned still counts for the others of its group.
 
         Raises:
             NonFiniteError: a reward, value or advantage is NaN or infinite; names the episode.
@@ -78,7 +78,8 @@ class Algorithm:
             _require_finite(episode, "value", episode.value)
             _require_finite(episode, "bootstrap value", episode.bootstrap_value)
         shaped, metrics = self._shape(episodes, scores)
-        keep = self.select(shaped)
+        # Only a group's outcomes outlive the mask.
+        keep = [i for i in self.select(shaped) if self._estimator.needs_groups or not self._is_masked(shaped[i])]
         kept = [shaped[i] for i in keep]
         scores = Scores(
             states=tuple(scores.states[i] for i in keep) if self.needs_states else (),
@@ -91,21 +92,21 @@ class Algorithm:
             _require_finite(episode, "value target", credit.returns)
         if bounds := self._cfg.advantage_clip:
             credits = [replace(c, advantage=c.advantage.clip(min=bounds[0], max=bounds[1])) for c in credits]
-        pairs = list(zip(kept, credits, strict=True))
+        pairs = [pair for pair in zip(kept, credits, strict=True) if not self._is_masked(pair[0])]
         actions = episodes[0].valid.shape[1]
         targets = episodes[0].value.shape[1] if self.needs_values else 0
-        ran = [episode.valid.any(axis=1) for episode in kept]
+        ran = [episode.valid.any(axis=1) for episode, _ in pairs]
 
         def stack(parts: Sequence[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
             empty = np.zeros((0, *shape), dtype=dtype)
             return np.concatenate([empty, *(part[m] for part, m in zip(parts, ran, strict=True))]).astype(dtype)
 
         return PreparedBatch(
-            records=stack([e.records for e in kept], (), np.int64),
-            episode=stack([np.full(len(e.valid), e.spec.episode_id) for e in kept], (), np.int64),
+            records=stack([e.records for e, _ in pairs], (), np.int64),
+            episode=stack([np.full(len(e.valid), e.spec.episode_id) for e, _ in pairs], (), np.int64),
             advantage=stack([np.where(e.valid, c.advantage, 0.0) for e, c in pairs], (actions,), np.float32),
-            returns=stack([c.returns for c in credits], (targets,), np.float32),
-            valid=stack([e.valid for e in kept], (actions,), np.bool_),
+            returns=stack([c.returns for _, c in pairs], (targets,), np.float32),
+            valid=stack([e.valid for e, _ in pairs], (actions,), np.bool_),
             has_signal=any(self._has_other_terms or _carries_signal(e, c) for e, c in pairs),
             metrics=metrics
             | _metrics(episodes, pairs)
@@ -252,17 +253,19 @@ class Algorithm:
         return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
-        """Return the indices of the episodes that enter the update."""
-        mask = self._cfg.truncated_episodes == TruncatedEpisodes.mask
-        able = [i for i, episode in enumerate(episodes) if not (mask and episode.truncated and not episode.cut)]
+        """Return the indices of the episodes whose groups lie within `filter_rewards`."""
         if self._cfg.filter_rewards is None:
-            return able
+            return list(range(len(episodes)))
         low, high = self._cfg.filter_rewards
         success: dict[int, list[bool]] = defaultdict(list)
         for episode in episodes:
             success[episode.spec.group_id].append(episode.success_once)
         kept = {group for group, members in success.items() if low <= np.mean(members) <= high}
-        return [i for i in able if episodes[i].spec.group_id in kept]
+        return [i for i, episode in enumerate(episodes) if episode.spec.group_id in kept]
+
+    def _is_masked(self, episode: Episode) -> bool:
+        """Whether a limit ended the episode and such episodes stay out of the loss."""
+        return self._cfg.truncated_episodes == TruncatedEpisodes.mask and episode.truncated and not episode.cut
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
         """Return [B] samples whose gradient is exactly zero; the actor spares their forward and backward pass."""

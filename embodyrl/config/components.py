@@ -250,7 +250,8 @@ class AlgorithmConfig:
     reward_norm: RewardNorm = RewardNorm.none
     """Shift and scale outcomes to mean 0 and standard deviation 1 over the group or the batch."""
     truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
-    """Episodes that hit a limit: train on them, mask (leave out of the update), or zero_reward."""
+    """Episodes that hit a limit: train on them, mask (no loss, but their outcomes count in their groups) or
+    zero_reward."""
     reward_type: RewardLevel = RewardLevel.chunk_level
     """Credit per chunk or per action."""
     logprob_type: TokenLevel = TokenLevel.token_level

@@ -58,7 +58,23 @@ def test_truncated_episodes_are_masked_or_cost_their_reward():
     np.testing.assert_allclose(kept[TruncatedEpisodes.train].advantage[:, 0], [1 / 3, -2 / 3, 1 / 3], atol=1e-6)
     np.testing.assert_allclose(kept[TruncatedEpisodes.zero_reward].advantage[:, 0], [2 / 3, -1 / 3, -1 / 3], atol=1e-6)
     np.testing.assert_array_equal(kept[TruncatedEpisodes.mask].episode, [0, 1])
-    np.testing.assert_allclose(kept[TruncatedEpisodes.mask].advantage[:, 0], [0.5, -0.5])
+    np.testing.assert_allclose(kept[TruncatedEpisodes.mask].advantage[:, 0], [1 / 3, -2 / 3], atol=1e-6)
+
+
+def test_masked_failures_leave_the_successes_of_their_group_a_signal_and_a_place_behind_the_filter():
+    """Failures mostly end at the time limit: without them a group would know nothing but success."""
+    cfg = AlgorithmConfig(
+        group_size=3, truncated_episodes=TruncatedEpisodes.mask, filter_rewards=[0.1, 0.9], normalize_advantages=False
+    )
+    algorithm = Algorithm(cfg)
+    episodes = [
+        make_episode([[float(won)]], episode_id=i, terminated=won, success=won, first_record=i)
+        for i, won in enumerate((True, False, False))
+    ]
+    # A refill hands on what was selected, to be selected again.
+    batch = algorithm.prepare([episodes[i] for i in algorithm.select(episodes)])
+    np.testing.assert_array_equal(batch.episode, [0])
+    np.testing.assert_allclose(batch.advantage[:, 0], [2 / 3], atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "low_var_kl"])
