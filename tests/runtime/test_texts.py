@@ -27,6 +27,12 @@ def test_a_blueprint_counts_one_chunk_per_episode(tmp_path: Path):
     assert blueprint.capacity == 8 + 2 * 8
 
 
+@pytest.mark.parametrize("way", ["mask", "zero_reward"])
+def test_no_text_is_ever_truncated_so_nothing_else_can_be_done_with_those_that_are(tmp_path: Path, way: str):
+    with pytest.raises(ConfigError, match=rf"truncated_episodes={way}: .*none counts as truncated.*overlong_buffer"):
+        draw_blueprint(text_config(tmp_path, f"algorithm.truncated_episodes={way}"), training=True)
+
+
 @pytest.mark.integration
 def test_grpo_trains_and_resumes_alike(tmp_path: Path):
     whole = train(text_config(tmp_path, "runner.experiment_name=whole", "runner.deterministic=true")).run
