@@ -135,7 +135,8 @@ def _read_file(file: Path) -> list[Any]:
         except (ArrowInvalid, OSError) as error:
             raise ConfigError(f"{file} is no readable Parquet file: {error}.") from error
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not `splitlines`: a text may hold U+2028 and other characters that are line ends elsewhere.
+    for number, line in enumerate(file.read_text(encoding="utf-8").removesuffix("\n").split("\n"), start=1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:

@@ -37,6 +37,15 @@ def test_json_lines_with_template_and_splits(tmp_path: Path):
     assert (len(both), both.held_out, both[10].reference) == (13, 3, "1")
 
 
+def test_only_a_line_feed_ends_a_row_of_json(tmp_path: Path):
+    """JSON leaves U+2028 and its like unescaped, which Python counts as line ends as well."""
+    rows = [{"prompt": f"a{sep}b", "answer": "c"} for sep in ("\u2028", "\u2029", "\x85")]
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    found = open_rows(DataConfig(path=str(path), val_share=0.0), tokenizer=None)
+    assert [found[i].messages[0].content for i in range(len(found))] == [row["prompt"] for row in rows]
+
+
 def test_parquet_folders_and_messages(tmp_path: Path):
     talk = [
         {"role": "user", "content": "hi"},
