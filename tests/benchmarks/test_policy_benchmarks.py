@@ -1,6 +1,7 @@
 """The benchmarks of the policy run, and write what `--json` promises."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,12 @@ def test_policy_benchmark_against_its_peer(tmp_path):
     pytest.importorskip("transformers", reason="the peer is built from transformers")
     names = run(tmp_path, "policy.py", "--sizes", "tiny", "--batches", "1", "--seconds", "0", "--turns", "1")
     assert names == [f"tiny fp32 {what} batch 1" for what in ("act", "act", "score", "score")]
+
+
+@pytest.mark.integration
+def test_our_side_of_the_text_benchmark(tmp_path):
+    text = runpy.run_path(str(ROOT / "benchmarks" / "text.py"))
+    model, data = text["prepare"](tmp_path, "short")
+    steps = text["measure"](text["OURS"], "hf", 4, model, data, tmp_path / "out")
+    assert len(steps) == text["STEPS"] - 1
+    assert all(seconds > 0 and 64 <= tokens <= 4 * 64 for seconds, tokens in steps)
