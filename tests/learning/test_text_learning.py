@@ -42,9 +42,9 @@ def test_a_negated_reward_teaches_nothing(tmp_path: Path):
     "words",
     [
         ["algorithm=grpo"],
-        # Smaller gradients: advantages not divided by their spread, means over tokens before those over replies.
-        ["algorithm=rloo", "actor.optim.adam_eps=1e-8", "runner.max_steps=200"],
-        ["algorithm=gspo", "actor.optim.adam_eps=1e-8", "runner.max_steps=150"],
+        # Advantages are not divided by their spread, so the bonus for entropy weighs more.
+        ["algorithm=rloo", "algorithm.entropy_bonus=0.03"],
+        ["algorithm=gspo"],
         ["algorithm=reinforce_pp"],
     ],
     ids=["grpo", "rloo", "gspo", "reinforce_pp"],
@@ -60,10 +60,10 @@ def test_copy_with_two_passes_of_two_batches(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_copy_improves_with_replies_by_vllm(tmp_path: Path):
+def test_copy_from_replies_by_vllm(tmp_path: Path):
     pytest.importorskip("vllm")
-    result = learn(tmp_path, "copy", "rollout.backend=vllm", "actor.optim.adam_eps=1e-8", "runner.max_steps=100")
-    assert gain(result)[1] >= gain(result)[0] + 0.4
+    result = learn(tmp_path, "copy", "rollout.backend=vllm")
+    assert gain(result)[1] >= 0.95
     assert max(row.get("actor/logprob_gap", 0.0) for row in rows(result.run)) < 1e-3
 
 
