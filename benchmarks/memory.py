@@ -26,7 +26,7 @@ from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.config.load import load_config
 from embodyrl.config.paths import assets_dir
 from embodyrl.runtime.build import Blueprint, draw_blueprint
-from embodyrl.runtime.memory import GIB, plan_memory
+from embodyrl.runtime.planning import GIB, plan_memory
 from embodyrl.runtime.policy_hosts import policy_init, rendezvous
 from embodyrl.types import encode_instruction
 from embodyrl.workers.messages import InferItem, InferOrder, RankSeat, UpdateOrder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -46,15 +46,6 @@ class Registry(Generic[T]):
         if name in self._items and self._items[name] != value:
             raise ValueError(f"{self.kind} '{name}' is already registered; pick another name.")
         self._items[name] = value
-
-    def register(self, name: str) -> Callable[[T], T]:
-        """Register the decorated object."""
-
-        def decorate(obj: T) -> T:
-            self.add(name, obj)
-            return obj
-
-        return decorate
 
     def names(self) -> list[str]:
         """All short names, entry points of installed packages included."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image, ImageChops
 from rich.console import Console
 
-from embodyrl.cli.view import picture as draw
+from embodyrl.cli.report import picture as draw
 from embodyrl.monitor.history import read_history
 from embodyrl.monitor.report import write_report
 

@@ -46,7 +46,6 @@ class ArenaHandle:
 
     path: str
     layout: RecordLayout
-    digest: str
     capacity: int
 
 
@@ -72,8 +71,8 @@ class Arena:
             for f in layout.all_fields
         }
         # Headers are read and written one number at a time: a memoryview does that many times faster than numpy.
-        self._generation, self._sequence, self._writer_pid, self._state = (
-            self._fields[name].data for name in ("generation", "sequence", "writer_pid", "state")
+        self._generation, self._sequence, self._state = (
+            self._fields[name].data for name in ("generation", "sequence", "state")
         )
         self._free = list(range(capacity - 1, -1, -1))
         self._next_sequence = 1
@@ -97,9 +96,7 @@ class Arena:
         fd = os.memfd_create("embodyrl-arena", os.MFD_CLOEXEC)
         # Reserving now turns a lack of memory into an error here instead of a SIGBUS in some worker later.
         os.posix_fallocate(fd, 0, size)
-        handle = ArenaHandle(
-            path=f"/proc/{os.getpid()}/fd/{fd}", layout=layout, digest=layout.digest, capacity=capacity
-        )
+        handle = ArenaHandle(path=f"/proc/{os.getpid()}/fd/{fd}", layout=layout, capacity=capacity)
         return cls(mmap.mmap(fd, size), layout, capacity, handle, fd)
 
     @classmethod
@@ -109,7 +106,6 @@ class Arena:
         Raises:
             StaleTicketError: the owner is gone.
         """
-        assert handle.layout.digest == handle.digest, "arena layout differs between processes"
         try:
             fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -154,7 +150,6 @@ class Arena:
     def write(self, ticket: Ticket) -> Iterator[int]:
         """Hold a record while writing its observation; it becomes readable at the end, not if the body raises."""
         self._check(ticket)
-        self._writer_pid[ticket.record] = os.getpid()
         self._state[ticket.record] = RecordState.WRITING
         yield ticket.record
         self._state[ticket.record] = RecordState.READY
@@ -185,7 +180,7 @@ class Arena:
     def close(self) -> None:
         """Drop this process's mapping; the memory is freed when the last process has done so. Idempotent."""
         self._fields = {}
-        self._generation = self._sequence = self._writer_pid = self._state = memoryview(b"")
+        self._generation = self._sequence = self._state = memoryview(b"")
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +27,6 @@ class Field:
 _HEADER = (
     Field(name="generation", dtype="uint32"),
     Field(name="sequence", dtype="uint64"),
-    Field(name="writer_pid", dtype="uint32"),
     Field(name="state", dtype="uint8"),
 )
 
@@ -46,11 +44,6 @@ class RecordLayout:
     @property
     def record_bytes(self) -> int:
         return sum(f.record_bytes for f in self.all_fields)
-
-    @property
-    def digest(self) -> str:
-        """Hash of names, types and shapes; both sides of an arena must agree on it."""
-        return hashlib.sha256(repr(self.all_fields).encode()).hexdigest()[:16]
 
     def offsets(self, capacity: int) -> tuple[dict[str, int], int]:
         """Return the byte offset of each field for `capacity` records, and the total size."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore, size_bytes
@@ -88,7 +87,7 @@ def _prune(args: argparse.Namespace) -> int:
     text = (
         f"deleted {len(gone)} checkpoints: {', '.join(map(str, gone)) or 'none'}; kept the newest {args.keep}, {kept}"
     )
-    print(json.dumps({"deleted": gone}) if args.json else text)
+    show_result(args, {"deleted": gone}, [text])
     return 0
 
 

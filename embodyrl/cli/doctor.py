@@ -11,8 +11,7 @@ from pathlib import Path
 from embodyrl import __version__
 from embodyrl.cli import probes
 from embodyrl.cli.output import show_result
-from embodyrl.cli.probes import Finding
-from embodyrl.cli.rendering import probe_rendering, probe_video, probe_vulkan
+from embodyrl.cli.probes import Finding, probe_rendering, probe_video, probe_vulkan
 from embodyrl.cli.runs import run_folders
 from embodyrl.config.load import load_config
 from embodyrl.config.schema import Config

@@ -17,6 +17,9 @@ WeightMode = StrEnum("WeightMode", ["mask", "truncate"])
 WeightLevel = StrEnum("WeightLevel", ["token", "sequence", "geometric"])
 ObsMode = StrEnum("ObsMode", ["rgb", "state"])
 SimBackend = StrEnum("SimBackend", ["cpu", "gpu"])
+Normalization = StrEnum("Normalization", ["bounds_q99", "bounds"])
+ImagePipeline = StrEnum("ImagePipeline", ["rlinf", "official"])
+ActionHead = StrEnum("ActionHead", ["discrete", "l1", "diffusion"])
 
 
 @dataclass
@@ -118,17 +121,17 @@ class ModelConfig:
     """Camera images per query."""
     use_proprio: bool = False
     """Feed proprioception."""
-    action_normalization: str = "bounds_q99"
+    action_normalization: Normalization = Normalization.bounds_q99
     """Statistics that stand for -1 and 1 of actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
     precision: Precision = Precision.bf16
     """Compute precision; master weights stay fp32 while training."""
-    image_pipeline: str = "rlinf"
+    image_pipeline: ImagePipeline = ImagePipeline.rlinf
     """Preprocessing the checkpoint was trained with: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
     append_stop: bool = True
     """Put the STOP token after the action placeholders, as the original training did."""
     rope_bf16_table: bool = False
     """Round the rotary frequencies to bfloat16, as RLinf does; only for checkpoints that were trained so."""
-    action_head: str = "discrete"
+    action_head: ActionHead = ActionHead.discrete
     """discrete tokens (RL, sft, eval), or the continuous heads l1 (sft, eval) and diffusion (eval)."""
     num_diffusion_steps_inference: int = 50
     """Denoising steps of the diffusion head, at most the 50 of its training."""

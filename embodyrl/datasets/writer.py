@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 from embodyrl.config.keys import flat
 from embodyrl.datasets import layout
 from embodyrl.datasets.frames import encode_mp4, encode_png
-from embodyrl.datasets.layout import Card, image_key, read_card
-from embodyrl.datasets.records import Demonstration
+from embodyrl.datasets.layout import Card, Demonstration, image_key, read_card
 from embodyrl.datasets.statistics import Stats, aggregate, image_stats, vector_stats
 from embodyrl.errors import EmbodyError
 
@@ -69,7 +68,7 @@ class DatasetWriter:
     def append(self, demonstration: Demonstration) -> None:
         """Add an episode; it is safe on disk after the next `flush`, which happens by itself from time to time."""
         self._batch.append(self._pool.submit(self._prepare, demonstration))
-        self._batch_bytes += demonstration.image_bytes
+        self._batch_bytes += demonstration.images.nbytes
         if len(self._batch) >= FLUSH_EPISODES or self._batch_bytes >= FLUSH_BYTES:
             self.flush()
 

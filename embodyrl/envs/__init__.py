@@ -2,10 +2,10 @@
 
 from embodyrl.envs.protocol import ENVS
 
-ENVS.add("gym", "embodyrl.envs.gym:FACTORY")
-ENVS.add("libero", "embodyrl.envs.libero:FACTORY")
-ENVS.add("maniskill", "embodyrl.envs.maniskill:FACTORY")
-ENVS.add("text", "embodyrl.envs.text:FACTORY")
-ENVS.add("tabletop", "embodyrl.envs.tabletop:FACTORY")
+ENVS.add("gym", "embodyrl.envs.gym.factory:FACTORY")
+ENVS.add("libero", "embodyrl.envs.libero.factory:FACTORY")
+ENVS.add("maniskill", "embodyrl.envs.maniskill.factory:FACTORY")
+ENVS.add("text", "embodyrl.envs.text.factory:FACTORY")
+ENVS.add("tabletop", "embodyrl.envs.tabletop.factory:FACTORY")
 
 __all__ = ["ENVS"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -259,3 +259,30 @@ class ChunkedEnv:
             f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
             f"step {progress.steps}"
         )
+
+
+class BatchedSimulators(SlotSimulators, Protocol):
+    """`SlotSimulators` that step together; their `step` is never called."""
+
+    def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:
+        """Execute one action [A] in each of these slots; what all others do meanwhile is nobody's concern."""
+        ...
+
+
+class LockstepEnv(ChunkedEnv):
+    """`ChunkedEnv` for an `EnvSpec` with `lockstep`: the slots whose episodes run are stepped in one call, always."""
+
+    _sims: BatchedSimulators
+
+    def _fill(self, result: ChunkResult, slots: Sequence[int], choose: Choice, after_step: AfterStep | None) -> None:
+        for k in range(result.valid.shape[1]):
+            running = [(row, slot) for row, slot in enumerate(slots) if not self._begun(slot).over]
+            if not running:
+                break
+            steps = self._sims.advance({slot: choose(row, k, slot) for row, slot in running})
+            for row, slot in running:
+                self._note(result, row, k, slot, steps[slot], after_step)
+        for slot, progress in enumerate(self._progress):
+            # An episode that waits for its first action was moved too; its start decides everything, so start again.
+            if progress is not None and slot not in slots and not progress.steps:
+                self._sims.reset(slot, progress.start.reset_id, progress.start.seed)

@@ -22,14 +22,8 @@ from embodyrl.workers.messages import WorkerFailed
 
 try:
     import ray  # pyright: ignore[reportMissingImports]
-    from ray.exceptions import (  # pyright: ignore[reportMissingImports]
-        ActorUnavailableError,
-        RayActorError,
-        RayTaskError,
-    )
-    from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
-        NodeAffinitySchedulingStrategy,
-    )
+    from ray import exceptions  # pyright: ignore[reportMissingImports]
+    from ray.util import scheduling_strategies  # pyright: ignore[reportMissingImports]
 except ModuleNotFoundError as error:
     raise ConfigError("launcher=ray: the package is not installed. pip install 'embodyrl[ray]'.") from error
 
@@ -151,7 +145,7 @@ class RayLauncher:
             "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
             "num_gpus": gpus,
             "max_restarts": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            "scheduling_strategy": scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False),
             "runtime_env": {"env_vars": {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}},
         }
         remote_spec = replace(spec, init=replace(spec.init, shared_arena=None))
@@ -213,15 +207,15 @@ class RayLauncher:
         seat = self._seats[name]
         try:
             answer: _Answer = ray.get(reference, timeout=_GET_S)
-        except RayTaskError as error:
+        except exceptions.RayTaskError as error:
             self._bury(name, f"raised {error.cause!r}", traceback=str(error))
             return
-        except ActorUnavailableError as error:
+        except exceptions.ActorUnavailableError as error:
             # The cluster itself notices a lost host only many seconds later, and would place the successor there.
             self._lost.add(seat.node)
             self._bury(name, f"is gone with its host (Ray node {seat.node[:8]})", traceback=str(error))
             return
-        except RayActorError as error:
+        except exceptions.RayActorError as error:
             self._bury(name, "died", traceback=str(error))
             return
         seat.open.popleft()

@@ -1,8 +1,6 @@
 """Monitors: where metrics, messages and videos go. Each is one class and one registry line."""
 
-from embodyrl.monitor.fanout import Fanout, build_monitor, missing_loggers
-from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo, TaskResult
+from embodyrl.monitor.protocol import MONITORS, Monitor
 
 MONITORS.add("console", "embodyrl.monitor.console:ConsoleMonitor")
 MONITORS.add("jsonl", "embodyrl.monitor.jsonl:JsonlMonitor")
@@ -12,13 +10,4 @@ MONITORS.add("swanlab", "embodyrl.monitor.hosted:SwanlabMonitor")
 MONITORS.add("mlflow", "embodyrl.monitor.hosted:MlflowMonitor")
 MONITORS.add("trackio", "embodyrl.monitor.hosted:TrackioMonitor")
 
-__all__ = [
-    "MONITORS",
-    "Fanout",
-    "Monitor",
-    "Rate",
-    "RunInfo",
-    "TaskResult",
-    "build_monitor",
-    "missing_loggers",
-]
+__all__ = ["MONITORS", "Monitor"]

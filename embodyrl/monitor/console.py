@@ -14,7 +14,7 @@ from rich.live import Live
 from embodyrl.files import has_room
 from embodyrl.monitor.dashboard import Dashboard
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.protocol import Monitor, RunInfo, TaskResult
+from embodyrl.monitor.protocol import Monitor, RunInfo
 from embodyrl.monitor.timing import PHASES, step_seconds
 
 PROGRESS_PERIOD_S = 30.0
@@ -117,13 +117,13 @@ class ConsoleMonitor(Monitor):
         elif self._clock() - self._quiet_since >= PROGRESS_PERIOD_S:
             self._write(f"{what}: {done}/{total}")
 
-    def results(self, rows: Sequence[TaskResult]) -> None:
+    def results(self, rows: Sequence[tuple[str, Rate, Rate]]) -> None:
         self._freeze()
         if len(rows) > 1:
-            first, last = (sum((getattr(row, when) for row in rows), Rate(0, 0)) for when in ("first", "last"))
-            rows = [*rows, TaskResult(task="all tasks", first=first, last=last)]
+            first, last = (sum((row[when] for row in rows), Rate(0, 0)) for when in (1, 2))
+            rows = [*rows, ("all tasks", first, last)]
         table = [("task", "first validation", "last validation", "change")]
-        table += [(row.task, str(row.first), str(row.last), row.first.change(row.last)) for row in rows]
+        table += [(task, str(first), str(last), first.change(last)) for task, first, last in rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         for line in table:
             self._write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -29,15 +29,6 @@ class RunInfo:
     """A few lines about the configuration, name to value."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResult:
-    """First against last validation of one task."""
-
-    task: str
-    first: Rate
-    last: Rate
-
-
 class Monitor:
     """One backend: a subclass implements what it serves. Methods may raise: the caller drops the backend."""
 
@@ -63,8 +54,8 @@ class Monitor:
     def progress(self, done: int, total: int, what: str) -> None:
         """`done` of `total` parts of a long phase are finished; called often."""
 
-    def results(self, rows: Sequence[TaskResult]) -> None:
-        """First against last validation, at the end."""
+    def results(self, rows: Sequence[tuple[str, Rate, Rate]]) -> None:
+        """Success in the first and the last validation by task, at the end."""
 
     def close(self) -> None:
         """Flush and end; idempotent."""

@@ -29,9 +29,9 @@ class PolicyRequest:
     """What the run asks of a policy when it is built."""
 
     env: EnvSpec
-    value_dim: int
+    value_dim: int = 0
     """V: 0 (no value head), 1 or K."""
-    temperature: float
+    temperature: float = 1.0
     device: str
     seed: int
     trainable: bool = True
@@ -130,7 +130,7 @@ def export_policy(cfg: ModelConfig, env: EnvSpec, folder: Path, out: Path) -> No
     Raises:
         CheckpointError: the folder, or the base weights that its adapters need, do not fit.
     """
-    request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device="cpu", seed=0, trainable=False)
+    request = PolicyRequest(env=env, device="cpu", seed=0, trainable=False)
     policy = POLICIES.get(cfg.model_type).build(cfg, request)
     policy.load_weights(folder)
     out.mkdir(parents=True)

@@ -10,7 +10,7 @@ from embodyrl.config.schema import Config
 from embodyrl.datasets.text import holds_text
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, UnknownNameError
-from embodyrl.monitor import missing_loggers
+from embodyrl.monitor.fanout import missing_loggers
 from embodyrl.policies import POLICIES
 from embodyrl.runtime.texts import env_setup_problems
 
@@ -99,7 +99,7 @@ def _missing(cfg: Config, command: str) -> list[str]:
         ]
     if command == "sft" and cfg.data.path is None:
         return ["data.path is not set: it wants a folder with demonstrations; `embodyrl collect` writes one."]
-    if command == "sft" and cfg.data.val_path and cfg.data.val_share != all_keys()["data.val_share"].default:
+    if cfg.data.val_path and cfg.data.val_share != all_keys()["data.val_share"].default:
         return [
             f"data.val_share={cfg.data.val_share}: data.val_path={cfg.data.val_path} already names validation data."
         ]

@@ -11,9 +11,10 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena
 from embodyrl.config.schema import Config, EpisodeFilter, FrameFormat
-from embodyrl.datasets import Card, DatasetWriter, Demonstration, Source
+from embodyrl.datasets.layout import Card, Demonstration, Source
+from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
-from embodyrl.monitor import Fanout
+from embodyrl.monitor.fanout import Fanout
 from embodyrl.runtime.build import Blueprint, Crew, count_env_workers, deal_slots, draw_blueprint, start_crew
 from embodyrl.runtime.episodes import demonstration_plan, selected_tasks
 from embodyrl.runtime.jobs import Job

@@ -9,7 +9,7 @@ from pathlib import Path
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
 from embodyrl.errors import ConfigError
-from embodyrl.monitor import Fanout
+from embodyrl.monitor.fanout import Fanout
 from embodyrl.runtime.build import draw_blueprint, start_crew
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
 from embodyrl.runtime.planning import facts

@@ -12,11 +12,11 @@ from embodyrl.config.schema import OnVideoError
 from embodyrl.errors import EmbodyError
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_rows
-from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.intervals import Rate, wilson
+from embodyrl.monitor.side_by_side import join_side_by_side
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.episodes import RolloutPlan, eval_plan
 from embodyrl.runtime.jobs import Collection, Job, VideoChoice
-from embodyrl.runtime.rollouts import require_videos
 from embodyrl.types import Episode, EpisodeSpec
 
 
@@ -35,6 +35,10 @@ class TaskResult:
     success_at_end: float
     mean_return: float
     mean_steps: float
+
+    @property
+    def rate(self) -> Rate:
+        return Rate(self.successes, self.episodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +114,10 @@ def run_evaluation(
             on_episode=note,
         )
         collection = crew.rollouts.collect(job)
-    if collection.video_problems and cfg.faults.on_video_error == OnVideoError.stop:
-        require_videos(collection.video_problems)
-    for problem in collection.video_problems[:3]:
+    failed = collection.video_problems
+    if failed and cfg.faults.on_video_error == OnVideoError.stop:
+        raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn goes on)")
+    for problem in failed[:3]:
         warn(f"a recording failed: {problem}")
     if not rows:
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
@@ -201,3 +206,29 @@ def _check_writable(folder: Path) -> None:
         raise EmbodyError(
             f"Cannot write recordings to {folder}: {error.strerror}. Choose another video_cfg.base_dir, or video=none."
         ) from error
+
+
+def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Rate, Rate]]:
+    """Success per task, before and after; both validations ran the same episodes."""
+    before = {row.task_id: row.rate for row in first.tasks}
+    return [(row.task, before[row.task_id], row.rate) for row in last.tasks if row.task_id in before]
+
+
+def compare_recordings(
+    first: EvalResult, last: EvalResult, folder: Path, *, steps: tuple[int, int], fps: int, warn: Callable[[str], None]
+) -> list[Path]:
+    """Join the recordings of episodes that both validations kept; a failure to do so is only reported."""
+    before = dict(first.recordings)
+    joined: list[Path] = []
+    for episode, path in last.recordings:
+        if episode not in before:
+            continue
+        out = folder / f"before_after_ep{episode:03d}.mp4"
+        labels = (f"before (step {steps[0]})", f"after (step {steps[1]})")
+        try:
+            join_side_by_side(Path(before[episode]), Path(path), out, labels=labels, fps=fps)
+        except (OSError, RuntimeError, ValueError) as error:
+            warn(f"could not join the recordings of episode {episode}: {error}")
+            continue
+        joined.append(out)
+    return joined

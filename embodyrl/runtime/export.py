@@ -13,7 +13,7 @@ from embodyrl import __version__
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.load import load_saved_config
 from embodyrl.config.schema import Config
-from embodyrl.datasets import read_card
+from embodyrl.datasets.layout import read_card
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
 from embodyrl.policies import export_policy

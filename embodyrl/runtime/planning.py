@@ -4,16 +4,140 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
-from embodyrl.config.schema import Config, EnvSplitConfig
+from embodyrl.config.schema import Config, EnvSplitConfig, Precision
 from embodyrl.envs.memory import tasks_in_memory
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
-from embodyrl.runtime.build import Blueprint, draw_blueprint
+from embodyrl.runtime.build import Blueprint, count_gpus, draw_blueprint
 from embodyrl.runtime.episodes import eval_plan, train_plan
-from embodyrl.runtime.memory import GIB, plan_memory, require_memory
+from embodyrl.runtime.policy_hosts import is_apart
 from embodyrl.types import EnvSpec
+
+MIB, GIB = 2**20, 2**30
+_PROCESS = 340 * MIB
+"""A process with torch and a model library, on the host."""
+_ADAPTERS = 90 * MIB
+"""What the adapter library adds to it."""
+_CUDA = 600 * MIB
+"""Context and workspaces on a GPU."""
+_ENV_PROCESS = 160 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of each part of one policy process, and of what it shares the host with."""
+
+    weights: int
+    gathered: int
+    """Whole weights while acting, where they are sharded while training."""
+    reference: int
+    gradients: int
+    optimizer: int
+    activations: int
+    process: int
+    acting: int
+    """Of each process that only acts."""
+    env_worker: int
+    arena: int
+    checkpoint: int
+    """On disk."""
+    on_gpu: bool
+
+    @property
+    def policy(self) -> int:
+        """Peak of one policy process."""
+        fixed = self.weights + self.reference + self.optimizer + self.process
+        training = self.gradients + self.activations
+        # What was gathered for acting is freed for training, but in pieces that the C library keeps.
+        return fixed + (max(self.gathered, training) if self.on_gpu else self.gathered + training)
+
+    def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
+        """Name and text for people."""
+        parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "process")
+        named = [f"{name} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
+        env, arena = self.env_worker / GIB, self.arena / GIB
+        acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
+        return [
+            ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(named)}"),
+            ("", f"{acting}{env:.2f} GiB for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
+        ]
+
+
+def plan_memory(blueprint: Blueprint) -> MemoryPlan:
+    """Derive the memory of a training run; figures of adapters and activations are estimates."""
+    cfg, policy = blueprint.cfg, blueprint.policy
+    fsdp = cfg.actor.fsdp
+    half = cfg.model.precision == Precision.bf16
+    total = policy.num_parameters
+    trained = total if policy.num_trained is None else policy.num_trained
+    frozen = total if policy.num_trained is not None else 0
+    kept = frozen * (2 if half else 4) + trained * 4
+    sharded = blueprint.ranks > 1 or fsdp.cpu_offload
+    shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
+    gradients = 4 * trained
+    copies = 2 * trained if half and not frozen else 0  # autocast keeps bfloat16 copies for the backward pass
+    adam = 8 * trained // shards
+    on_gpu = count_gpus() > 0
+    per_sample = policy.recomputed_bytes if cfg.actor.gradient_checkpointing else policy.activation_bytes
+    apart = is_apart(blueprint)
+    process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if frozen else 0)
+    whole = total * (2 if half else 4)
+    compares = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
+    return MemoryPlan(
+        weights=0 if fsdp.cpu_offload and on_gpu else kept // shards,
+        gathered=whole if sharded and not apart else 0,
+        reference=(kept if frozen else 4 * total) if compares else 0,
+        gradients=gradients + (gradients // shards if sharded else 0),
+        optimizer=0 if fsdp.cpu_offload and on_gpu else adam,
+        activations=cfg.actor.micro_batch_size * per_sample + copies,
+        process=process,
+        acting=process + (kept if frozen else whole) if apart else 0,
+        on_gpu=on_gpu,
+        env_worker=_ENV_PROCESS + blueprint.env.task_bytes,
+        arena=blueprint.layout.offsets(blueprint.capacity)[1],
+        checkpoint=12 * trained,
+    )
+
+
+def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
+    """Refuse a run that cannot fit.
+
+    Raises:
+        ConfigError: says what is needed, what is there, and which keys make it smaller.
+    """
+    acting = blueprint.cfg.rollout.num_workers
+    policies, envs = plan.policy * blueprint.ranks + plan.acting * acting, plan.env_worker * len(blueprint.seats)
+    smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
+    if count_gpus():
+        gpu = _gpu_memory()
+        if gpu and plan.policy > gpu:
+            raise ConfigError(
+                f"A policy process needs about {plan.policy / GIB:.1f} GiB, a GPU here has {gpu / GIB:.1f} GiB. "
+                f"Try {smaller}, or actor.fsdp.cpu_offload=true."
+            )
+        policies = _PROCESS * (blueprint.ranks + (acting if plan.acting else 0))
+    needed, free = policies + envs + plan.arena, available_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"This run needs about {needed / GIB:.1f} GiB of memory ({policies / GIB:.1f} for the policy, "
+            f"{envs / GIB:.1f} for {len(blueprint.seats)} env workers, {plan.arena / GIB:.1f} shared), "
+            f"{free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, {smaller}."
+        )
+
+
+def _gpu_memory() -> int:
+    """Memory of the smallest GPU, bytes; 0 if unknown. Asked without a CUDA context in this process."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
+    return min(sizes, default=0) * MIB
 
 
 def describe(cfg: Config, command: str = "train") -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.errors import EmbodyError
 from embodyrl.launch.protocol import WorkerDied
 from embodyrl.runtime.fleet import Fleet
 from embodyrl.runtime.jobs import Collection, Job, Tally
@@ -346,13 +345,3 @@ class Rollouts:
         for (i, episode), ticket in zip(pending, tickets, strict=True):
             value = self._arena["value"][ticket.record].copy()
             out.episodes[i] = replace(episode, bootstrap_value=value)
-
-
-def require_videos(problems: Sequence[str]) -> None:
-    """Raise when recordings were asked for and failed.
-
-    Raises:
-        EmbodyError: names the first problem and how to go on without recordings.
-    """
-    if problems:
-        raise EmbodyError(f"{problems[0]} ({len(problems)} recordings failed; faults.on_video_error=warn goes on)")

@@ -15,7 +15,8 @@ from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore
 from embodyrl.config.schema import Config, OnSaveError
 from embodyrl.errors import CheckpointError, Interrupted
 from embodyrl.files import write_atomically
-from embodyrl.monitor import Fanout, RunInfo, build_monitor
+from embodyrl.monitor.fanout import Fanout, build_monitor
+from embodyrl.monitor.protocol import RunInfo
 from embodyrl.runtime.rundir import RunFolder
 
 Facts = Sequence[tuple[str, str]]

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from embodyrl.config.schema import Config
-from embodyrl.datasets import Demonstrations, read_card
+from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.reader import Demonstrations
 from embodyrl.datasets.text import holds_text
 from embodyrl.errors import ConfigError, Interrupted, NonFiniteError
 from embodyrl.policies import POLICIES
@@ -23,8 +24,16 @@ from embodyrl.runtime.build import mismatches
 from embodyrl.runtime.rundir import RunFolder, open_run
 from embodyrl.runtime.seeds import derive
 from embodyrl.runtime.session import Session
-from embodyrl.runtime.sft_setup import Samples, data_statistics, load_samples, sft_facts, start_model, with_statistics
-from embodyrl.runtime.sft_text import build_text_policy, load_text
+from embodyrl.runtime.sft_setup import (
+    Samples,
+    build_text_policy,
+    data_statistics,
+    load_samples,
+    load_text,
+    sft_facts,
+    start_model,
+    with_statistics,
+)
 from embodyrl.runtime.signals import StopRequest
 from embodyrl.types import EnvSpec, FloatArray, IntArray
 from embodyrl.workers.training import Optimization, best_device, seed_everything
@@ -127,8 +136,7 @@ class _Sft:
         demos, steps = cast(Demonstrations, self.train.demos), self.train.steps
         entry = data_statistics(self.train.actions[:, 0], demos.state[steps], env, demos.num_episodes)
         model = with_statistics(cfg.model, source, target, key, entry)
-        device = str(self.device)
-        request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device=device, seed=cfg.seed, fresh_heads=True)
+        request = PolicyRequest(env=env, device=str(self.device), seed=cfg.seed, fresh_heads=True)
         return factory.build(model, request)
 
     def _total_steps(self) -> int:

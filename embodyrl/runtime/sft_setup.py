@@ -1,9 +1,10 @@
-"""What supervised training starts from: demonstrations, their statistics, and a checkpoint folder that has them."""
+"""What supervised training starts from: demonstrations and a checkpoint folder with their statistics, or text."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,13 +14,17 @@ import numpy as np
 from embodyrl.config.keys import spell
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.schema import Config, ModelConfig
-from embodyrl.datasets import Demonstrations, check_layout, load_demonstrations, read_card
+from embodyrl.conversation import join_messages
+from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.reader import Demonstrations, check_layout, load_demonstrations
 from embodyrl.datasets.statistics import vector_stats
-from embodyrl.datasets.text import holds_text
+from embodyrl.datasets.text import TextRows, holds_text, open_rows
 from embodyrl.errors import ConfigError
 from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest, TextPolicy
 from embodyrl.runtime.seeds import derive
-from embodyrl.types import EnvSpec, FloatArray, IntArray, Observation, PolicySpec
+from embodyrl.runtime.texts import tokenizer_folder
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, Observation, PolicySpec
 from embodyrl.workers.rollout_worker import convert_gripper
 
 STATISTICS_FILE = "dataset_statistics.json"
@@ -142,10 +147,14 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         EmbodyError: the data set is damaged or there is none.
     """
     assert cfg.data.path is not None
+    training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} samples")
     if holds_text(cfg.data.path):
-        from embodyrl.runtime.sft_text import text_facts
-
-        return text_facts(cfg)
+        rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
+        return [
+            ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
+            ("model", f"{cfg.model.path or cfg.model.model_type} · {cfg.model.precision.value}"),
+            training,
+        ]
     root = Path(cfg.data.path)
     card = read_card(root)
     problems = check_layout(root)
@@ -158,5 +167,58 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ("data", f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {card.env.name}"),
         ("frames", f"{cameras} · augmentation {'on' if cfg.data.image_aug else 'off'}"),
         ("model", f"{start_model(cfg)} · {cfg.model.precision.value}"),
-        ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} samples"),
+        training,
     ]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What is asked in some rows; in place of `Demonstrations`."""
+
+    texts: Sequence[str]
+
+    def observe(self, steps: IntArray) -> Observation:
+        """Conversations of the given rows."""
+        none = np.zeros((len(steps), 0), np.float32)
+        images = np.zeros((len(steps), 0, 0, 0, 3), np.uint8)
+        return Observation(images=images, state=none, instructions=tuple(self.texts[int(i)] for i in steps))
+
+
+def build_text_policy(cfg: Config, device: str) -> TextPolicy:
+    """Build the language model.
+
+    Raises:
+        ConfigError: the model does not speak.
+    """
+    space = ActionSpace(kind=ActionKind.text)
+    env = EnvSpec(name="text", action_dim=1, tasks=("text",), states_per_task=(1,), action_space=space)
+    factory = POLICIES.get(cfg.model.model_type)
+    if ActionKind.text not in factory.spec(cfg.model, env, 0).action_kinds:
+        raise ConfigError(
+            f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
+            "or a folder that `embodyrl collect` wrote."
+        )
+    recompute = cfg.actor.gradient_checkpointing
+    request = PolicyRequest(env=env, device=device, seed=cfg.seed, gradient_checkpointing=recompute)
+    policy = factory.build(replace(cfg.model, num_action_chunks=1), request)
+    assert isinstance(policy, TextPolicy)
+    return policy
+
+
+def load_text(cfg: Config, policy: TextPolicy) -> tuple[Samples, Samples | None]:
+    """Rows for training and for validation; what is imitated is the reference and the token that ends it.
+
+    Raises:
+        ConfigError: a source or a row is wrong.
+    """
+    rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
+    split = len(rows) - rows.held_out
+    training = _text_samples(rows, range(split), policy)
+    return training, _text_samples(rows, range(split, len(rows)), policy) if rows.held_out else None
+
+
+def _text_samples(rows: TextRows, part: range, policy: TextPolicy) -> Samples:
+    chosen = [rows[i] for i in part]
+    tokens = policy.encode_replies([row.reference for row in chosen])
+    texts = [join_messages(row.messages) for row in chosen]
+    return Samples(demos=Prompts(texts), steps=np.arange(len(part)), actions=tokens[:, :, None].astype(np.float32))

@@ -92,6 +92,4 @@ def env_setup_problems(cfg: Config) -> list[str]:
         )
     if cfg.algorithm.sampling_params.max_new_tokens is None:
         problems.append("algorithm.sampling_params.max_new_tokens is not set: how many tokens may a reply have?")
-    if cfg.data.val_path and cfg.data.val_share != type(cfg.data)().val_share:
-        problems.append(f"data.val_share={cfg.data.val_share}: data.val_path already names validation data.")
     return problems

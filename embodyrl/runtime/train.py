@@ -14,10 +14,9 @@ from embodyrl.errors import Interrupted
 from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
 from embodyrl.runtime.dump import write_dump
-from embodyrl.runtime.evaluation import EvalResult, run_evaluation
+from embodyrl.runtime.evaluation import EvalResult, changes, compare_recordings, run_evaluation
 from embodyrl.runtime.jobs import Collection
 from embodyrl.runtime.metrics import rollout_metrics, settle
-from embodyrl.runtime.outcome import changes, compare_recordings
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import RunFolder, open_run, resolve_weights
 from embodyrl.runtime.sampling import Sampler

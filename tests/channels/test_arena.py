@@ -63,11 +63,6 @@ def test_too_little_memory_is_an_error_before_anything_is_reserved():
         Arena.create(huge, 1)
 
 
-def test_layouts_differ_in_their_digest():
-    other = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(8, 8, 4)),))
-    assert other.digest != LAYOUT.digest
-
-
 def test_fields_do_not_overlap(arena):
     a, b = arena.allocate(), arena.allocate()
     with arena.write(a) as record:
@@ -103,7 +98,6 @@ def test_another_process_writes_in_place(arena):
     ticket = arena.allocate()
     assert _run(_fill, arena.handle, ticket) == 0
     assert arena["image"][arena.read([ticket])[0]].min() == 42
-    assert arena["writer_pid"][ticket.record] not in (0, os.getpid())
 
 
 def test_a_writer_killed_in_the_middle_leaves_an_unreadable_record_that_can_be_reused(arena):

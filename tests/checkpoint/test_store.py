@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import embodyrl
-from embodyrl.checkpoint import CheckpointStore
+from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.errors import CheckpointError
 
 KILL_AT = {
@@ -43,7 +43,7 @@ def run_child(root: Path, body: str) -> subprocess.CompletedProcess:
         """
         import os, signal, sys
         from pathlib import Path
-        from embodyrl.checkpoint import CheckpointStore
+        from embodyrl.checkpoint.store import CheckpointStore
 
         def die():
             os.kill(os.getpid(), signal.SIGKILL)

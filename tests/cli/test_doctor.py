@@ -14,7 +14,7 @@ from embodyrl import __version__
 from embodyrl.cli import probes
 from embodyrl.cli.doctor import bug_report
 from embodyrl.cli.main import main
-from embodyrl.cli.rendering import probe_rendering, probe_video
+from embodyrl.cli.probes import probe_rendering, probe_video
 from embodyrl.config.load import load_config, save_config
 
 DOCTOR = [sys.executable, "-m", "embodyrl.cli.main", "doctor", "--json"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embodyrl.datasets import Card, Demonstration, Source
+from embodyrl.datasets.layout import Card, Demonstration, Source
 from embodyrl.types import EnvSpec, GripperConvention
 
 ENV = EnvSpec(

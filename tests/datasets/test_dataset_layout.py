@@ -14,7 +14,8 @@ import pytest
 from demos import ENV, card, demonstration
 from PIL import Image
 
-from embodyrl.datasets import DatasetWriter, check_layout
+from embodyrl.datasets.reader import check_layout
+from embodyrl.datasets.writer import DatasetWriter
 
 
 @pytest.fixture

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from demos import ENV, card, demonstration
 
-from embodyrl.datasets import DatasetWriter, Demonstration, check_layout, load_demonstrations, read_card
 from embodyrl.datasets import writer as writer_module
+from embodyrl.datasets.layout import Demonstration, read_card
+from embodyrl.datasets.reader import check_layout, load_demonstrations
+from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.errors import EmbodyError
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from embodyrl.config.schema import EnvConfig, RenderProfile
 from embodyrl.envs import ENVS
-from embodyrl.envs.libero import FACTORY, install
+from embodyrl.envs.libero import install
+from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.errors import MissingDependencyError
 
 
@@ -61,7 +62,7 @@ def test_problems_are_reported_together():
 
 def test_checks_import_no_simulator():
     code = (
-        "import sys; from embodyrl.envs.libero import FACTORY; from embodyrl.config.schema import EnvConfig\n"
+        "import sys; from embodyrl.envs.libero.factory import FACTORY; from embodyrl.config.schema import EnvConfig\n"
         "FACTORY.validate(EnvConfig(task_suite_name='libero_10'))\n"
         "loaded = {'torch', 'mujoco', 'libero', 'robosuite'} & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
     )
@@ -101,7 +102,7 @@ def test_missing_files_are_named(tmp_path, monkeypatch):
 def test_a_machine_without_libero_is_told_how_to_install_it():
     code = (
         "import sys\n"
-        "from embodyrl.envs.libero import FACTORY; from embodyrl.config.schema import EnvConfig\n"
+        "from embodyrl.envs.libero.factory import FACTORY; from embodyrl.config.schema import EnvConfig\n"
         "from embodyrl.errors import MissingDependencyError\n"
         "import importlib.util as u; found = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'libero' else found(name, *a)\n"

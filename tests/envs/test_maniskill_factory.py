@@ -8,8 +8,8 @@ import pytest
 
 from embodyrl.config.load import load_config
 from embodyrl.config.schema import EnvConfig, InitParams, ObsMode
-from embodyrl.envs.maniskill import FACTORY
 from embodyrl.envs.maniskill import factory as described
+from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.install import Description
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, INSTRUCTIONS, instruction
 from embodyrl.errors import ConfigError

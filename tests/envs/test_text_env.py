@@ -9,8 +9,8 @@ from embodyrl.config.schema import DataConfig, EnvConfig, RewardConfig
 from embodyrl.conversation import split_messages
 from embodyrl.datasets.text import open_rows
 from embodyrl.envs.protocol import EnvSetup
-from embodyrl.envs.text import FACTORY
-from embodyrl.envs.text.tools import answer, find_call
+from embodyrl.envs.text.environment import answer, find_call
+from embodyrl.envs.text.factory import FACTORY
 from embodyrl.rewards import build_judge
 from embodyrl.types import EpisodeStart
 

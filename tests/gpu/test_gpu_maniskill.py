@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embodyrl.config.load import load_config
-from embodyrl.envs.maniskill import FACTORY
+from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.runtime.train import train
 from embodyrl.types import EpisodeStart, ObservationOut
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from embodyrl.errors import ConfigError
-from embodyrl.monitor import Fanout, Monitor, RunInfo, build_monitor
 from embodyrl.monitor.background import BackgroundMonitor
+from embodyrl.monitor.fanout import Fanout, build_monitor
 from embodyrl.monitor.jsonl import JsonlMonitor
+from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class Stuck(Monitor):

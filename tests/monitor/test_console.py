@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.monitor import Rate, RunInfo, TaskResult
 from embodyrl.monitor.console import PROGRESS_PERIOD_S, ConsoleMonitor, step_line
+from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.protocol import RunInfo
 
 METRICS = {
     "time/step": 12.4,
@@ -86,7 +87,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
         monitor.log(3, METRICS)
         monitor.text("env worker 1 [died]")
         monitor.progress(2, 8, "rollout")
-        monitor.results([TaskResult(task="stack", first=Rate(1, 10), last=Rate(8, 10))])
+        monitor.results([("stack", Rate(1, 10), Rate(8, 10))])
         monitor.close()
         os.set_blocking(reader, False)
         received = bytearray()
@@ -133,12 +134,7 @@ def test_results_add_a_total_over_tasks(tmp_path: Path):
     out = StringIO()
     monitor = ConsoleMonitor(out)
     monitor.open(tmp_path, INFO)
-    monitor.results(
-        [
-            TaskResult(task="pick", first=Rate(2, 10), last=Rate(8, 10)),
-            TaskResult(task="place", first=Rate(0, 10), last=Rate(0, 0)),
-        ]
-    )
+    monitor.results([("pick", Rate(2, 10), Rate(8, 10)), ("place", Rate(0, 10), Rate(0, 0))])
     lines = [line.split("  ") for line in out.getvalue().splitlines()]
     table = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert table == [

@@ -1,7 +1,7 @@
 from rich.console import Console
 
-from embodyrl.monitor import RunInfo
 from embodyrl.monitor.dashboard import replay, sparkline
+from embodyrl.monitor.protocol import RunInfo
 from embodyrl.monitor.timing import duration
 
 ROW = {

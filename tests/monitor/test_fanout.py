@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from embodyrl.errors import ConfigError, UnknownNameError
-from embodyrl.monitor import Fanout, Monitor, Rate, RunInfo, TaskResult, build_monitor
 from embodyrl.monitor.console import ConsoleMonitor
+from embodyrl.monitor.fanout import Fanout, build_monitor
+from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.jsonl import JsonlMonitor
+from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class Plugin(Monitor):
@@ -100,7 +102,7 @@ def test_banner_and_progress_reach_screens_only(tmp_path: Path):
     fanout.banner(["embodyrl", "run r"])
     fanout.progress(1, 2, "rollout")
     assert screen.getvalue() == "embodyrl\nrun r\n"
-    fanout.results([TaskResult(task="stack", first=Rate(1, 10), last=Rate(8, 10))])
+    fanout.results([("stack", Rate(1, 10), Rate(8, 10))])
     assert "80.0 % [49.0, 94.3] (8/10)" in screen.getvalue()
     assert plugin.calls == ["open"]
 

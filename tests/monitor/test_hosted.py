@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from embodyrl.errors import ConfigError
-from embodyrl.monitor import MONITORS, Fanout, RunInfo, build_monitor, missing_loggers
+from embodyrl.monitor import MONITORS
+from embodyrl.monitor.fanout import Fanout, build_monitor, missing_loggers
 from embodyrl.monitor.jsonl import JsonlMonitor
+from embodyrl.monitor.protocol import RunInfo
 
 HOSTED = {"wandb": "offline-run-*", "swanlab": "*", "mlflow": "*", "trackio": "*.db"}
 
@@ -47,7 +49,7 @@ def test_an_unknown_logger_names_the_nearest() -> None:
 
 
 def test_naming_a_logger_imports_no_service() -> None:
-    code = "import sys; from embodyrl.monitor import missing_loggers as m, MONITORS; m(MONITORS.names()); "
+    code = "import sys; from embodyrl.monitor.fanout import MONITORS, missing_loggers as m; m(MONITORS.names()); "
     code += f"print([n for n in {list(HOSTED)} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

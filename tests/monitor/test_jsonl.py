@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.monitor import RunInfo
 from embodyrl.monitor.jsonl import JsonlMonitor
+from embodyrl.monitor.protocol import RunInfo
 
 
 def rows(run_dir: Path) -> list[dict]:

@@ -13,7 +13,8 @@ from toy_runs import TOY
 
 from embodyrl.config.load import load_config
 from embodyrl.config.schema import Config
-from embodyrl.datasets import check_layout, load_demonstrations, read_card
+from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.reader import check_layout, load_demonstrations
 from embodyrl.datasets.writer import read_episodes
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.runtime.checks import check_components

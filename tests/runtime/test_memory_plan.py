@@ -16,7 +16,7 @@ from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import draw_blueprint
 from embodyrl.runtime.episodes import train_plan
 from embodyrl.runtime.jobs import Job
-from embodyrl.runtime.memory import GIB, plan_memory, require_memory
+from embodyrl.runtime.planning import GIB, plan_memory, require_memory
 
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops", "model.is_lora=true")
 LARGE = ("env.train.total_num_envs=16", "actor.global_batch_size=32", "actor.micro_batch_size=32")

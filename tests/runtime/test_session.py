@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from toy_runs import comparable, toy_config, train_toy, weights
 
-from embodyrl.checkpoint import CheckpointStore
+from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.errors import CheckpointError
 from embodyrl.runtime.rundir import open_run
 from embodyrl.runtime.session import Session

@@ -14,7 +14,7 @@ from toy_runs import TOY, rows, weights
 
 from embodyrl.config.load import load_config, load_saved_config
 from embodyrl.config.schema import Config
-from embodyrl.datasets import load_demonstrations
+from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.runtime.checks import check_components
 from embodyrl.runtime.collect import collect
@@ -205,7 +205,7 @@ def test_keys_that_sft_needs_or_never_reads(demos: Path, tmp_path: Path, overrid
 
 
 def test_parts_that_do_not_fit_are_refused_before_training(demos: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.num_images_in_input is 2, but env 'toy' has 1"):
+    with pytest.raises(ConfigError, match="reads 2 camera images, env 'toy' gives 1"):
         train(tmp_path / "images", demos, "model.num_images_in_input=2")
     with pytest.raises(ConfigError, match=r"model_type 'scripted' .* no checkpoint folder"):
         sft(load_config("sft", [f"data.path={demos}", "model=scripted", f"runner.output_dir={tmp_path}"]))

@@ -10,7 +10,8 @@ import pytest
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv
-from embodyrl.envs.libero import FACTORY, install
+from embodyrl.envs.libero import install
+from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.types import EpisodeStart, ObservationOut
 
 pytestmark = pytest.mark.sim

@@ -7,7 +7,8 @@ import pytest
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv
-from embodyrl.envs.libero import FACTORY, install
+from embodyrl.envs.libero import install
+from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.errors import EnvError
 from embodyrl.types import EpisodeStart
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from embodyrl.config.schema import EnvConfig
-from embodyrl.envs.libero import FACTORY, install
+from embodyrl.envs.libero import install
+from embodyrl.envs.libero.factory import FACTORY
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(300)]
 

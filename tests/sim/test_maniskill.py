@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from embodyrl.config.schema import EnvConfig, InitParams, ObsMode, RenderProfile, SimBackend
-from embodyrl.envs.lockstep import LockstepEnv
-from embodyrl.envs.maniskill import FACTORY
+from embodyrl.envs.chunked import LockstepEnv
+from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.install import vulkan_problem
 from embodyrl.errors import ConfigError, MissingDependencyError, UnknownNameError
 from embodyrl.types import EpisodeStart, ObservationOut

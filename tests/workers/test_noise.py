@@ -1,6 +1,6 @@
 import numpy as np
 
-from embodyrl.workers.noise import token_noise
+from embodyrl.workers.rollout_worker import token_noise
 
 
 def test_noise_depends_on_episode_and_chunk_only():

@@ -7,8 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from embodyrl.config.schema import EnvConfig
-from embodyrl.envs.chunked import ChunkedEnv
-from embodyrl.envs.lockstep import LockstepEnv
+from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
 from embodyrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ class GymFactory:
     def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
         """Build the environment with `num_slots` slots in this process; each is constructed at its first reset."""
         from embodyrl.envs.gym.create import create, probe
-        from embodyrl.envs.gym.sims import GymSims
-        from embodyrl.envs.gym.vector import VectorSims
+        from embodyrl.envs.gym.sims import GymSims, VectorSims
 
         found = probe(cfg)
         spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
@@ -90,3 +88,6 @@ def _problems(cfg: EnvConfig) -> Iterator[str]:
                 f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after its end; "
                 "leave it at false."
             )
+
+
+FACTORY = GymFactory()

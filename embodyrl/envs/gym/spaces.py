@@ -24,13 +24,7 @@ _CATEGORIES = (spaces.Discrete, spaces.MultiDiscrete)
 
 
 class ObservationWriter:
-    """Writes observations of one space into the arena."""
-
-    cameras: tuple[str, ...]
-    image_size: tuple[int, int]
-    """H and W; (0, 0) without images."""
-    state_dim: int
-    """S"""
+    """Writes observations of one space into the arena; without images `image_size` is (0, 0)."""
 
     def __init__(self, env_id: str, space: Space[Any]) -> None:
         """Lay out the observation.

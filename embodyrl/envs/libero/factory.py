@@ -101,3 +101,6 @@ def _suite_problems(cfg: EnvConfig) -> Iterator[str]:
         yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, SUITE_TASKS)} Known: {known}."
         return
     yield from task_problems(cfg, SUITE_TASKS[name], f"the tasks of {name}")
+
+
+FACTORY = LiberoFactory()

@@ -2,15 +2,107 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.expert import Demonstrator
-from embodyrl.envs.libero.pool import SimPool
-from embodyrl.envs.libero.simulator import TaskSimulator
+from embodyrl.envs.libero.simulator import SimState, TaskSimulator
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
+log = logging.getLogger(__name__)
+
+
 PEOPLE_CAMERA = "agentview"
+
+
+@dataclass(slots=True)
+class _Loaded:
+    simulator: TaskSimulator
+    occupant: int | None = None
+    """Slot whose state is in the model right now."""
+
+
+class SimPool:
+    """Task models, least recently used evicted first; a slot's state is swapped in when the slot is used.
+
+    A swap costs well under a millisecond, loading a model about two seconds.
+    """
+
+    def __init__(self, build: Callable[[int], TaskSimulator], *, max_models: int) -> None:
+        assert max_models >= 1
+        self._build = build
+        self._max_models = max_models
+        self._loaded: OrderedDict[int, _Loaded] = OrderedDict()
+        self._saved: dict[int, SimState] = {}
+        self._task: dict[int, int] = {}
+        self._warned = False
+
+    @property
+    def num_loaded(self) -> int:
+        """Models in memory."""
+        return len(self._loaded)
+
+    def begin(self, slot: int, task: int) -> TaskSimulator:
+        """Give the slot a model of `task` to start an episode in; its former state is dropped."""
+        self._saved.pop(slot, None)
+        for loaded in self._loaded.values():
+            if loaded.occupant == slot:
+                loaded.occupant = None
+        self._task[slot] = task
+        return self._occupy(slot, task).simulator
+
+    def use(self, slot: int) -> TaskSimulator:
+        """Give the slot the model that holds its running episode."""
+        loaded = self._occupy(slot, self._task[slot])
+        state = self._saved.pop(slot, None)
+        if state is not None:
+            loaded.simulator.load(state)
+        return loaded.simulator
+
+    def close(self) -> None:
+        """Free all models; idempotent."""
+        while self._loaded:
+            self._loaded.popitem()[1].simulator.close()
+        self._saved.clear()
+        self._task.clear()
+
+    def _occupy(self, slot: int, task: int) -> _Loaded:
+        loaded = self._loaded.get(task) or self._load(task)
+        self._loaded.move_to_end(task)
+        if loaded.occupant != slot:
+            self._put_aside(loaded)
+            loaded.occupant = slot
+        return loaded
+
+    def _load(self, task: int) -> _Loaded:
+        while len(self._loaded) >= self._max_models:
+            oldest, loaded = self._loaded.popitem(last=False)
+            self._warn_if_thrashing(oldest)
+            self._put_aside(loaded)
+            loaded.simulator.close()
+        self._loaded[task] = _Loaded(self._build(task))
+        return self._loaded[task]
+
+    def _put_aside(self, loaded: _Loaded) -> None:
+        if loaded.occupant is not None:
+            self._saved[loaded.occupant] = loaded.simulator.save()
+            loaded.occupant = None
+
+    def _warn_if_thrashing(self, evicted: int) -> None:
+        if self._warned or evicted not in self._task.values():
+            return
+        self._warned = True
+        log.warning(
+            "LIBERO: slots of this worker run %d tasks, but memory holds %d model(s); every switch reloads one "
+            "(about 2 s). Use fewer tasks per worker: env.train.task_ids, fewer env slots, or more memory.",
+            len(set(self._task.values())),
+            self._max_models,
+        )
 
 
 class LiberoSims:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodyrl.config.schema import EnvConfig, ObsMode, SimBackend
-from embodyrl.envs.chunked import ChunkedEnv
-from embodyrl.envs.lockstep import LockstepEnv
+from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
 from embodyrl.envs.maniskill.install import Description, describe_apart
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, DEMONSTRATED, EE_DELTA_POSE, SEEDS, instruction
 from embodyrl.envs.problems import camera_problems
@@ -90,3 +89,6 @@ def _problems(cfg: EnvConfig) -> Iterator[str]:
     reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {*cfg.kwargs}
     for key in sorted(reserved):
         yield f"env.kwargs.{key}={cfg.kwargs[key]}: this is decided elsewhere; see env.{key} and env.train."
+
+
+FACTORY = ManiSkillFactory()

@@ -1,7 +1,1 @@
 """A small built-in table with blocks and plates (numpy only): a place to learn and to test, never a benchmark."""
-
-from embodyrl.envs.tabletop.factory import TabletopFactory
-
-FACTORY = TabletopFactory()
-
-__all__ = ["FACTORY"]

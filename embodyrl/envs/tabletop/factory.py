@@ -66,3 +66,6 @@ def _size_problems(cfg: EnvConfig) -> Iterator[str]:
             f"env.init_params: camera_heights={params.camera_heights} and camera_widths={params.camera_widths} differ; "
             "tabletop's cameras are square, set both to the same number."
         )
+
+
+FACTORY = TabletopFactory()

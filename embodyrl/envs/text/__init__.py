@@ -1,7 +1,1 @@
 """Tasks in words: the prompt is the observation, a reply is one chunk of tokens, the reward function the simulator."""
-
-from embodyrl.envs.text.factory import TextFactory
-
-FACTORY = TextFactory()
-
-__all__ = ["FACTORY"]

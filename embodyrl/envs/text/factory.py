@@ -6,8 +6,7 @@ from dataclasses import fields
 
 from embodyrl.config.schema import DataConfig, EnvConfig, RewardConfig
 from embodyrl.envs.protocol import EnvSetup
-from embodyrl.envs.text.environment import LAST_BYTES, TURN_BYTES, ConversationEnv
-from embodyrl.envs.text.tools import TOOLS
+from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
@@ -56,3 +55,6 @@ class TextFactory:
         """Build `num_slots` conversations in this process."""
         assert isinstance(cfg, EnvSetup) and cfg.rows is not None and cfg.judge is not None
         return ConversationEnv(self.spec(cfg), cfg, cfg.rows, cfg.judge, num_slots)
+
+
+FACTORY = TextFactory()

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
 from embodyrl import __version__
 from embodyrl.config.keys import spell
 from embodyrl.files import write_atomically
-from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_history
+from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate, mcnemar
 from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.monitor.report.tables import changed_settings, curve, differing, paired, rate_of
-from embodyrl.monitor.timing import PHASES, Phase, duration, step_seconds, time_tree
+from embodyrl.monitor.timing import PHASES, duration, step_seconds, time_tree
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("success", ("eval/success_once", "train/success_once")),
@@ -38,23 +38,6 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Title and metrics of each; every other metric is in metrics.jsonl and TensorBoard."""
 _TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
 _MAX_BARS, _MAX_FAILED, _LOG_TAIL = 60, 100, 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunView:
-    """One run, ready for the template."""
-
-    history: History
-    tiles: list[tuple[str, str, str]]
-    """Label, value and small print."""
-    timeline: str
-    phases: list[Phase]
-    faults: list[str]
-    tails: list[tuple[str, str]]
-    failed: list[EpisodeRow]
-    settings: list[tuple[str, str, str]]
-    """Key, value and default where they differ."""
-    yaml: str
 
 
 def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED_BYTES) -> list[str]:
@@ -109,7 +92,8 @@ def _summary(histories: Sequence[History]) -> list[str]:
     return lines
 
 
-def _view(history: History) -> RunView:
+def _view(history: History) -> dict[str, Any]:
+    """What the template shows of one run."""
     steps = [row for row in history.rows if step_seconds(row)]
     last = history.evaluations[-1].episodes if history.evaluations else ()
     total = {name: sum(row.get(name) or 0.0 for row in steps) for row in steps for name in row}
@@ -119,20 +103,21 @@ def _view(history: History) -> RunView:
         text = path.read_text(encoding="utf-8", errors="replace")
         if "Traceback (most recent call last)" in text:
             tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
-    return RunView(
-        history=history,
-        tiles=_tiles(history, steps),
-        timeline=_timeline(steps),
-        phases=time_tree(total) if steps else [],
-        faults=[line for line in events if _TROUBLE.search(line)],
-        tails=tails,
-        failed=[e for e in last if not e.success_once][:_MAX_FAILED],
-        settings=changed_settings(history.config),
-        yaml=history.text("config.yaml"),
-    )
+    return {
+        "history": history,
+        "tiles": _tiles(history, steps),
+        "timeline": _timeline(steps),
+        "phases": time_tree(total) if steps else [],
+        "faults": [line for line in events if _TROUBLE.search(line)],
+        "tails": tails,
+        "failed": [e for e in last if not e.success_once][:_MAX_FAILED],
+        "settings": changed_settings(history.config),
+        "yaml": history.text("config.yaml"),
+    }
 
 
 def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
+    """Label, value and small print."""
     tiles = []
     if history.evaluations:
         ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +95,7 @@ class CausalLMPolicy:
         self.ends = torch.tensor([ends] if isinstance(ends, int) else ends, device=self._device)
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
-        self._prompts: OrderedDict[str, list[int]] = OrderedDict()
+        self.encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_prompt)
         self._engine_asked = request.backend != "hf"
         self._engine: VllmEngine | None = None
 
@@ -294,11 +294,8 @@ class CausalLMPolicy:
             row[: len(ids) + 1] = [*ids, int(self.ends[0])]
         return tokens
 
-    def encode_prompt(self, instruction: str) -> list[int]:
+    def _encode_prompt(self, instruction: str) -> list[int]:
         """Token ids of a conversation: through the chat template, else its messages one after the other."""
-        if instruction in self._prompts:
-            self._prompts.move_to_end(instruction)
-            return self._prompts[instruction]
         messages = split_messages(instruction)
         chat = self.tokenizer.chat_template is not None if self._chat is None else self._chat
         if chat:
@@ -312,10 +309,7 @@ class CausalLMPolicy:
             ids = self.tokenizer("".join(f"|{m.content}|" if m.role == "tool" else m.content for m in messages))[
                 "input_ids"
             ]
-        self._prompts[instruction] = list(ids) or [int(self.ends[0])]
-        if len(self._prompts) > _CACHED_PROMPTS:
-            self._prompts.popitem(last=False)
-        return self._prompts[instruction]
+        return list(ids) or [int(self.ends[0])]
 
     def _pad_left(self, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         width = max(map(len, rows))

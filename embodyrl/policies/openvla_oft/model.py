@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodyrl.policies.openvla_oft.components import COMPONENTS, VALUE_HEAD
+from embodyrl.policies.openvla_oft.checkpoint import COMPONENTS, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.heads import DiffusionHead, L1Head
 from embodyrl.policies.openvla_oft.llama import LanguageModel, RmsNorm

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.schema import ModelConfig, Precision
 from embodyrl.errors import ConfigError
-from embodyrl.policies.openvla_oft.actions import ActionTokenizer
 from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, read_adapter_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
+    FRESH,
+    VALUE_HEAD,
     load_components,
     load_into,
     read_side_files,
@@ -24,13 +25,12 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     save_side_files,
     weight_files,
 )
-from embodyrl.policies.openvla_oft.components import FRESH, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions, read_config
 from embodyrl.policies.openvla_oft.decoding import decode_tokens, denoise
 from embodyrl.policies.openvla_oft.images import preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.prompt import PromptEncoder
-from embodyrl.policies.openvla_oft.statistics import normalise, unnormalise
+from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import (
     FloatArray,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError
 from embodyrl.registry import closest
-from embodyrl.types import FloatArray
+from embodyrl.types import FloatArray, IntArray
 
 STATISTICS_FILE = "dataset_statistics.json"
 NORMALISATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
@@ -100,3 +100,26 @@ def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = Tru
     if flat_to_zero:
         scaled = np.where(low == high, 0.0, scaled)
     return np.where(bounds.mask, scaled, raw)
+
+
+class ActionTokenizer:
+    """Uniform bins over -1..1; the highest value has the lowest id.
+
+    `encode`: id = Vd - digitize(clip(a, -1, 1), edges) with `n_bins` edges; `decode` gives the centre of the bin. The
+    two lowest ids share one centre, because n_bins edges enclose n_bins - 1 bins.
+    """
+
+    def __init__(self, *, vocab_end: int, n_bins: int) -> None:
+        self.vocab_end = vocab_end
+        self.n_bins = n_bins
+        self._edges = np.linspace(-1.0, 1.0, n_bins)
+        self._centres = (self._edges[:-1] + self._edges[1:]) / 2.0
+
+    def encode(self, normalised: npt.ArrayLike) -> IntArray:
+        """Token ids of normalised actions; values outside -1..1 are clipped."""
+        clipped = np.clip(np.asarray(normalised, dtype=np.float64), -1.0, 1.0)
+        return (self.vocab_end - np.digitize(clipped, self._edges)).astype(np.int64)
+
+    def decode(self, ids: IntArray) -> npt.NDArray[np.float64]:
+        """Bin centres in -1..1 of token ids; ids outside the range are clipped to it."""
+        return self._centres[np.clip(self.vocab_end - ids - 1, 0, len(self._centres) - 1)]
