@@ -3,8 +3,6 @@
 `embodyrl.compose`, `train`, `evaluate`, `collect` and `sft` are the functions of `embodyrl.api`.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

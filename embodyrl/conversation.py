@@ -1,7 +1,5 @@
 """Records of text tasks: who said what, what it is judged by, and what it was worth."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Errors for users: each says what, where, the likely cause and the cure, and carries its exit code."""
 
-from __future__ import annotations
-
 
 class EmbodyError(Exception):
     """Base of all errors that are reported without a traceback."""

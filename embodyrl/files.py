@@ -1,7 +1,5 @@
 """Files that matter, written complete or not at all; streams that nobody reads; and the free memory."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """One registry for every seam: short name, "package.module:attr", or installed entry point."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What a model wrote is carried out here: arithmetic without evaluation, programs in a process with limits."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import resource

@@ -1,7 +1,5 @@
 """Weights on their way between processes: buckets of bounded size in an arena of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Ticket channels: small messages between two workers; the payload stays in the arena."""
 
-from __future__ import annotations
-
 import pickle
 import select
 from multiprocessing.connection import Connection

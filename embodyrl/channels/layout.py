@@ -1,7 +1,5 @@
 """What one transition record holds, and where each field lies in the arena."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A folder of checkpoints. A step is written aside and renamed into place: it is there completely or not at all."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """State as safetensors plus JSON: optimizer, scheduler and random generators without pickle, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

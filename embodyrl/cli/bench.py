@@ -1,7 +1,5 @@
 """The command `bench`: run one of the benchmarks of a source checkout."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The commands of the program, read from commands.toml. Light: it is imported for every call."""
 
-from __future__ import annotations
-
 import textwrap
 import tomllib
 from dataclasses import dataclass, field

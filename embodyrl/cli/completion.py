@@ -1,7 +1,5 @@
 """The command `completion`: what the shell needs to complete commands, flags, groups and keys."""
 
-from __future__ import annotations
-
 import argparse
 from importlib.resources import files
 

@@ -1,7 +1,5 @@
 """The commands `list` and `show`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command `doctor`: can this machine run it? Every finding comes with its fix."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import platform

@@ -3,8 +3,6 @@
 What becomes of a key is data, in migration/<system>.yaml; this file only applies it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The command `new`: a small working package, or an experiment file, to start from."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import keyword

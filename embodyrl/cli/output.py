@@ -1,7 +1,5 @@
 """What a command prints: lines for people, or JSON for machines."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable

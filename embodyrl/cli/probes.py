@@ -1,7 +1,5 @@
 """What `doctor` looks at: one function per fact about this machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

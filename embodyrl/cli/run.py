@@ -1,7 +1,5 @@
 """The commands `train`, `eval`, `collect` and `sft`: compose, check, then hand over to the runtime."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """What the runs in an output folder tell about themselves, read from their files only."""
 
-from __future__ import annotations
-
 import re
 import socket
 from datetime import datetime

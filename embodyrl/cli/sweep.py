@@ -1,7 +1,5 @@
 """`-m`: several runs from one command line, one after the other, each in a process of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What keys exist: name, type, default and documentation of every field of the schema, for messages and help."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

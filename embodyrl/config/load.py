@@ -4,8 +4,6 @@ Hydra composes the plain YAML groups; each leaf is then assigned to the typed sc
 file and a bad value on the command line are refused by the same code and reported together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the shipped data lies: inside the installed package, or beside it in a source checkout."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 

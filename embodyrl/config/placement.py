@@ -1,7 +1,5 @@
 """Which hosts of a cluster a component may use. The text is parsed, never evaluated."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 The string below each field is its documentation: `embodyrl show` and the error messages print it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any

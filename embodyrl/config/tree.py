@@ -1,7 +1,5 @@
 """The YAML tree: which groups conf/ has, their options, and what each option says about itself."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

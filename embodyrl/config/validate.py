@@ -1,7 +1,5 @@
 """What the types cannot say: ranges, keys that this version does not serve yet, and combinations that contradict."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Frames to bytes and back: lossless PNG, or MP4."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

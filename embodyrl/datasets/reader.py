@@ -1,7 +1,5 @@
 """Checks a data set and reads it into memory: frames decoded once, so that a batch is one gather."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

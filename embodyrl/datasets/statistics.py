@@ -1,7 +1,5 @@
 """Statistics of features as the layout keeps them: per episode, and aggregated over episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Generated text tasks: endless rows that need no download. Row i is a pure function of (seed, i)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Writes demonstrations in batches: after a crash everything that was written before is usable and can be continued."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`check-env`: the contract of an environment as a test that its author runs."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import traceback

@@ -1,7 +1,5 @@
 """The checks of `check-env` that play episodes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

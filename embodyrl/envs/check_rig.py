@@ -1,7 +1,5 @@
 """What `check-env` works with: an environment on the bench, episodes played on it, and what differs between two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The checks of `check-env` that look at what a factory declares; nothing is simulated."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

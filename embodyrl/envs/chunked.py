@@ -1,7 +1,5 @@
 """Episode semantics over single-step simulators: one place that decides when an episode ends and what it earns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How many loaded tasks the memory of this machine holds."""
 
-from __future__ import annotations
-
 from embodyrl.files import available_bytes
 
 _SHARE = 0.8

@@ -1,7 +1,5 @@
 """Config problems that several environments look for, one line each."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 
 from embodyrl.config.schema import EnvConfig

@@ -1,7 +1,5 @@
 """The environment seam: one protocol, one factory, one registry. An environment never knows a policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """`env.render_profile=lean`: reduced copies of meshes and textures, made once and kept on disk."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Recording of one episode as an MP4 file that people can watch anywhere."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

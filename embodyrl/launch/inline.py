@@ -1,7 +1,5 @@
 """Everything in one process with one thread of control: for debuggers, golden numbers and small machines."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from pathlib import Path

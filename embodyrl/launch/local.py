@@ -1,7 +1,5 @@
 """Workers as spawned processes of this host, supervised by their pipes and by their process sentinels."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import select

@@ -1,7 +1,5 @@
 """The launcher seam: start workers, send orders, wait for replies and deaths."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol

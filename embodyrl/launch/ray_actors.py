@@ -1,7 +1,5 @@
 """The same workers as Ray actors, on the hosts of a cluster."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

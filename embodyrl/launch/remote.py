@@ -4,8 +4,6 @@ Within a host workers share the arena, and the buckets for new weights. A worker
 the rows that an order reads travel with the order, the rows that it wrote come back with its replies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A backend in a thread of its own: one that is slow, or hangs, holds nobody up."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

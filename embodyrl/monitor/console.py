@@ -1,7 +1,5 @@
 """The terminal: a live dashboard on a TTY, one line per step elsewhere."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence

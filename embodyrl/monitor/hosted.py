@@ -1,7 +1,5 @@
 """Loggers with a service behind them: W&B, SwanLab, MLflow, Trackio. Their packages are imported when a run starts."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """`metrics.jsonl`: one flat row per step, written line by line; and what happened, in `logs/events.log`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

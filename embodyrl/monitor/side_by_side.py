@@ -1,7 +1,5 @@
 """One recording out of two: the same episode before and after training, next to each other."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from itertools import zip_longest

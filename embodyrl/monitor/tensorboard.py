@@ -1,7 +1,5 @@
 """TensorBoard event files in `<run>/tensorboard`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,7 +1,5 @@
 """Where the time of a training step goes: `time/*` metrics as a tree of phases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,10 +1,8 @@
 """Policies without weights: random actions, and the environment's own scripted demonstrator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
@@ -12,9 +10,6 @@ from embodyrl.config.schema import ModelConfig
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class UntrainedPolicy:

@@ -1,7 +1,5 @@
 """The process that runs reward functions: batches come in as JSON lines, one line per answer goes out."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

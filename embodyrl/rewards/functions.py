@@ -1,7 +1,5 @@
 """Rewards that need nothing but the text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

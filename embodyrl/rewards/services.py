@@ -1,7 +1,5 @@
 """What a reward is and where it is found: by name, by path, at a service over HTTP, in a model trained to judge."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from collections.abc import Mapping

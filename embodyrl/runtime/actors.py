@@ -1,7 +1,5 @@
 """The driver's view of the actor workers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -6,8 +6,6 @@ centre as the official evaluation does, shows exactly what a random crop shows; 
 shift keeps the scale that the policy will see.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks that join the config with the chosen environment, policy and algorithm; no simulator, no model, no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from embodyrl import algorithms

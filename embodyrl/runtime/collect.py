@@ -1,7 +1,5 @@
 """Collecting demonstrations: roll a policy out, keep good episodes, write them as a data set that can be continued."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

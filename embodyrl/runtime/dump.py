@@ -1,7 +1,5 @@
 """What a training step consumed, as files: `rollout.dump` writes it before the update, `embodyrl replay` reads it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

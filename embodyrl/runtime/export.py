@@ -1,7 +1,5 @@
 """A checkpoint as a folder for others: the model's public layout, adapters merged, with a model card."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """All workers of a run behind one wait: replies go to their callbacks, deaths to the restart policy."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """What a run will need and do, derived before anything starts: `--dry-run` and the start-up banner."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The driver's side of the processes that hold the policy."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

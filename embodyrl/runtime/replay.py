@@ -1,7 +1,5 @@
 """A dumped training step once more: log-probabilities, advantages and loss again, with the weights it began with."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, replace

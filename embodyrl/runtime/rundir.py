@@ -1,7 +1,5 @@
 """The run folder: its name, its records of how the run was started, its lock, and where weights come from."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import platform

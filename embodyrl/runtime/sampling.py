@@ -1,7 +1,5 @@
 """The rollouts of a training: opened ahead of time, and filled up where groups were filtered out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from embodyrl.algorithms import Algorithm

@@ -1,7 +1,5 @@
 """Every random stream is derived from the one seed by name, never from worker counts or arrival order."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

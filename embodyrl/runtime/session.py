@@ -1,7 +1,5 @@
 """What every command that makes a run shares: its banner, its checkpoints, and where its loop stands."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What supervised training starts from: demonstrations and a checkpoint folder with their statistics, or text."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

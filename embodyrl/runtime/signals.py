@@ -1,7 +1,5 @@
 """A polite end: signals become a request that the loop checks where it can stop."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

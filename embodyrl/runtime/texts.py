@@ -1,7 +1,5 @@
 """Joins the groups `data` and `reward` with an environment that reads them, and lengths with sampling parameters."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path

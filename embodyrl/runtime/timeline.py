@@ -1,7 +1,5 @@
 """Who worked when, as the driver sees it: metrics of a step, and a trace for Perfetto or chrome://tracing."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """The env worker: carries out whole action chunks and writes observations straight into the arena."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The life of a worker process: set-up, the order loop, and an end that leaves nothing behind."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import importlib

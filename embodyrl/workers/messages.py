@@ -3,8 +3,6 @@
 Without slots, because those of a frozen dataclass are pickled by Python code, several times slower.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from embodyrl.channels.arena import Ticket

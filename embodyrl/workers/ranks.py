@@ -4,8 +4,6 @@ While acting, the parameters are gathered on every rank: no collective runs duri
 different number of times. While training they are sharded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta

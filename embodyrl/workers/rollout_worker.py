@@ -1,7 +1,5 @@
 """The rollout worker: reads observations in place and writes actions, log-probabilities and values beside them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, cast

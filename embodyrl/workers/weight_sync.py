@@ -1,7 +1,5 @@
 """New weights from the actor ranks to processes that only act: through shared memory, a bucket at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

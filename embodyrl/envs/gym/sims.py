@@ -1,7 +1,5 @@
 """Gymnasium environments as slot simulators: one instance per slot."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ n of them. Everything else becomes a part of the state vector: numbers as they a
 and Tuple in their space's order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 

@@ -4,8 +4,6 @@ Closed loop: every action follows from the current state, a missed or lost objec
 grasp. So a demonstrator tolerates noise on its actions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks, description and construction of the LIBERO environment; light until `make` is called."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ and the one inside `mj_step`) where one is enough: `mj_step1`, controller, `mj_s
 written with fewer matrix products; results agree with the published benchmark up to rounding, not to the last bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

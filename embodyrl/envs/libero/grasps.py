@@ -1,7 +1,5 @@
 """Where to hold an object: candidates from its box, checked against what stands around it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

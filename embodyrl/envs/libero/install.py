@@ -1,7 +1,5 @@
 """What must be true of the machine and the process before LIBERO is imported, and its task list."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes.util
 import functools

@@ -5,8 +5,6 @@ replaced; masses and inertias come from the collision group alone. What is drawn
 published benchmark, what happens does not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import xml.etree.ElementTree as ET

@@ -1,7 +1,5 @@
 """Privileged, read-only view of a loaded task: poses, sizes, free space and goals. Only demonstrators use it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

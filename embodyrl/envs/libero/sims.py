@@ -1,7 +1,5 @@
 """LIBERO as slot simulators."""
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from collections.abc import Callable

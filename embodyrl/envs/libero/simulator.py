@@ -1,7 +1,5 @@
 """One loaded LIBERO task whose complete simulation state can be taken out and put back bit-exactly."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Scripted demonstrators of four tasks: reactive, privileged, straight in hand displacements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

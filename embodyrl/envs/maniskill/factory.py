@@ -1,7 +1,5 @@
 """Checks, description and construction of ManiSkill tasks; light until `make` is called."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from embodyrl.config.schema import EnvConfig, ObsMode, SimBackend

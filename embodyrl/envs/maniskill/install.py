@@ -1,7 +1,5 @@
 """What ManiSkill needs of the machine, and a task's description, both found out in a process of its own."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

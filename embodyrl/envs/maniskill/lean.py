@@ -3,8 +3,6 @@
 The stock Panda has 135 000 triangles; only what is looked at is replaced, collision shapes never.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ManiSkill as slot simulators: several CPU simulators in one process share the renderer and its shaders."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

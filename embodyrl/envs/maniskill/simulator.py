@@ -1,7 +1,5 @@
 """Builds ManiSkill tasks in this process; what goes wrong becomes an error with a cure."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """What we say about tasks that ManiSkill itself does not: instructions, fixed episodes, who can demonstrate them."""
 
-from __future__ import annotations
-
 import re
 
 SEEDS = 100_000

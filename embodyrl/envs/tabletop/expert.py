@@ -1,7 +1,5 @@
 """The scripted demonstrator: a function of the table's true state, so that it recovers from anything."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

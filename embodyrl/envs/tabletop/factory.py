@@ -1,7 +1,5 @@
 """Checks, description and construction of the tabletop environment."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from embodyrl.config.schema import EnvConfig

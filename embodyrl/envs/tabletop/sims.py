@@ -1,7 +1,5 @@
 """Tabletop as slot simulators: plain Python per table, which at a few microseconds a step needs no batching."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from embodyrl.envs.chunked import SimStep

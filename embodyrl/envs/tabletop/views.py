@@ -1,7 +1,5 @@
 """Pictures of a table: a slanted front view and a wrist view that looks straight down from the gripper."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -3,8 +3,6 @@
 Lengths in metres. x points right, y away from the front camera, z up from the table top.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from enum import StrEnum

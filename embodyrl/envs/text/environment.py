@@ -1,7 +1,5 @@
 """Conversations as episodes: rows are initial states, each reply is a chunk whose actions are its tokens."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Checks, description and construction of text environments."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 from embodyrl.config.schema import DataConfig, EnvConfig, RewardConfig

@@ -1,7 +1,5 @@
 """Line charts and stacked bars as inline SVG; colours are CSS classes c0, c1, ... of the page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Recordings in a page: each is embedded once, however often it is shown; beyond a budget it is linked."""
 
-from __future__ import annotations
-
 import base64
 import os
 from collections.abc import Iterable

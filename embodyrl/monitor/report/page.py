@@ -1,7 +1,5 @@
 """Puts a report together: reads the runs, draws, fills the template."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

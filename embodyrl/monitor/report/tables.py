@@ -1,7 +1,5 @@
 """The numbers of a report: success per task, paired comparison, curves with bands, settings that differ."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

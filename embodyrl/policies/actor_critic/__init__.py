@@ -1,7 +1,5 @@
 """Small actor-critic policies for states (`mlp`) and images (`cnn`). Importing this package does not import torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from embodyrl.config.schema import ModelConfig, Precision

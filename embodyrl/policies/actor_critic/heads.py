@@ -3,8 +3,6 @@
 Both heads speak of choices [B, K, A]: category ids (int64), or real numbers x where -1..1 spans a bounded dimension.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

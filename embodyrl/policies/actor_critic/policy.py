@@ -1,7 +1,5 @@
 """The actor-critic policy: acting and scoring are one code path, so that their log-probabilities agree."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

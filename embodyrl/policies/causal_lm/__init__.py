@@ -1,7 +1,5 @@
 """Causal language models in the Hugging Face layout. Importing this package imports neither torch nor transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

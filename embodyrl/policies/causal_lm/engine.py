@@ -1,7 +1,5 @@
 """Rollouts by vLLM inside the policy's process: the same tokens in, the same weights, only faster."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Models and tokenizers: the small built-in one, and any folder in the Hugging Face layout."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

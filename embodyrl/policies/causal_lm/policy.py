@@ -1,7 +1,5 @@
 """The language-model policy: prompts in, replies out; the same distribution acts and is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """From logits to the next token: penalties and truncation, then the inverse of the cumulative distribution."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The JSON side of low-rank adapter folders (peft's layout); imports nothing heavy."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

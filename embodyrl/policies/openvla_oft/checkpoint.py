@@ -1,7 +1,5 @@
 """Weights in the public layout: safetensors shards in, safetensors shards out, strictly checked; no code is run."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping

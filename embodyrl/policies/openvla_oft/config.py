@@ -1,7 +1,5 @@
 """The JSON files of a public OpenVLA-OFT checkpoint as frozen records; imports nothing heavy."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

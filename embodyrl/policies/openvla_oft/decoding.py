@@ -1,7 +1,5 @@
 """How outputs become actions in several passes: token by token (OpenVLA), or by denoising."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Continuous action heads of the official OFT recipe: L1 regression, and diffusion (evaluation only)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """From stored camera pixels to model input. Acting and training run the same code on the same uint8 pixels."""
 
-from __future__ import annotations
-
 import io
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Llama-2 as OpenVLA needs it: attention over the whole sequence for action chunks, causal for single tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Low-rank adapters: injected through peft for training, merged into the weights for everything else."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OpenVLA-OFT: images, prompt and proprioception in, the logits of a whole action chunk out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenVLA-OFT as a policy: acting and scoring are one code path, so that their log-probabilities agree."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Instructions to token ids, read from tokenizer.json with the `tokenizers` package: no remote code."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Statistics of training data: between the units of actions and proprioception and -1..1; imports nothing heavy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

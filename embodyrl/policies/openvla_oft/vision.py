@@ -1,7 +1,5 @@
 """The two vision towers and the projector: plain PyTorch with the parameter names of the public checkpoints."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
