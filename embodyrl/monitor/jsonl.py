@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from embodyrl.files import write_atomically
-from embodyrl.monitor.history import EVENTS_FILE
+from embodyrl.monitor.history import EVENTS_FILE, read_rows
 from embodyrl.monitor.protocol import Monitor, RunInfo
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,9 @@ class JsonlMonitor(Monitor):
         path = run_dir / self.file_name
         self._events = run_dir / EVENTS_FILE
         if info.resume_step is not None and path.exists():
-            _cut(path, info.resume_step)
+            # Rows of this and later steps are void, and a crash may have torn the last line.
+            kept = [row for row in read_rows(path) if row["step"] < info.resume_step]
+            write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._file = path.open("a", buffering=1, encoding="utf-8")
         else:
             self._file = path.open("x", buffering=1, encoding="utf-8")
@@ -61,17 +63,3 @@ class JsonlMonitor(Monitor):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _cut(path: Path, step: int) -> None:
-    """Drop the rows of `step` and later, and a last line that was torn by a crash."""
-    kept: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            _log.warning("%s: dropped a torn row: %.60s", path, line)
-            continue
-        if row["step"] < step:
-            kept.append(line + "\n")
-    write_atomically(path, "".join(kept))
