@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,10 +43,11 @@ class VideoRecorder:
         self._shape: tuple[int, ...] = ()
         self._font = ImageFont.load_default(FONT_SIZE)
         self._frames = 0
-        self._step = 0
+        self.success = False
+        """The goal held at some frame."""
 
-    def add(self, frame: ByteArray, step: int, success: bool) -> None:
-        """Append a frame [H, W, 3] uint8; `step` counts executed env steps, `success`: the goal holds now.
+    def add(self, frame: ByteArray, success: bool) -> None:
+        """Append the frame [H, W, 3] uint8 of the next env step; `success`: the goal holds now.
 
         Raises:
             VideoError: the frame has another shape than the first one, or the encoder failed.
@@ -57,7 +57,8 @@ class VideoRecorder:
         if self._shape and frame.shape != self._shape:
             self._fail(f"frame {self._frames} has shape {frame.shape}, the first one had {self._shape}")
         self._shape = frame.shape
-        picture = self._compose(frame, step, success)
+        self.success |= success
+        picture = self._compose(frame)
         try:
             if self._writer is None:
                 self._writer = self._open()
@@ -65,18 +66,17 @@ class VideoRecorder:
         except _FAILURES as error:
             self._fail(_first_line(error), error)
         self._frames += 1
-        self._step = step
 
-    def finish(self, outcome: str) -> Path:
-        """Complete the file and return its path `<stem>_<outcome>_<n>steps.mp4`, n being the last step added.
+    def finish(self) -> Path:
+        """Complete the file and return its path `<stem>_<success or fail>_<n>steps.mp4`.
 
         Raises:
             VideoError: no frame was added, or the encoder failed.
         """
-        assert re.fullmatch(r"[\w-]+", outcome), outcome
         if self._writer is None:
             self._fail("no frame was added")
-        target = self._stem.with_name(f"{self._stem.name}_{outcome}_{self._step}steps.mp4")
+        outcome = "success" if self.success else "fail"
+        target = self._stem.with_name(f"{self._stem.name}_{outcome}_{self._frames}steps.mp4")
         try:
             self._close()
             import imageio_ffmpeg
@@ -126,7 +126,7 @@ class VideoRecorder:
             "(video_cfg.base_dir), or record nothing with video=none."
         ) from cause
 
-    def _compose(self, frame: ByteArray, step: int, success: bool) -> ByteArray:
+    def _compose(self, frame: ByteArray) -> ByteArray:
         scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
         width, height = frame.shape[1] * scale, frame.shape[0] * scale
         picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
@@ -140,8 +140,8 @@ class VideoRecorder:
             for row, line in enumerate(lines):
                 draw.text((_MARGIN, row * _LINE + _MARGIN // 2), line, fill=_TEXT, font=self._font)
             y = top + height + _MARGIN // 2
-            draw.text((_MARGIN, y), f"step {step}", fill=_TEXT, font=self._font)
-            if success:
+            draw.text((_MARGIN, y), f"step {self._frames + 1}", fill=_TEXT, font=self._font)
+            if self.success:
                 draw.text((width - _MARGIN, y), "success", fill=_GOOD, font=self._font, anchor="ra")
         return np.asarray(canvas)
 

@@ -36,8 +36,6 @@ class EnvWorkerInit:
 class _Tape:
     recorder: VideoRecorder
     keep: str
-    steps: int = 0
-    success: bool = False
 
 
 class EnvWorker:
@@ -146,11 +144,8 @@ class EnvWorker:
         if tape is None:
             return
         started = time.perf_counter()
-        tape.steps += 1
-        tape.success |= success
         try:
-            frame: np.ndarray = self._env.render(slot)
-            tape.recorder.add(frame, tape.steps, tape.success)
+            tape.recorder.add(self._env.render(slot), success)
         except (EmbodyError, OSError) as error:
             tape.recorder.discard()
             del self._tapes[slot]
@@ -159,11 +154,11 @@ class EnvWorker:
 
     def _end_tape(self, slot: int) -> Recording:
         tape = self._tapes.pop(slot)
-        if tape.keep == "failures" and tape.success:
+        if tape.keep == "failures" and tape.recorder.success:
             tape.recorder.discard()
             return Recording(slot=slot, path=None)
         try:
-            path = tape.recorder.finish("success" if tape.success else "fail")
+            path = tape.recorder.finish()
         except (EmbodyError, OSError) as error:
             return Recording(slot=slot, path=None, problem=str(error))
         return Recording(slot=slot, path=str(path))

@@ -14,13 +14,13 @@ def gray(value, size=(128, 160)):
 def record(stem, values, *, info, instruction="do it", success_from=None):
     video = VideoRecorder(stem, 20, instruction, info)
     for step, value in enumerate(values, start=1):
-        video.add(gray(value), step, success_from is not None and step >= success_from)
+        video.add(gray(value), success_from is not None and step >= success_from)
     return video
 
 
 def test_file_plays_and_its_name_tells_outcome_and_steps(tmp_path):
     stem = tmp_path / "new" / "task0.ep3"
-    path = record(stem, [40, 120, 200, 120, 40], info=True, success_from=4).finish("success")
+    path = record(stem, [40, 120, 200, 120, 40], info=True, success_from=4).finish()
     assert path == tmp_path / "new" / "task0.ep3_success_5steps.mp4"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     frames = iio.imread(path)
@@ -35,7 +35,7 @@ def test_file_plays_and_its_name_tells_outcome_and_steps(tmp_path):
 
 
 def test_text_stands_beside_the_picture_and_success_is_green(tmp_path):
-    frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish("failure"))
+    frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish())
     height, width = 128 * 4, 160 * 4
     top = frames.shape[1] - height - (frames.shape[1] - height) % 2
     bands = frames[:, -40:]
@@ -49,17 +49,17 @@ def test_text_stands_beside_the_picture_and_success_is_green(tmp_path):
 
 
 def test_long_instructions_wrap_and_plain_recordings_have_no_band(tmp_path):
-    short = iio.imread(record(tmp_path / "s", [1], info=True).finish("failure"))
-    long = iio.imread(record(tmp_path / "l", [1], info=True, instruction=LONG).finish("failure"))
-    plain = iio.imread(record(tmp_path / "p", [1], info=False, instruction=LONG).finish("failure"))
+    short = iio.imread(record(tmp_path / "s", [1], info=True).finish())
+    long = iio.imread(record(tmp_path / "l", [1], info=True, instruction=LONG).finish())
+    plain = iio.imread(record(tmp_path / "p", [1], info=False, instruction=LONG).finish())
     assert long.shape[1] > short.shape[1] > plain.shape[1]
     assert plain.shape[1:3] == (128 * 4, 160 * 4)
 
 
 def test_odd_sizes_become_even(tmp_path):
     video = VideoRecorder(tmp_path / "odd", 10, "x", False)
-    video.add(gray(7, (301, 513)), 1, False)
-    assert iio.imread(video.finish("failure")).shape[1:3] == (302, 514)
+    video.add(gray(7, (301, 513)), False)
+    assert iio.imread(video.finish()).shape[1:3] == (302, 514)
 
 
 def test_discard_leaves_nothing(tmp_path):
@@ -72,12 +72,12 @@ def test_discard_leaves_nothing(tmp_path):
 def test_errors_name_the_file_and_remove_it(tmp_path):
     video = record(tmp_path / "bad", [1], info=True)
     with pytest.raises(VideoError, match=r"bad\.partial\.mp4.*shape \(5, 6, 3\), the first one had \(128, 160, 3\)"):
-        video.add(gray(0, (5, 6)), 2, False)
+        video.add(gray(0, (5, 6)), False)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(VideoError, match=r"float64 \(4, 4, 3\), expected uint8"):
-        VideoRecorder(tmp_path / "f", 10, "x", True).add(np.zeros((4, 4, 3)), 0, False)
+        VideoRecorder(tmp_path / "f", 10, "x", True).add(np.zeros((4, 4, 3)), False)
     with pytest.raises(VideoError, match="no frame was added"):
-        VideoRecorder(tmp_path / "empty", 10, "x", True).finish("failure")
+        VideoRecorder(tmp_path / "empty", 10, "x", True).finish()
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(VideoError, match=r"file/x\.partial\.mp4"):
         record(tmp_path / "file" / "x", [1], info=True)
@@ -87,5 +87,5 @@ def test_an_unusable_target_is_an_error_and_leaves_nothing(tmp_path):
     target = tmp_path / "taken_success_1steps.mp4"
     target.mkdir()
     with pytest.raises(VideoError, match=r"taken\.partial\.mp4"):
-        record(tmp_path / "taken", [1], info=True).finish("success")
+        record(tmp_path / "taken", [1], info=True, success_from=1).finish()
     assert list(tmp_path.iterdir()) == [target]

@@ -33,13 +33,13 @@ def encoders() -> list[int]:
 
 def record_until_it_fails(recorder: VideoRecorder) -> None:
     for step in range(2, 500):
-        recorder.add(np.random.default_rng(step).integers(0, 255, (64, 64, 3), dtype=np.uint8), step, False)
-    recorder.finish("fail")
+        recorder.add(np.random.default_rng(step).integers(0, 255, (64, 64, 3), dtype=np.uint8), False)
+    recorder.finish()
 
 
 def test_a_killed_encoder_is_an_error_and_leaves_no_file(tmp_path):
     recorder = VideoRecorder(tmp_path / "film", 20, "go", False)
-    recorder.add(FRAME, 1, False)
+    recorder.add(FRAME, False)
     (encoder,) = encoders()
     os.kill(encoder, signal.SIGKILL)
     with pytest.raises(VideoError, match=r"was not written.*video=none"):
@@ -49,7 +49,7 @@ def test_a_killed_encoder_is_an_error_and_leaves_no_file(tmp_path):
 
 def test_a_folder_that_vanishes_while_recording(tmp_path):
     recorder = VideoRecorder(tmp_path / "films" / "film", 20, "go", False)
-    recorder.add(FRAME, 1, False)
+    recorder.add(FRAME, False)
     shutil.rmtree(tmp_path / "films")
     with pytest.raises(VideoError, match="was not written"):
         record_until_it_fails(recorder)
