@@ -118,7 +118,7 @@ class ConsoleMonitor(Monitor):
     def results(self, rows: Sequence[tuple[str, Rate, Rate]]) -> None:
         self._freeze()
         if len(rows) > 1:
-            first, last = (sum((row[when] for row in rows), Rate(0, 0)) for when in (1, 2))
+            first, last = sum((row[1] for row in rows), Rate(0, 0)), sum((row[2] for row in rows), Rate(0, 0))
             rows = [*rows, ("all tasks", first, last)]
         table = [("task", "first validation", "last validation", "change")]
         table += [(task, str(first), str(last), first.change(last)) for task, first, last in rows]

@@ -7,14 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
 
 from embodyrl.config.schema import Config
 from embodyrl.datasets.layout import read_card
-from embodyrl.datasets.reader import Demonstrations
 from embodyrl.datasets.text import holds_text
 from embodyrl.errors import ConfigError, Interrupted, NonFiniteError
 from embodyrl.policies import POLICIES
@@ -133,7 +131,7 @@ class _Sft:
         if problems := mismatches(cfg, env, spec):
             raise ConfigError(problems)
         self.train, self.validation = load_samples(cfg, env, spec)
-        demos, steps = cast(Demonstrations, self.train.demos), self.train.steps
+        demos, steps = self.train.demos, self.train.steps
         entry = data_statistics(self.train.actions[:, 0], demos.state[steps], env, demos.num_episodes)
         model = with_statistics(cfg.model, source, target, key, entry)
         request = PolicyRequest(env=env, device=str(self.device), seed=cfg.seed, fresh_heads=True)

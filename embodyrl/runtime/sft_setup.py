@@ -2,10 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest, TextPolicy
 from embodyrl.runtime.seeds import derive
 from embodyrl.runtime.texts import tokenizer_folder
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, Observation, PolicySpec
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, PolicySpec
 from embodyrl.workers.rollout_worker import convert_gripper
 
 STATISTICS_FILE = "dataset_statistics.json"
@@ -31,19 +30,11 @@ _SMALL = 16 * 2**20
 _VALIDATION_EPISODES = "sft-validation"
 
 
-class Source(Protocol):
-    """Where observations come from."""
-
-    def observe(self, steps: IntArray) -> Observation:
-        """Return the observations of some steps."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """The env steps that train or validate, and what to imitate at each."""
 
-    demos: Source
+    demos: Demonstrations
     steps: IntArray
     """[M] steps of `demos`."""
     actions: FloatArray
@@ -169,19 +160,6 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     ]
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """What is asked in some rows; in place of `Demonstrations`."""
-
-    texts: Sequence[str]
-
-    def observe(self, steps: IntArray) -> Observation:
-        """Conversations of the given rows."""
-        none = np.zeros((len(steps), 0), np.float32)
-        images = np.zeros((len(steps), 0, 0, 0, 3), np.uint8)
-        return Observation(images=images, state=none, instructions=tuple(self.texts[int(i)] for i in steps))
-
-
 def build_text_policy(cfg: Config, device: str) -> TextPolicy:
     """Build the language model.
 
@@ -216,7 +194,16 @@ def load_text(cfg: Config, policy: TextPolicy) -> tuple[Samples, Samples | None]
 
 
 def _text_samples(rows: TextRows, part: range, policy: TextPolicy) -> Samples:
-    chosen = [rows[i] for i in part]
+    """Each row as an episode of one step, in which there is nothing but the conversation to see."""
+    chosen, steps = [rows[i] for i in part], np.arange(len(part))
     tokens = policy.encode_replies([row.reference for row in chosen])
-    texts = [join_messages(row.messages) for row in chosen]
-    return Samples(demos=Prompts(texts), steps=np.arange(len(part)), actions=tokens[:, :, None].astype(np.float32))
+    none = np.zeros((len(part), 0), np.float32)
+    demos = Demonstrations(
+        images=np.zeros((len(part), 0, 0, 0, 3), np.uint8),
+        state=none,
+        action=none,
+        start=steps,
+        stop=steps + 1,
+        instruction=np.array([join_messages(row.messages) for row in chosen], object),
+    )
+    return Samples(demos=demos, steps=steps, actions=tokens[:, :, None].astype(np.float32))
