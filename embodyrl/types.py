@@ -195,7 +195,9 @@ class ChunkResult:
 
     reward: FloatArray
     terminated: BoolArray
+    """The episode is over and nothing follows that a value could stand for."""
     truncated: BoolArray
+    """A limit ended the episode: on steps, and then it is not `terminated`; or on the tokens of the last reply."""
     valid: BoolArray
     success: BoolArray
     """The task's goal holds after this action."""
@@ -307,6 +309,8 @@ class PolicyOutput:
     """[B, V]"""
     replies: tuple[str, ...] = ()
     """What each chunk says in words; empty for actions that say nothing."""
+    cut_off: BoolArray | None = None
+    """[B] replies that the limit on tokens ended, if there are replies."""
     cost: IntArray | None = None
     """[B] tokens read and written, for micro-batches of equal work; None: all samples cost the same."""
 

@@ -74,6 +74,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
         Field(name="advantage", dtype="float32", shape=(k,)),
         Field(name="returns", dtype="float32", shape=(v,)),
         Field(name="reply", dtype="uint8", shape=(policy.reply_bytes,)),
+        Field(name="cut_off", dtype="bool"),
         Field(name="cost", dtype="int64"),
         Field(name="components", dtype="float32", shape=(len(env.components),)),
     ]

@@ -9,7 +9,7 @@ import numpy as np
 from embodyrl.config.schema import EnvConfig
 from embodyrl.conversation import Answer, Judgement, TextRow
 from embodyrl.registry import Registry
-from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 AfterStep = Callable[[int, bool], None]
 """Called with the slot and its success after each executed env step; video recording hangs on it."""
@@ -69,8 +69,8 @@ class Env(Protocol):
 class TextEnv(Env, Protocol):
     """An environment whose actions are words."""
 
-    def hear(self, slots: Sequence[int], replies: Sequence[str]) -> None:
-        """Take what the next chunk of each slot says; `step_chunk` follows at once."""
+    def hear(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
+        """Take what the next chunk of each slot says and whether it was cut off [n]; `step_chunk` follows at once."""
         ...
 
 

@@ -24,7 +24,7 @@ from embodyrl.workers.messages import (
 _SEEN = ("images", "observed_state", "instruction")
 _HEADER = ("generation", "sequence", "state")
 _OUTCOME = ("action", "reward", "terminated", "truncated", "valid", "success", "components")
-_ACTED = ("action", "tokens", "logprob", "value", "version", "reply", "cost")
+_ACTED = ("action", "tokens", "logprob", "value", "version", "reply", "cut_off", "cost")
 
 
 Pools = tuple[Arena, ...]
@@ -69,7 +69,7 @@ def paste(pools: Pools, rows: Sequence[Rows]) -> None:
 def _reads(arena: Arena, order: Any) -> Iterator[_Use]:
     match order:
         case EnvOrders():
-            yield _Use([step.source for step in order.steps], ("action", "reply", *_HEADER))
+            yield _Use([step.source for step in order.steps], ("action", "reply", "cut_off", *_HEADER))
             yield _Use([o.target for o in (*order.steps, *order.resets)], _HEADER)
         case InferOrder():
             yield _Use([item.ticket for item in order.items], (*_SEEN, *_HEADER))

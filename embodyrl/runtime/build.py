@@ -13,7 +13,7 @@ from embodyrl.algorithms import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import bucket_layout
 from embodyrl.channels.layout import RecordLayout, record_layout
-from embodyrl.config.schema import Config, RewardLevel, RolloutMode, TruncatedEpisodes
+from embodyrl.config.schema import Config, RewardLevel, RolloutMode
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
 from embodyrl.launch import LAUNCHERS
@@ -178,12 +178,6 @@ def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
             f"{policy.action_dim}; set model.action_dim={env.action_dim} or choose another model."
         )
     problems += sampling_problems(cfg, policy)
-    if env.max_chunks and cfg.algorithm.truncated_episodes != TruncatedEpisodes.train:
-        problems.append(
-            f"algorithm.truncated_episodes={cfg.algorithm.truncated_episodes.value}: episodes of env '{env.name}' end "
-            "with their last reply, also if it is cut off, so none counts as truncated; leave it out, and use "
-            "reward.overlong_buffer against replies that are cut off."
-        )
     kind = env.action_space.kind if env.action_space else ActionKind.box
     if kind not in policy.action_kinds:
         can = ", ".join(sorted(policy.action_kinds))

@@ -85,7 +85,8 @@ class EnvWorker:
             arena["action"][records, :length] = actions
         else:
             if arena["reply"].shape[1]:
-                cast(TextEnv, self._env).hear(slots, [decode_instruction(row) for row in arena["reply"][records]])
+                replies = [decode_instruction(row) for row in arena["reply"][records]]
+                cast(TextEnv, self._env).hear(slots, replies, arena["cut_off"][records])
             result = self._env.step_chunk(slots, arena["action"][records, :length], after_step=film)
         for name in ("reward", "terminated", "truncated", "valid", "success"):
             arena[name][records, :length] = getattr(result, name)

@@ -90,7 +90,9 @@ class RolloutWorker:
         arena["version"][records] = order.version
         arena["cost"][records] = 1 if out.cost is None else out.cost[rows]
         if width := arena["reply"].shape[1]:
+            assert out.cut_off is not None
             arena["reply"][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])
+            arena["cut_off"][records] = out.cut_off[rows]
 
     def values(self, order: ValueOrder) -> None:
         """Write value estimates of final observations, for bootstrapping."""

@@ -29,11 +29,11 @@ def env():
     made.close()
 
 
-def say(env, replies: list[str], lengths: list[int]):
+def say(env, replies: list[str], lengths: list[int], cut_off: list[bool] | None = None):
     actions = np.full((len(replies), 8, 1), -1.0, np.float32)
     for row, length in zip(actions, lengths, strict=True):
         row[:length] = 7
-    env.hear(range(len(replies)), replies)
+    env.hear(range(len(replies)), replies, np.array(cut_off or [False] * len(replies)))
     return env.step_chunk(range(len(replies)), actions)
 
 
@@ -48,6 +48,14 @@ def test_a_reply_is_judged_at_its_last_token(env):
     assert result.reward[1:].sum() == 0
     assert result.success.any(axis=1).tolist() == [True, False, False]
     np.testing.assert_array_equal(result.components, [[1, 0], [0, 0], [0, 0]])
+
+
+def test_a_reply_that_was_cut_off_ends_truncated_with_nothing_to_bootstrap_from(env):
+    env.reset(range(2), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(2)])
+    result = say(env, ["whole", "cut off"], [8, 8], [False, True])
+    assert result.terminated.nonzero()[1].tolist() == [7, 7]
+    assert result.truncated.any(axis=1).tolist() == [False, True]
+    assert result.truncated[1, 7]
 
 
 def test_a_tool_answers_and_a_further_reply_follows(env):

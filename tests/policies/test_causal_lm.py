@@ -123,6 +123,18 @@ def test_deterministic_rows_are_equal_to_the_last_bit(policy: CausalLMPolicy):
     np.testing.assert_array_equal(a.logprob[1:4], b.logprob[1:4])
 
 
+def test_a_reply_is_cut_off_if_neither_an_end_nor_a_stop_text_is_among_its_tokens(policy: CausalLMPolicy):
+    plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
+    assert plain.cut_off is not None
+    full, last = plain.tokens[:, -1] >= 0, plain.tokens[:, -1]
+    np.testing.assert_array_equal(plain.cut_off, full & (last != int(policy.ends[0])))
+    row = int(np.flatnonzero(plain.cut_off)[0])
+    stop = policy.tokenizer.decode([last[row]])
+    stopped = build(sampling=SamplingParams(stop=[stop])).act(observe(*PROMPTS), noise=noise(5, 1))
+    assert stopped.cut_off is not None
+    assert not stopped.cut_off[row]
+
+
 def test_replies_end_with_stop_texts_and_end_tokens(policy: CausalLMPolicy):
     plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
     row = int(np.argmax([len(r) for r in plain.replies]))

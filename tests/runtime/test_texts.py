@@ -27,10 +27,16 @@ def test_a_blueprint_counts_one_chunk_per_episode(tmp_path: Path):
     assert blueprint.capacity == 8 + 2 * 8
 
 
-@pytest.mark.parametrize("way", ["mask", "zero_reward"])
-def test_no_text_is_ever_truncated_so_nothing_else_can_be_done_with_those_that_are(tmp_path: Path, way: str):
-    with pytest.raises(ConfigError, match=rf"truncated_episodes={way}: .*none counts as truncated.*overlong_buffer"):
-        draw_blueprint(text_config(tmp_path, f"algorithm.truncated_episodes={way}"), training=True)
+@pytest.mark.integration
+def test_replies_that_are_cut_off_count_as_truncated(tmp_path: Path):
+    words = ("launcher=inline", "runner.max_steps=1", "algorithm.sampling_params.max_new_tokens=1")
+    taken = {}
+    for way in ("train", "mask"):
+        choice = (f"algorithm.truncated_episodes={way}", f"runner.experiment_name={way}")
+        (row,) = rows(train(text_config(tmp_path, *words, *choice)).run)
+        taken[way] = row["actor/optimizer_steps"]
+    # A random model seldom begins with the end.
+    assert taken == {"train": 1, "mask": 0}
 
 
 @pytest.mark.integration

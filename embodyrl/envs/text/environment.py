@@ -12,7 +12,7 @@ from embodyrl.conversation import Answer, Message, TextRow, join_messages
 from embodyrl.envs.protocol import AfterStep, Judge, Rows
 from embodyrl.errors import EnvError
 from embodyrl.registry import Registry
-from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 Tool = Callable[[str], str]
 """Takes the call's text and returns the answer; a ValueError becomes an answer that says what is wrong."""
@@ -20,7 +20,6 @@ Tool = Callable[[str], str]
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools")
 TOOLS.add("calculator", "embodyrl.sandbox:calculate")
 TOOLS.add("python", "embodyrl.sandbox:python_tool")
-
 
 LAST_BYTES = 1 << 10
 """Room in the last observation for the reply that ended the episode; nobody but people reads it."""
@@ -73,11 +72,16 @@ class _Talk:
     row: TextRow
     messages: list[Message] = field(default_factory=list)
     reply: str = ""
+    cut_off: bool = False
     turns: int = 0
 
 
 class ConversationEnv:
-    """Implements `TextEnv`. An episode always terminates: there is nothing after the last reply to bootstrap from."""
+    """Implements `TextEnv`.
+
+    An episode always terminates: there is nothing after the last reply to bootstrap from. One whose last reply was cut
+    off is truncated as well.
+    """
 
     task_limit: int | None = None
 
@@ -94,10 +98,11 @@ class ConversationEnv:
             row = self._rows[start.reset_id]
             self._talks[slot] = _Talk(row, list(row.messages))
 
-    def hear(self, slots: Sequence[int], replies: Sequence[str]) -> None:
-        """Take the replies that the next `step_chunk` is about."""
-        for slot, reply in zip(slots, replies, strict=True):
-            self._talk(slot).reply = reply
+    def hear(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
+        """Take the replies that the next `step_chunk` is about, and which of them were cut off [n]."""
+        for slot, reply, cut in zip(slots, replies, cut_off, strict=True):
+            talk = self._talk(slot)
+            talk.reply, talk.cut_off = reply, bool(cut)
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
@@ -112,7 +117,8 @@ class ConversationEnv:
         valid[:, 0] = True  # an empty reply is a decision too
         talks = [self._talk(slot) for slot in slots]
         over = [i for i, talk in enumerate(talks) if not self._use_tool(talk)]
-        reward, flags = np.zeros(shape, np.float32), {n: np.zeros(shape, np.bool_) for n in ("terminated", "success")}
+        reward = np.zeros(shape, np.float32)
+        flags = {n: np.zeros(shape, np.bool_) for n in ("terminated", "truncated", "success")}
         components = np.zeros((len(slots), len(self.spec.components)), np.float32)
         answers = [
             Answer(
@@ -127,11 +133,10 @@ class ConversationEnv:
             reward[i, last[i]] = self._coef * judged.reward
             flags["success"][i, last[i]] = judged.success
             flags["terminated"][i, last[i]] = True
+            flags["truncated"][i, last[i]] = talks[i].cut_off
             components[i] = judged.components
             talks[i].messages.append(Message(role="assistant", content=clip(talks[i].reply, LAST_BYTES - 16)))
-        return ChunkResult(
-            reward=reward, truncated=np.zeros(shape, np.bool_), valid=valid, components=components, **flags
-        )
+        return ChunkResult(reward=reward, valid=valid, components=components, **flags)
 
     def _use_tool(self, talk: _Talk) -> bool:
         """Answer the tool call that a reply makes, if it makes one and a further reply can follow."""

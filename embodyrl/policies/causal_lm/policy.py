@@ -125,6 +125,7 @@ class CausalLMPolicy:
             logprob=logprob,
             value=value[:, : self.spec.value_dim],
             replies=tuple(self._cut(reply) for reply in replies),
+            cut_off=self._cut_off(tokens),
             cost=np.asarray([len(p) for p in prompts]) + (tokens >= 0).sum(1),
         )
 
@@ -228,6 +229,13 @@ class CausalLMPolicy:
         tail = max(map(len, self._sampling.stop)) + 8
         texts = self.tokenizer.batch_decode(tokens[:, max(0, t + 1 - tail) : t + 1].clamp(min=0))
         return torch.tensor([any(s in x for s in self._sampling.stop) for x in texts], device=self._device)
+
+    def _cut_off(self, tokens: np.ndarray) -> np.ndarray:
+        """[B] replies that took all tokens [B, K] they could without an end among them."""
+        ids = torch.from_numpy(tokens).to(self._device)
+        last = ids.shape[1] - 1
+        ended = torch.isin(ids[:, last], self.ends) | self._stops(ids, last)
+        return ((ids[:, last] >= 0) & ~ended).cpu().numpy()
 
     def _cut(self, reply: str) -> str:
         ends = [at for s in self._sampling.stop if (at := reply.find(s)) >= 0]
