@@ -21,7 +21,7 @@ from rich.console import Console
 
 from embodyrl.cli.report import picture as draw
 from embodyrl.monitor.history import read_history
-from embodyrl.monitor.report import write_report
+from embodyrl.monitor.report.page import write_report
 
 OUT = Path(__file__).parents[1] / "docs" / "images"
 GALLERY = """<style>header, nav, footer, main > * { display: none !important; }

@@ -20,7 +20,7 @@ _SHOWN = 20
 
 def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`."""
-    from embodyrl.monitor.report import write_report
+    from embodyrl.monitor.report.page import write_report
 
     runs = [find_run(word) for word in args.words]
     if not runs:

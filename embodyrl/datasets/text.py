@@ -1,7 +1,5 @@
 """Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user's."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

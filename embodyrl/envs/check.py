@@ -26,7 +26,7 @@ class Finding:
     violations: tuple[Violation, ...] = ()
 
 
-_Check = Callable[[Rig], Iterator[Violation]]
+_Check = Callable[[Rig], Iterator[Violation] | None]
 
 CHECKS: dict[str, tuple[_Check, str]] = {
     check.__name__.removeprefix("check_"): (check, needs)
@@ -93,7 +93,7 @@ def _run(name: str, check: _Check, rig: Rig, timeout_s: float) -> Finding:
     rig.note = ""
     try:
         with _deadline(timeout_s):
-            violations = tuple(check(rig))
+            violations = tuple(check(rig) or ())
     except Exception as error:  # whatever foreign code raises is what we are here to report
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())

@@ -1,7 +1,5 @@
 """Flat metrics of one training step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One env slot as the scheduler sees it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The actor worker: advantages in, gradient steps out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass

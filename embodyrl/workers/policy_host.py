@@ -1,7 +1,5 @@
 """One process that holds one copy of the weights: a rollout worker, an actor worker, or both on the same module."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What every trainer of a policy shares: seeds, optimizer, schedule, and the state that a checkpoint keeps."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
