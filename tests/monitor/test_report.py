@@ -16,8 +16,8 @@ from embodyrl.cli.main import main
 from embodyrl.monitor.history import read_history
 from embodyrl.monitor.intervals import mcnemar, wilson
 from embodyrl.monitor.report import media
-from embodyrl.monitor.report.page import write_report
 from embodyrl.monitor.report.charts import Line, line_chart, stacked_bars, ticks
+from embodyrl.monitor.report.page import write_report
 from embodyrl.monitor.report.tables import curve, differing, paired, rate_of
 from embodyrl.monitor.timing import time_tree
 
