@@ -104,6 +104,10 @@ class EnvSpec:
     """What each part counts in the reward."""
 
     @property
+    def action_kind(self) -> ActionKind:
+        return self.action_space.kind if self.action_space else ActionKind.box
+
+    @property
     def num_reset_ids(self) -> int:
         return sum(self.states_per_task)
 

@@ -18,7 +18,8 @@ def ckpt(args: argparse.Namespace) -> int:
     wants = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
     verb = args.words[0] if args.words else ""
     if verb not in verbs:
-        raise ConfigError(f"embodyrl ckpt '{verb}'?{closest(verb, verbs)} One of: {', '.join(verbs)}.")
+        what = f"'{verb}' is none of them.{closest(verb, verbs)}" if verb else "which one?"
+        raise ConfigError(f"embodyrl ckpt {{{' | '.join(verbs)}}}: {what}")
     if len(args.words) != 1 + len(wants[verb].split()):
         raise ConfigError(f"embodyrl ckpt {verb} takes: {wants[verb]}.")
     if args.keep is not None and verb != "prune":

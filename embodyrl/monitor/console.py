@@ -1,6 +1,7 @@
 """The terminal: a live dashboard on a TTY, one line per step elsewhere."""
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +65,11 @@ def _time_shares(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{name} {100 * value / whole:.0f}%" for name, value in longest if value / whole >= 0.005)
 
 
+def _wrapped(line: str, width: int) -> str:
+    """Break a line of the banner, a name of ten characters and a text, between words; paths stay whole."""
+    return textwrap.fill(line, width, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
+
+
 class ConsoleMonitor(Monitor):
     """Writes to a text stream, standard output by default; colours follow NO_COLOR."""
 
@@ -105,7 +111,7 @@ class ConsoleMonitor(Monitor):
 
     def banner(self, lines: Sequence[str]) -> None:
         for line in lines:
-            self._write(line)
+            self._write(_wrapped(line, self._console.width) if self._live else line)
         if self._picture is not None:
             self._picture.start()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
@@ -17,9 +17,12 @@ from embodyrl.monitor.protocol import RunInfo
 from embodyrl.monitor.timing import duration, step_seconds, time_tree
 
 _KEPT, _RECENT, _EVENTS, _TASKS = 240, 20, 5, 10
+_WIDE, _NARROW = 92, 76
+"""Columns from which on there is room for bars, and below which the panes stand below each other."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("success (eval)", "eval/success_once", "{:.3f}"),
+    ("return (eval)", "eval/return", "{:.3g}"),
     ("success", "train/success_once", "{:.3f}"),
     ("return", "train/return", "{:.3g}"),
     ("token accuracy", "eval/token_accuracy", "{:.3f}"),
@@ -47,7 +50,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
 class Dashboard:
     """What is known so far; rich draws it again whenever it likes."""
 
-    def __init__(self, info: RunInfo) -> None:
+    def __init__(self, info: RunInfo, clock: Callable[[], float] | None = time.monotonic) -> None:
+        """`clock`: seconds; None for a picture from files, where the time is that of the steps."""
         self.info = info
         self._values: dict[str, deque[float]] = {}
         self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_RECENT)
@@ -55,7 +59,8 @@ class Dashboard:
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._events: deque[str] = deque(maxlen=_EVENTS)
         self._phase, self._share = "", 0.0
-        self._since: float | None = time.monotonic()
+        self._clock = clock
+        self._opened = clock() if clock else 0.0
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Take in a row of metrics."""
@@ -70,7 +75,6 @@ class Dashboard:
             for name in ("env/steps", "train/episodes", "env/dropped_episodes"):
                 self._sums[name] += metrics.get(name) or 0.0
         self._phase = ""
-        self._since = self._since and time.monotonic()
 
     def event(self, line: str) -> None:
         """Take in a line for people."""
@@ -81,18 +85,26 @@ class Dashboard:
         self._phase = f"{what} {done}/{total}"
         self._share = done / total if total else 0.0
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.info.total_steps:
-            return Text.assemble((_bar(self._share, 30), "green"), " ", self._phase)
-        grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
-        panes = {"Progress": self._progress(), "Where the time goes": self._time(), "Learning": self._learning()}
-        grid.add_row(*(Group(Text(title, style="bold cyan"), table) for title, table in panes.items()))
-        parts: list[RenderableType] = [grid]
+            yield Text.assemble((_bar(self._share, 30), "green"), " ", self._phase)
+            return
+        gap, bar, spark = (2, 8, 10) if options.max_width >= _WIDE else (1, 0, 4)
+        panes = {
+            "Progress": self._progress(),
+            "Where the time goes": self._time(bar),
+            "Learning": self._learning(spark),
+        }
+        parts: list[RenderableType] = [Group(Text(title, style="bold cyan"), table) for title, table in panes.items()]
+        if options.max_width >= _NARROW:
+            grid = Table.grid(expand=True, padding=(0, gap, 0, 0))
+            grid.add_row(*parts)
+            parts = [grid]
         if tasks := self._tasks():
             parts += [Rule(style="dim"), tasks]
         if self._events:
             parts += [Rule(style="dim"), *(Text(e, no_wrap=True, overflow="ellipsis") for e in self._events)]
-        return Panel(
+        yield Panel(
             Group(*parts), title=f"[bold]embodyrl[/] {self.info.run_id}", subtitle=self._status(), title_align="left"
         )
 
@@ -102,7 +114,7 @@ class Dashboard:
         if self._rows and total > step:
             mean = sum(map(step_seconds, self._rows)) / len(self._rows)
             parts.append(f"ETA {duration(mean * (total - step))}")
-        elapsed = self._sums["seconds"] + (time.monotonic() - self._since if self._since else 0.0)
+        elapsed = self._clock() - self._opened if self._clock else self._sums["seconds"]
         parts += [f"{duration(elapsed)} so far", *([self._phase] if self._phase else [])]
         return " · ".join(parts)
 
@@ -118,33 +130,37 @@ class Dashboard:
         for name, metric in (("slots busy", "rollout/slot_occupancy"), ("staleness", "rollout/staleness_mean")):
             if metric in last:
                 rows[name] = f"{last[metric]:.2g}"
-        table = _pairs()
+        table = _pairs(2)
         for row in rows.items():
             table.add_row(*row)
         return table
 
-    def _time(self) -> Table:
-        table = _pairs()
+    def _time(self, width: int) -> Table:
+        table = _pairs(4 if width else 3)
         whole: dict[str, float] = {}
         for row in self._rows:
             for name, value in row.items():
                 whole[name] = whole.get(name, 0.0) + (value or 0.0) / len(self._rows)
         for phase in time_tree(whole):
-            bar = "█" * max(1, round(8 * min(1.0, phase.share))) if phase.share >= 0.005 else ""
+            bar = "█" * min(width, max(1, round(width * phase.share))) if phase.share >= 0.005 else ""
             name = Text(("  " if phase.depth else "") + phase.name, style="dim" if phase.depth else "")
-            table.add_row(name, f"{phase.seconds:.1f} s", f"{100 * phase.share:3.0f} %", Text(bar, style="blue"))
+            row = name, f"{phase.seconds:.1f} s", f"{100 * phase.share:3.0f} %"
+            table.add_row(*row, *([Text(bar, style="blue")] if width else []))
         return table
 
-    def _learning(self) -> Table:
-        table = _pairs()
+    def _learning(self, width: int) -> Table:
+        table = _pairs(3)
         for name, metric, form in _LEARNING:
-            if metric in self._values:
+            kind, what = metric.split("/")
+            # A reward of 1 per success says everything twice.
+            repeated = what == "return" and self._values.get(metric) == self._values.get(f"{kind}/success_once")
+            if metric in self._values and not repeated:
                 text = form.format(self._last[metric])
-                episodes = self._last.get(f"{metric.split('/')[0]}/episodes")
+                episodes = self._last.get(f"{kind}/episodes")
                 if metric.endswith("/success_once") and episodes:
                     low, high = Rate(round(self._last[metric] * episodes), round(episodes)).interval
                     text += f" [dim]±{(high - low) / 2:.2f}[/]"
-                table.add_row(name, text, Text(sparkline(self._values[metric], 10), style="green"))
+                table.add_row(name, text, Text(sparkline(self._values[metric], width), style="green"))
         return table
 
     def _tasks(self) -> Table | None:
@@ -158,7 +174,7 @@ class Dashboard:
                 found.append((self._last[metric], task, metric))
         if len(found) < 2:
             return None
-        table = _pairs()
+        table = _pairs(4)
         for value, task, metric in sorted(found)[:_TASKS]:
             table.add_row(
                 task[:48],
@@ -175,17 +191,16 @@ def _bar(share: float, width: int) -> str:
     return "█" * round(width * share) + "░" * (width - round(width * share))
 
 
-def _pairs() -> Table:
+def _pairs(columns: int) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
-    for side in ("left", "right", "right", "left"):
+    for side in ("left", "right", "right", "left")[:columns]:
         table.add_column(justify=side, no_wrap=True)
     return table
 
 
 def replay(info: RunInfo, rows: Iterable[Mapping[str, float | None]], events: Iterable[str]) -> Dashboard:
     """The picture of a run from its files."""
-    board = Dashboard(info)
-    board._since = None
+    board = Dashboard(info, clock=None)
     for row in rows:
         board.log(int(row["step"] or 0), row)
     for line in events:

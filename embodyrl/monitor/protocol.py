@@ -42,8 +42,7 @@ class Monitor:
         """Record the flat metrics of one step."""
 
     def video(self, step: int, path: Path) -> None:
-        """A recording was written: a line for people, unless the backend shows it."""
-        self.text(f"video of step {step}: {path}")
+        """A recording was written."""
 
     def text(self, line: str) -> None:
         """One line for people."""

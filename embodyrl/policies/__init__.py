@@ -1,6 +1,6 @@
 """Policies. Each lives in its own folder and is found through the registry."""
 
-from embodyrl.policies.protocol import POLICIES, export_policy
+from embodyrl.policies.protocol import POLICIES, export_policy, fitting_models
 
 POLICIES.add("causal_lm", "embodyrl.policies.causal_lm:CAUSAL_LM")
 POLICIES.add("causal_lm_tiny", "embodyrl.policies.causal_lm:TINY")
@@ -11,4 +11,4 @@ POLICIES.add("openvla", "embodyrl.policies.openvla_oft:OPENVLA")
 POLICIES.add("random", "embodyrl.policies.untrained:RANDOM")
 POLICIES.add("scripted", "embodyrl.policies.untrained:SCRIPTED")
 
-__all__ = ["POLICIES", "export_policy"]
+__all__ = ["POLICIES", "export_policy", "fitting_models"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from embodyrl.config.schema import ModelConfig, SamplingParams
 from embodyrl.registry import Registry
 from embodyrl.types import (
+    ActionKind,
     EnvSpec,
     FloatArray,
     ImitationScores,
@@ -116,6 +117,13 @@ class PolicyFactory(Protocol):
 
 
 POLICIES: Registry[PolicyFactory] = Registry("model", group="embodyrl.policies")
+
+
+def fitting_models(env: EnvSpec) -> str:
+    """Small models that an environment can be tried with, for messages about one that does not fit."""
+    if env.action_kind == ActionKind.text:
+        return "model=causal_lm_tiny"
+    return "model=cnn" if env.cameras else "model=mlp"
 
 
 def export_policy(cfg: ModelConfig, env: EnvSpec, folder: Path, out: Path) -> None:

@@ -17,7 +17,7 @@ from embodyrl.config.schema import Config, RewardLevel, RolloutMode
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
 from embodyrl.launch import LAUNCHERS
-from embodyrl.policies import POLICIES
+from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.runtime.dump import DUMP_LIMIT
 from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset_ids
 from embodyrl.runtime.fleet import Callback, Fleet
@@ -26,7 +26,7 @@ from embodyrl.runtime.policy_hosts import is_apart, plan_hosts, rendezvous, shar
 from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
 from embodyrl.runtime.texts import fit_lengths, sampling_problems, with_task
 from embodyrl.runtime.timeline import Timeline
-from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+from embodyrl.types import EnvSpec, PolicySpec
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
 
@@ -177,13 +177,13 @@ def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
             f"env '{env.name}' takes {env.action_dim}-dimensional actions, model '{policy.name}' gives "
             f"{policy.action_dim}; set model.action_dim={env.action_dim} or choose another model."
         )
-    problems += sampling_problems(cfg, policy)
-    kind = env.action_space.kind if env.action_space else ActionKind.box
-    if kind not in policy.action_kinds:
+    if env.action_kind in policy.action_kinds:
+        problems += sampling_problems(cfg, policy)
+    else:
         can = ", ".join(sorted(policy.action_kinds))
         problems.append(
-            f"env '{env.name}' takes {kind} actions, model '{policy.name}' gives {can} ones only; choose another "
-            "model, for example model=mlp."
+            f"env '{env.name}' takes {env.action_kind} actions, model '{policy.name}' gives {can} ones only; choose "
+            f"another model, for example {fitting_models(env)}."
         )
     if policy.num_images > len(env.cameras):
         problems.append(

@@ -70,12 +70,12 @@ def _step_of(weights: Path | None) -> int:
 
 def _print_table(result: EvalResult, monitor: Fanout) -> None:
     width = max(len(row.task) for row in (*result.tasks, result.overall))
-    monitor.text(f"  {'task':<{width}}   success          95 % interval    mean steps")
+    monitor.text(f"  {'task':<{width}}   success          95 % interval    mean steps  mean return")
     for row in (*result.tasks, result.overall):
         share = f"{row.successes}/{row.episodes}"
         interval = f"[{100 * row.low:.1f}, {100 * row.high:.1f}]"
         rate = f"{share:>7} {100 * row.success_once:5.1f} %"
-        monitor.text(f"  {row.task:<{width}}   {rate}  {interval:<15}  {row.mean_steps:8.0f}")
+        monitor.text(f"  {row.task:<{width}}   {rate}  {interval:<15}  {row.mean_steps:10.0f}  {row.mean_return:11.4g}")
     if result.dropped:
         monitor.text(f"  {result.dropped} episodes were lost to crashed env workers and are not counted")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0

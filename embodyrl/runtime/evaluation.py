@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,8 +118,8 @@ def run_evaluation(
     failed = collection.video_problems
     if failed and cfg.faults.on_video_error == OnVideoError.stop:
         raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn goes on)")
-    for problem in failed[:3]:
-        warn(f"a recording failed: {problem}")
+    for problem, times in Counter(failed).most_common(3):
+        warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
     if not rows:
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
     result = _summarise(rows, collection, blueprint.env.tasks, folder)

@@ -57,9 +57,9 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         ConfigError: the folder exists and `runner.on_existing=error`.
         EmbodyError: another process uses the run, or a folder is not writable.
     """
-    root = resume or _new_root(cfg, command)
-    videos = Path(cfg.video_cfg.base_dir) / root.name
+    root = resume or Path(cfg.runner.output_dir)
     try:
+        root = resume or _new_root(cfg, command)
         root.mkdir(parents=True, exist_ok=True)
         lock = _take(root / _LOCK_FILE, root)
         attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
@@ -71,7 +71,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
-    return RunFolder(root=root, videos=videos, logs=logs, lock=lock)
+    return RunFolder(root=root, videos=Path(cfg.video_cfg.base_dir) / root.name, logs=logs, lock=lock)
 
 
 def _new_root(cfg: Config, command: str) -> Path:
@@ -95,10 +95,14 @@ def _new_root(cfg: Config, command: str) -> Path:
 
 
 def _free_name(root: Path) -> Path:
+    """Create the first of `root`, `root-2`, `root-3`, ... that does not exist; runs may start in the same moment."""
     candidate, k = root, 2
-    while candidate.exists():
-        candidate, k = root.with_name(f"{root.name}-{k}"), k + 1
-    return candidate
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            candidate, k = root.with_name(f"{root.name}-{k}"), k + 1
 
 
 @contextmanager

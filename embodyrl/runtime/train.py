@@ -179,6 +179,8 @@ class _Training:
         )
         for path in result.videos:
             self.monitor.video(session.step, Path(path))
+        if result.videos:
+            self.monitor.text(f"step {session.step}: {len(result.videos)} recordings in {session.folder.videos}")
         session.judge(result.overall.success_once)
         return result
 
@@ -197,6 +199,9 @@ class _Training:
         videos: list[Path] = []
         if self.first is not None and self.last is not None:
             self.monitor.results(changes(self.first, self.last))
+            before, after = self.first.overall, self.last.overall
+            if after.mean_return != after.success_once:
+                self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
             videos = compare_recordings(
                 self.first,
                 self.last,

@@ -82,7 +82,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
     with os.fdopen(writer, "w") as stream:
         monitor = ConsoleMonitor(stream)
         monitor.open(tmp_path, info)
-        monitor.banner(["embodyrl train"])
+        monitor.banner(["embodyrl train", "  env        tabletop (21 tasks) · 64 slots"])
         monitor.progress(1, 8, "rollout")
         monitor.log(3, METRICS)
         monitor.text("env worker 1 [died]")
@@ -108,6 +108,11 @@ def test_terminal_shows_a_dashboard_that_stays_and_restores_the_cursor(monkeypat
     assert text.rindex("80.0 % [49.0, 94.3] (8/10)") > text.rindex("gradient norm")
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     assert "\x1b[3" in text
+
+
+def test_a_banner_breaks_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    text = on_terminal(monkeypatch, tmp_path, COLUMNS="30")
+    assert "tabletop (21\r\n             tasks) · 64 slots\r\n" in text
 
 
 def test_an_evaluation_on_a_terminal_has_a_bar_and_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

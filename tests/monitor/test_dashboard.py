@@ -1,6 +1,7 @@
+import pytest
 from rich.console import Console
 
-from embodyrl.monitor.dashboard import replay, sparkline
+from embodyrl.monitor.dashboard import Dashboard, replay, sparkline
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.monitor.timing import duration
 
@@ -18,11 +19,17 @@ ROW = {
 }
 
 
-def drawn(width: int) -> list[str]:
-    info = RunInfo(run_id="my_run", total_steps=11, tasks=("open", "close", "lift"))
+INFO = RunInfo(run_id="my_run", total_steps=11, tasks=("open", "close", "lift"))
+
+
+def drawn(width: int, row: dict[str, float] = ROW, times: int = 1) -> list[str]:
+    return printed(replay(INFO, [row] * times, ["12:00:00 env worker 0 died " + "x" * 300]), width)
+
+
+def printed(board: Dashboard, width: int) -> list[str]:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(replay(info, [ROW], ["12:00:00 env worker 0 died " + "x" * 300]))
+        console.print(board)
     return capture.get().splitlines()
 
 
@@ -59,7 +66,37 @@ def test_weak_tasks_come_first_and_events_are_cut_at_the_edge():
     assert next(line for line in lines if "died" in line).rstrip(" │").endswith("…")
 
 
-def test_it_fits_a_terminal_of_92_columns():
-    lines = drawn(92)
-    assert {len(line) for line in lines} == {92}
-    assert sum("…" in line for line in lines) == 1  # the long event
+LONGEST = ROW | {
+    "env/steps": 100_000.0,
+    "rollout/slot_occupancy": 0.51,
+    "eval/success_once": 0.42,
+    "eval/episodes": 200.0,
+    "actor/loss": 0.2731,
+    "actor/clip_fraction": 0.031,
+    "time/simulate": 50.0,
+    "time/update": 20.0,
+}
+
+
+@pytest.mark.parametrize("width", [40, 80, 92])
+def test_it_fits_narrow_terminals(width: int):
+    lines = drawn(width, LONGEST, times=6)
+    assert {len(line) for line in lines} == {width}
+    assert cells(lines, "simulate")[:4] == ["50.0", "s", "50", "%"]
+    assert cells(lines, "success (eval)")[:2] == ["0.420", "±0.07"]
+    cut = [line for line in lines[1:-1] if "…" in line]
+    assert [("12:00:00" in line) for line in cut] == [True]  # the long event
+
+
+def test_the_time_so_far_counts_what_no_step_contains():
+    seconds = iter([100.0, 130.0, 170.0])
+    board = Dashboard(INFO, clock=lambda: next(seconds))
+    board.log(0, {"eval/success_once": 0.5})
+    assert "step 0/11 · 30 s so far" in printed(board, 92)[-1]
+    board.log(1, ROW)
+    assert "1 min 10 s so far" in printed(board, 92)[-1]
+
+
+def test_a_return_that_repeats_the_success_is_left_out():
+    assert not any("return" in line for line in drawn(92, ROW | {"train/return": 0.5}))
+    assert cells(drawn(92, ROW | {"train/return": 23.25}), "return")[0] == "23.2"

@@ -28,3 +28,18 @@ def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
 def test_rl_refuses_policies_without_probabilities(model):
     with pytest.raises(ConfigError, match="no action probabilities"):
         blueprint(f"model={model}", training=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["env=gym", "env.id=CartPole-v1"], "discrete actions; choose another model, for example model=mlp"),
+        (["env=text/copy"], "text actions; choose another model, for example model=causal_lm_tiny"),
+        (["env=text/copy", "model=cnn"], "choose another model, for example model=causal_lm_tiny"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_with_one_that_fits(words, cure):
+    with pytest.raises(ConfigError) as caught:
+        draw_blueprint(load_config("train", words), training=True)
+    assert cure in caught.value.problems[0]
+    assert not any("unnorm_key" in line or "max_new_tokens" in line for line in caught.value.problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from toy_runs import rows, toy_config, train_toy
@@ -41,8 +42,9 @@ def test_on_existing_resume_goes_on_where_the_run_stopped(tmp_path):
 
 def test_unnamed_runs_of_the_same_second_do_not_collide(tmp_path):
     cfg = toy_config(tmp_path, "runner.experiment_name=null")
-    folders = [open_run(cfg, "train", [], None) for _ in range(3)]
-    assert len({folder.root for folder in folders}) == 3
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: open_run(cfg, "train", [], None), range(24)))
+    assert len({folder.root for folder in folders}) == 24
     assert all("train-toy_env-FACTORY" in folder.run_id for folder in folders)
 
 

@@ -106,8 +106,9 @@ def _construct(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int) -> Any:
         ) from error
     except gymnasium.error.UnregisteredEnv as error:
         hint = closest(cfg.id, gymnasium.registry.keys())
+        reason = _line(error).partition(" Did you mean")[0]  # the hint names the version too
         raise UnknownNameError(
-            f"env.id={cfg.id}: {_line(error).rstrip('.')}.{hint} An id that another package registers is written "
+            f"env.id={cfg.id}: {reason.rstrip('.')}.{hint} An id that another package registers is written "
             f"package:Id-v0; your own class package.module:Class."
         ) from error
     except (gymnasium.error.Error, TypeError, ValueError) as error:

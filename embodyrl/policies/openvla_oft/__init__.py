@@ -20,8 +20,8 @@ from embodyrl.policies.openvla_oft.config import (
     count_parameters,
     read_config,
 )
-from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
+from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
+from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 _COMMON = frozenset({
     "path", "action_dim", "num_action_chunks", "unnorm_key", "num_images_in_input", "precision", "image_pipeline",
@@ -122,6 +122,12 @@ class OpenVlaOftFactory:
 
 
 def _mismatches(cfg: ModelConfig, config: OftConfig, env: EnvSpec) -> list[str]:
+    if not env.cameras or env.action_kind != ActionKind.box:
+        has = f"{len(env.cameras)} cameras and {env.action_kind} actions"
+        return [
+            f"OpenVLA reads camera images and gives box actions, env '{env.name}' has {has}; choose another model, for "
+            f"example {fitting_models(env)}."
+        ]
     data_set = config.statistics.find(cfg.unnorm_key, env.unnorm_key)
     problems = []
     width = len(config.statistics.bounds(data_set, "action", cfg.action_normalization).mask)
