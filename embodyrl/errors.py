@@ -1,5 +1,7 @@
 """Errors for users: each says what, where, the likely cause and the cure, and carries its exit code."""
 
+import signal
+
 
 class EmbodyError(Exception):
     """Base of all errors that are reported without a traceback."""
@@ -77,4 +79,4 @@ class Interrupted(EmbodyError):
     def __init__(self, signum: int) -> None:
         self.signum = signum
         self.exit_code = 128 + signum
-        super().__init__(f"interrupted by signal {signum}")
+        super().__init__(f"stopped by {signal.Signals(signum).name}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, Interrupted
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.runtime.build import draw_blueprint, start_crew
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
@@ -51,6 +51,9 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
                     warn=monitor.text,
                     resume=resume is not None,
                 )
+        except Interrupted as interruption:
+            interruption.args = (f"{interruption}; go on with: embodyrl eval --resume {folder.root}",)
+            raise
         finally:
             crew.close()
         _print_table(result, monitor)

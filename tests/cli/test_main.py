@@ -242,7 +242,7 @@ def test_newest_run_of_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("raised", "code", "said"),
     [
         ("KeyboardInterrupt()", 130, "embodyrl: interrupted."),
-        ("errors.Interrupted(15)", 143, "embodyrl: interrupted by signal 15."),
+        ("errors.Interrupted(15)", 143, "embodyrl: stopped by SIGTERM."),
         ("errors.NonFiniteError('loss is nan')", 5, "embodyrl: error: loss is nan"),
         ("errors.EmbodyError('first')", 1, "embodyrl: error: first"),
         ("RuntimeError('bug')", 1, "embodyrl: error: unexpected RuntimeError: bug. Run it again with --traceback"),

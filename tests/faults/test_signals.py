@@ -19,9 +19,9 @@ pytestmark = pytest.mark.integration
 def start(tmp_path):
     commands: list[Command] = []
 
-    def begin(*overrides: str, **env: str) -> Command:
+    def begin(*overrides: str, name: str = "train", **env: str) -> Command:
         words = toy_words(tmp_path, "runner.max_steps=50", "runner.save_interval=1", *overrides)
-        commands.append(start_cli("train", "launcher.env_workers=1", *words, cwd=tmp_path, env=env))
+        commands.append(start_cli(name, "launcher.env_workers=1", *words, cwd=tmp_path, env=env))
         return commands[-1]
 
     yield begin
@@ -132,6 +132,18 @@ def test_ctrl_c_in_the_first_reset_of_a_validation(start, tmp_path):
     assert command.wait() == 130
     assert "after step 0" in assert_one_line_and_no_traceback(command)
     assert_saved(tmp_path / "run")
+
+
+def test_ctrl_c_in_an_evaluation_says_how_to_go_on(start, tmp_path):
+    gate = tmp_path / "gate"
+    words = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.where=reset", "eval.episodes=2")
+    command = start(*words, name="eval")
+    command.wait_for(gate)
+    command.signal_group(signal.SIGINT)
+    open_gate(gate)
+    assert command.wait() == 130
+    line = assert_one_line_and_no_traceback(command)
+    assert line == f"embodyrl: stopped by SIGINT; go on with: embodyrl eval --resume {tmp_path / 'run'}."
 
 
 def test_kill_9_of_the_driver_leaves_no_worker(start, tmp_path):
