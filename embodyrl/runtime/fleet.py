@@ -137,7 +137,9 @@ def _fatal(text: str, died: WorkerDied) -> EmbodyError:
     """The error that ends the run, with the exit code the worker's own error asked for."""
     if died.exit_code == NonFiniteError.exit_code:
         return NonFiniteError(died.reason.removeprefix("raised "))
-    error = WorkerError(f"{text}\n{died.traceback}".rstrip())
-    if died.exit_code != 1:
-        error.exit_code = died.exit_code
+    if died.exit_code == EmbodyError.exit_code:
+        return WorkerError(f"{text}\n{died.traceback}".rstrip())
+    # It names its cause; the log has the traceback.
+    error = WorkerError(text)
+    error.exit_code = died.exit_code
     return error

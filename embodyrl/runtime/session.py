@@ -91,6 +91,8 @@ class Session:
         """Open the monitor for `total` steps."""
         self.total = total
         announce(self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step)
+        if self.step >= total:
+            self.monitor.text(f"nothing is left to train: this is step {self.step} of {total}; raise runner.max_steps")
 
     def due(self, interval: int) -> bool:
         """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""

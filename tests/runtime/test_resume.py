@@ -51,6 +51,7 @@ def test_a_finished_run_stays_as_it_is(golden):
     before = (golden / "metrics.jsonl").read_bytes(), weights(golden, 4)
     resume_toy(golden)
     assert ((golden / "metrics.jsonl").read_bytes(), weights(golden, 4)) == before
+    assert "nothing is left to train: this is step 4 of 4" in (golden / "logs" / "events.log").read_text()
 
 
 @pytest.mark.integration
