@@ -47,6 +47,11 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
         if words or folders:
             raise ConfigError("--resume goes on with exactly the settings of that evaluation; leave the others out.")
         found = find_run(args.resume)
+        if (found / "checkpoints").is_dir():
+            raise ConfigError(
+                f"{found} is a training run. Go on with it: embodyrl train --resume {found}. "
+                f"Evaluate what it learned: embodyrl eval ckpt={found}."
+            )
         return load_saved_config(found, []), {"resume": found}
     return load_config(args.command, words, config_dirs=folders, base=_config_of_ckpt(words)), {}
 

@@ -222,6 +222,13 @@ def test_resume_starts_from_the_config_of_the_run(tmp_path: Path, capsys: pytest
     assert "drop one" in capsys.readouterr().err
 
 
+def test_an_evaluation_of_a_training_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = saved_config(tmp_path / "run")
+    (run / "checkpoints").mkdir()
+    assert main(["eval", "--resume", str(run)]) == 2
+    assert f"embodyrl eval ckpt={run}" in capsys.readouterr().err
+
+
 def test_newest_run_of_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.cli.runs import newest_run
 
