@@ -1,4 +1,8 @@
-"""The forward pass against what the original implementations computed (tests/golden/openvla_oft/README.md)."""
+"""The forward pass against what the original implementations computed (tests/golden/openvla_oft/README.md).
+
+Tolerances leave room for other processors: between AVX2, AVX-512 and AMX kernels of Intel and AMD, hidden states differ
+by up to 5e-5 and log-probabilities (of logits of 30 to 40) by up to 6e-4.
+"""
 
 import dataclasses
 import json
@@ -31,10 +35,10 @@ def test_vision_and_projector(checkpoint, make_policy, golden):
     pixels = inputs_of(golden).pixels
     with torch.no_grad():
         features = module.vision_backbone(pixels)
-        close(module.vision_backbone.featurizer(pixels[:, :3]), want["featurizer_patches"], 1e-5)
-        close(module.vision_backbone.fused_featurizer(pixels[:, 3:]), want["fused_featurizer_patches"], 1e-5)
-        close(features, want["backbone_1img"], 1e-5)
-        close(module.projector(features), want["projector_1img"], 1e-5)
+        close(module.vision_backbone.featurizer(pixels[:, :3]), want["featurizer_patches"], 1e-4)
+        close(module.vision_backbone.fused_featurizer(pixels[:, 3:]), want["fused_featurizer_patches"], 1e-4)
+        close(features, want["backbone_1img"], 1e-4)
+        close(module.projector(features), want["projector_1img"], 1e-4)
 
 
 def test_two_images_are_two_runs_of_the_towers(checkpoint, make_policy, golden):
@@ -42,7 +46,7 @@ def test_two_images_are_two_runs_of_the_towers(checkpoint, make_policy, golden):
     pixels = golden("inputs")["pixel_values_2img"]
     with torch.no_grad():
         both = module.vision_backbone(pixels)
-        close(both, torch.cat([module.vision_backbone(pixels[:, i : i + 6]) for i in (0, 6)], dim=1), 1e-6)
+        close(both, torch.cat([module.vision_backbone(pixels[:, i : i + 6]) for i in (0, 6)], dim=1), 1e-5)
 
 
 def test_official_embeddings_and_logits(checkpoint, make_policy, golden):
@@ -51,7 +55,7 @@ def test_official_embeddings_and_logits(checkpoint, make_policy, golden):
     with torch.no_grad():
         embeddings, mask, _ = module.embed(module.prefix(batch), batch)
         logits, value = module(batch)
-    close(embeddings, want["llm_inputs_embeds"], 1e-5)
+    close(embeddings, want["llm_inputs_embeds"], 1e-4)
     assert mask.all()
     assert value.shape == (1, 0)
     close(logits, want["action_logits_31744_32064"][..., :256], 1e-3)
@@ -80,11 +84,11 @@ def test_simplevla_padded_batch(checkpoint, make_policy, golden):
         embeddings, mask, _ = module.embed(module.prefix(batch), batch)
         logits, value = module(batch)
     assert torch.equal(mask, want["llm_attention_mask"].bool())
-    close(embeddings[mask], want["llm_inputs_embeds"][mask], 1e-5)
+    close(embeddings[mask], want["llm_inputs_embeds"][mask], 1e-4)
     close(logits, want["logits_last256_unpadded"], 1e-3)
     scores = policy_module.score_tokens(logits / 1.6, want["sample_token_ids"] - FIRST_ACTION_ID, value)
-    close(scores.logprob, want["logprobs"], 1e-4)
-    close(scores.entropy, want["entropy"], 1e-4)
+    close(scores.logprob, want["logprobs"], 1e-3)
+    close(scores.entropy, want["entropy"], 1e-3)
     assert torch.equal(logits.argmax(-1) + FIRST_ACTION_ID, want["greedy_token_ids"])
 
 
@@ -95,14 +99,14 @@ def test_rlinf_variant_without_stop_and_with_value_head(checkpoint, make_policy,
         logits, value = module(inputs_of(golden))
     tokens = want["action_tokens"].flatten(1) - FIRST_ACTION_ID
     scores = policy_module.score_tokens(logits / 1.6, tokens, value)
-    close(scores.logprob, want["logprobs"], 1e-4)
-    close(scores.entropy, want["entropy"], 1e-4)
-    close(scores.value, want["values"], 1e-5)
+    close(scores.logprob, want["logprobs"], 1e-3)
+    close(scores.entropy, want["entropy"], 1e-3)
+    close(scores.value, want["values"], 1e-4)
     greedy = want["greedy_action_tokens"].flatten(1)
     assert torch.equal(logits.argmax(-1) + FIRST_ACTION_ID, greedy)
     at_one = policy_module.score_tokens(logits, greedy - FIRST_ACTION_ID, value)
-    close(at_one.logprob, want["greedy_prev_logprobs_T1"], 1e-4)
-    close(value, want["greedy_prev_values"], 1e-5)
+    close(at_one.logprob, want["greedy_prev_logprobs_T1"], 1e-3)
+    close(value, want["greedy_prev_values"], 1e-4)
 
 
 def test_ppo_loss_and_gradients(checkpoint, make_policy, golden):
@@ -110,7 +114,7 @@ def test_ppo_loss_and_gradients(checkpoint, make_policy, golden):
     logits, value = module(inputs_of(golden, rows=1))
     tokens = golden("simplevla_batch2")["sample_token_ids"][:1] - FIRST_ACTION_ID
     logprob = policy_module.score_tokens(logits / 1.6, tokens, value).logprob
-    close(logprob, want["logprobs"], 1e-4)
+    close(logprob, want["logprobs"], 1e-3)
     ratio = (logprob - want["old_logprobs"]).exp()
     advantage = want["advantages"]
     loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28)).mean()
