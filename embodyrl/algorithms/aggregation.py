@@ -27,15 +27,16 @@ def action_weights(
     """Weight of each action in the loss of one optimizer step.
 
     With u units, S sequences and u_i units of sequence i, a unit weighs: token-mean 1/u; token-sum 1;
-    seq-mean-token-sum 1/S; seq-mean-token-mean 1/(S u_i); seq-mean-token-sum-norm 1/(S X), X the units of the longest
-    episode (arXiv 2503.20783). At chunk level the weight of a chunk is spread evenly over its executed actions.
+    seq-mean-token-sum 1/S; seq-mean-token-mean 1/(S u_i); seq-mean-token-sum-norm 1/(S X), X the units of an
+    episode that its time limit ends (arXiv 2503.20783), a constant of the run. At chunk level the weight of a chunk is
+    spread evenly over its executed actions.
 
     Args:
         mode: one of `MODES`.
         episode: [B] episode of each sample.
         valid: [B, K] executed actions; at least one per sample.
         level: what a unit is.
-        longest_episode: chunks of the longest episode, for seq-mean-token-sum-norm.
+        longest_episode: chunks of an episode that its time limit ends, for seq-mean-token-sum-norm.
 
     Returns:
         [B, K] float32, 0 where not valid.

@@ -59,10 +59,13 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
 
 
 def off_policy_mask(log_ratio_mean: torch.Tensor, advantage: torch.Tensor, *, delta: float) -> torch.Tensor:
-    """Keep a unit unless A < 0 and its sequence's mean of log pi_old - log pi exceeds delta (arXiv 2512.02556).
+    """Keep a unit unless A < 0 and its sequence's mean of log pi_behaviour - log pi exceeds delta.
+
+    The paper (arXiv 2512.02556, 3.1) takes the probabilities of the engine that sampled, so that what differs between
+    engine and trainer counts as off-policy too; recomputed ones would hide it.
 
     Args:
-        log_ratio_mean: [B, 1, 1] mean of log pi_old - log pi over the sequence.
+        log_ratio_mean: [B, 1, 1] mean of log pi_behaviour - log pi over the sequence.
         advantage: [B, K, 1] or [B, 1, 1].
         delta: bound of the mean.
 

@@ -10,7 +10,7 @@ from embodyrl.algorithms import advantages
 from embodyrl.algorithms.advantages import Float64
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
 from embodyrl.config.schema import AlgorithmConfig
-from embodyrl.types import Episode
+from embodyrl.types import BoolArray, Episode
 
 Compute = Callable[[Sequence[Episode], list[float], list[int], AlgorithmConfig, Scores], Float64]
 """(episodes, returns, groups, config, scores) -> [E] advantages."""
@@ -74,13 +74,18 @@ def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) ->
     episode_level = advantages.grpo(
         [episode.episode_return for episode in episodes], groups, normalize=normalize, unbiased=unbiased
     )
+    ran: list[BoolArray] = [np.asarray(e.valid.any(axis=1)) for e in episodes]
     to_go = [
-        advantages.discounted(np.where(e.valid, e.reward, 0.0).sum(axis=1), e.valid.any(axis=1), gamma=cfg.gamma)
-        for e in episodes
+        advantages.discounted(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
+        for e, own in zip(episodes, ran, strict=True)
     ]
-    anchors = advantages.step_groups(scores.states, groups)
-    steps = advantages.grpo(np.concatenate(to_go), anchors, normalize=normalize, unbiased=unbiased)
-    parts = np.split(steps, np.cumsum([len(e.valid) for e in episodes])[:-1])
+    # A chunk without an executed action visited nothing.
+    executed, anchors = np.concatenate(ran), advantages.step_groups(scores.states, groups)
+    steps = np.zeros(len(executed))
+    steps[executed] = advantages.grpo(
+        np.concatenate(to_go)[executed], anchors[executed], normalize=normalize, unbiased=unbiased
+    )
+    parts = np.split(steps, np.cumsum([len(own) for own in ran])[:-1])
     return [
         spread(e, one + cfg.step_advantage_weight * part[:, None])
         for e, one, part in zip(episodes, episode_level, parts, strict=True)

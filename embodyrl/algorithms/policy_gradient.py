@@ -32,8 +32,12 @@ class Algorithm:
     `positive_nll_coef` adds the mean of -log pi over actions with a positive advantage (arXiv 2504.05118).
     """
 
-    def __init__(self, cfg: AlgorithmConfig) -> None:
+    def __init__(self, cfg: AlgorithmConfig, longest_episode: int = 1) -> None:
         """Bind the config.
+
+        Args:
+            cfg: the keys below `algorithm`.
+            longest_episode: chunks of an episode that its time limit ends; for `weights`.
 
         Raises:
             ConfigError: unknown names or combinations that make no sense.
@@ -41,6 +45,7 @@ class Algorithm:
         if found := problems(cfg):
             raise ConfigError(found)
         self._cfg = cfg
+        self._longest_episode = longest_episode
         self._estimator = ADVANTAGES.get(cfg.adv_type)
         self._loss = LOSSES.get(cfg.loss_type)
         self.needs_groups = self._estimator.needs_groups
@@ -140,7 +145,7 @@ class Algorithm:
             batch.episode[rows],
             valid,
             level=self._cfg.logprob_type,
-            longest_episode=int(np.unique(batch.episode, return_counts=True)[1].max()),
+            longest_episode=self._longest_episode,
         )
         targets = batch.returns.shape[1]
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
@@ -233,7 +238,9 @@ class Algorithm:
         factors = 1.0 if inputs.correction is None else inputs.correction
         if self._cfg.off_policy_masking_delta is None:
             return factors
-        drift = units.mean(units.old_logprob - units.logprob.detach())
+        acted = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
+        acted = _units(acted, inputs.valid, self._cfg.logprob_type)
+        drift = units.mean(acted - units.logprob.detach())
         return factors * off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
 
     def _value_loss(self, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:

@@ -147,9 +147,10 @@ def kl_cov(u: Units, cfg: AlgorithmConfig) -> LossTerms:
     log_ratio = _log_ratio(u)
     covariance, mask = _covariance(u)
     count = max(1, int(cfg.cov_share * int(mask.sum())))
-    smallest = covariance.masked_fill(~mask, -float("inf")).flatten().topk(count).values[-1]
-    chosen = mask & (covariance >= smallest)
-    penalty = (cfg.log_ratio_coef * log_ratio.abs()).where(chosen, 0.0)
+    # By index: every unit of a micro-batch whose advantages are equal has the same covariance.
+    largest = covariance.masked_fill(~mask, -float("inf")).flatten().topk(count).indices
+    chosen = mask.new_zeros(mask.numel()).index_fill(0, largest, True)
+    penalty = (cfg.log_ratio_coef * log_ratio.abs()).where(chosen.reshape(mask.shape), 0.0)
     return _unclipped(-u.advantage * log_ratio.exp() + penalty, log_ratio.exp())
 
 

@@ -70,6 +70,8 @@ class LossInputs:
     """[B, V] `LossWeights.value`."""
     positive_weight: torch.Tensor
     """[B, K] `LossWeights.positive`."""
+    behaviour_logprob: torch.Tensor | None = None
+    """[B, L] of the policies that acted; None: `old_logprob`."""
     correction: torch.Tensor | None = None
     """Factors of `Algorithm.correct`; None: no correction."""
 

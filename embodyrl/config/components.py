@@ -278,7 +278,7 @@ class AlgorithmConfig:
     m2_threshold: float | None = None
     """M2PO: drop the most off-policy tokens until their mean squared log-ratio is below this; null: off."""
     off_policy_masking_delta: float | None = None
-    """Drop samples of negative advantage whose mean log pi_old - log pi exceeds this; null: off."""
+    """Drop samples of negative advantage whose mean log pi_rollout - log pi exceeds this; null: off."""
     early_stop_imp_ratio: float | None = None
     """Leave out the rest of an update once the mean ratio of an optimizer step exceeds this; null: never."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)

@@ -215,6 +215,7 @@ class ActorWorker:
             weight=tensor(weights.policy),
             value_weight=tensor(weights.value),
             positive_weight=tensor(weights.positive),
+            behaviour_logprob=tensor(arena["logprob"][records]),
             correction=None if proximal.correction is None else proximal.correction[samples].to(device),
         )
 

@@ -73,7 +73,8 @@ class PolicyHost:
         self._actor: ActorWorker | None = None
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
-            algorithm = Algorithm(cfg.algorithm)
+            longest = -(-cfg.env.train.max_episode_steps // self.policy.spec.num_action_chunks)
+            algorithm = Algorithm(cfg.algorithm, longest)
             reference = None
             if algorithm.needs_reference:
                 reference = self._build()

@@ -71,6 +71,18 @@ def test_gigpo_compares_steps_from_equal_states_within_a_group():
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 2 * 0.5, -0.5, -0.5 - 2 * 0.5])
 
 
+def test_gigpo_leaves_out_chunks_without_an_executed_action():
+    """The third episode was over before its second chunk, whose record shows state 7 too."""
+    episodes = [
+        make_episode([[0.0], [1.0]], episode_id=0),
+        make_episode([[0.0], [0.0]], episode_id=1, first_record=2),
+        make_episode([[0.5], [0.0]], episode_id=2, first_record=4, valid=[[True], [False]]),
+    ]
+    cfg = AlgorithmConfig(adv_type="gigpo", group_size=3, gamma=0.5, normalize_advantages=False)
+    batch = Algorithm(cfg).prepare(episodes, Scores(states=tuple(np.array([i, 7]) for i in range(3))))
+    np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 0.5, -0.5, -0.5 - 0.5, 0.0])
+
+
 def test_remax_compares_with_the_greedy_episode_under_the_same_shaping():
     """Returns of the six episodes are 1, 0, 0.5, 2, -1, 2; one greedy episode was lost."""
     greedy = [make_episode([[r]]) for r in (1.0, 0.5, 1.0, 1.0, 1.0)]

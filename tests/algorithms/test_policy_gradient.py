@@ -160,7 +160,7 @@ def test_tokens_of_actions_that_never_ran_have_no_influence(level: TokenLevel):
 def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, float]:
     """One episode of two chunks, K = D = 2; the second chunk ended after one action; no clipping."""
     cfg = AlgorithmConfig(logprob_type=level, loss_agg_func=mode, clip_ratio_low=0.99, clip_ratio_high=99.0)
-    algorithm = Algorithm(cfg)
+    algorithm = Algorithm(cfg, longest_episode=2)
     episodes = [
         make_episode([[0, 0], [1, 0]], valid=[[True, True], [True, False]], episode_id=0),
         make_episode([[0, 0]], episode_id=1, first_record=5),
@@ -205,6 +205,15 @@ ADVANTAGE = (1 - 0.5) / (math.sqrt(0.5) + 1e-6)
 def test_levels_by_hand(level: TokenLevel, mode: str, ratio_sum: float):
     metrics = two_sample_loss(level, mode)
     assert metrics["total"] == pytest.approx(-ADVANTAGE * ratio_sum, rel=1e-6)
+
+
+def test_the_constant_denominator_is_no_property_of_the_batch():
+    """Dr.GRPO (arXiv 2503.20783): the time limit's 10 chunks, whichever episodes were kept and drawn."""
+    cfg = AlgorithmConfig(loss_agg_func="seq-mean-token-sum-norm", normalize_advantages=False)
+    algorithm = Algorithm(cfg, longest_episode=10)
+    batch = algorithm.prepare([make_episode([[r]] * n, episode_id=n, first_record=9 * n) for n, r in ((1, 1), (3, 0))])
+    for samples, sequences in (([0], 1), ([1, 2, 3], 1), ([0, 1, 2], 2)):
+        np.testing.assert_allclose(algorithm.weights(batch, samples).policy, 1 / (sequences * 10), rtol=1e-6)
 
 
 def test_reported_means_do_not_depend_on_the_aggregation_being_a_sum():

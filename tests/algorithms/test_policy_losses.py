@@ -159,3 +159,12 @@ def test_kl_cov_penalises_units_of_large_covariance():
     cfg = AlgorithmConfig(cov_share=0.5, log_ratio_coef=10.0)
     loss = LOSSES.get("kl_cov").compute(moved, cfg).loss.detach().flatten()
     np.testing.assert_allclose(loss, -units.advantage.flatten().numpy() * np.exp(0.1) + [1, 0, 0, 1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.01, 1), (0.5, 2)])
+def test_kl_cov_penalises_its_share_where_all_advantages_are_equal(share: float, count: int):
+    units = covariance_units()
+    tied = replace(units, old_logprob=units.old_logprob - 0.1, advantage=torch.ones(4, 1, 1))
+    cfg = AlgorithmConfig(cov_share=share, log_ratio_coef=10.0)
+    loss = LOSSES.get("kl_cov").compute(tied, cfg).loss.detach().flatten().numpy() + np.exp(0.1)
+    np.testing.assert_allclose(np.sort(loss), [0] * (4 - count) + [1] * count, atol=1e-5)

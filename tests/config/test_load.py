@@ -137,6 +137,12 @@ def test_every_yaml_composes_and_says_what_it_is(override: str) -> None:
     assert len(tree.one_line(file)) > 10
 
 
+@pytest.mark.parametrize("suite", ["libero_spatial", "libero_object", "libero_goal"])
+def test_the_simplevla_recipe_brings_its_horizon(suite: str) -> None:
+    env = load_config("train", ["algorithm=simplevla", f"env={suite}"]).env
+    assert (env.train.max_episode_steps, env.eval.max_episode_steps) == (512, 512)
+
+
 def test_every_yaml_below_conf_belongs_to_a_group() -> None:
     grouped = {f for group in tree.default_options("train") for f in tree.options(group).values()}
     roots = {tree.conf_dir() / f"{command}.yaml" for command in ("train", "collect", "sft", "check-env")}
