@@ -4,6 +4,7 @@ import io
 from functools import lru_cache
 
 import numpy as np
+import simplejpeg
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -81,10 +82,14 @@ def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tenso
 
 
 def jpeg_round_trip(frame: ByteArray) -> ByteArray:
-    """Encode and decode [H, W, 3] uint8 (quality 95, 4:2:0): the training data were JPEG files."""
+    """Encode and decode [H, W, 3] uint8 (quality 95, 4:2:0): the training data were JPEG files.
+
+    Pillow writes TensorFlow's coefficients. TensorFlow reads them with the fast integer cosine transform; the accurate
+    one of Pillow is 1 level away from it on average, 17 at most.
+    """
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0")
-    return np.asarray(Image.open(buffer).convert("RGB"))
+    return simplejpeg.decode_jpeg(buffer.getvalue(), fastdct=True)
 
 
 def lanczos_resize(pixels: Tensor, size: int) -> Tensor:
