@@ -92,6 +92,8 @@ class EnvSpec:
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps them all at once."""
+    on_gpu: bool | None = None
+    """Env workers compute or draw on a GPU; None: nobody knows, so each sees one."""
     max_chunks: int = 0
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
     prompt_bytes: int = 0

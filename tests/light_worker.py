@@ -15,7 +15,7 @@ class LightWorker:
     def handle(self, order: str) -> list[str]:
         if order == "exit":
             os._exit(7)
-        return [order]
+        return [os.environ.get("CUDA_VISIBLE_DEVICES", "all")] if order == "gpus" else [order]
 
     def close(self) -> None:
         pass

@@ -57,7 +57,7 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 def _probe_config(cfg: Config) -> list[Finding]:
     """Let the chosen environment and policy look for what they need on this machine."""
     from embodyrl.envs import ENVS
-    from embodyrl.runtime.build import count_env_workers
+    from embodyrl.runtime.build import count_env_workers, plan_devices
     from embodyrl.runtime.checks import check_components
     from embodyrl.runtime.planning import memory_of_tasks
 
@@ -69,6 +69,6 @@ def _probe_config(cfg: Config) -> list[Finding]:
         return [Finding("config", "FAIL", problem, fix) for problem in error.problems]
     findings = [Finding("config", "ok", f"env {spec.name} ({len(spec.tasks)} tasks) with model {cfg.model.model_type}")]
     if spec.task_bytes:
-        workers = count_env_workers(cfg, cfg.env.train.total_num_envs)
+        workers = count_env_workers(cfg, spec, plan_devices(cfg, training=True), cfg.env.train.total_num_envs)
         findings.append(Finding("simulators", "ok", memory_of_tasks(spec, cfg.env.train, workers)))
     return findings

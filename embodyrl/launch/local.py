@@ -6,7 +6,7 @@ import select
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -62,6 +62,8 @@ class LocalLauncher:
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         assert spec.name not in self._seats, f"worker {spec.name} is already running"
+        if spec.gpu is not None:
+            spec = replace(spec, environ=spec.environ | {"CUDA_VISIBLE_DEVICES": spec.gpu})
         log = self._log_dir / f"{spec.name}.log"
         ours, theirs = self._context.Pipe()
         process = self._context.Process(

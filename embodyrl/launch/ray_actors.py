@@ -12,6 +12,7 @@ from typing import Any
 from embodyrl.channels.arena import Arena
 from embodyrl.config.placement import parse_placement
 from embodyrl.config.schema import ClusterConfig
+from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.launch.protocol import Event, WorkerDied
 from embodyrl.launch.remote import Pools, Rows, copy_in, copy_out, paste
@@ -41,8 +42,11 @@ class _Answer:
 class RemoteWorker:
     """A worker in a Ray actor. Beside the driver it shares the arena; elsewhere it has a mirror of it."""
 
-    def __init__(self, spec: WorkerSpec, driver_node: str) -> None:
+    def __init__(self, spec: WorkerSpec, driver_node: str, turn: int) -> None:
         os.environ.update(spec.environ)
+        if spec.component == "env":
+            gpus = () if spec.gpu == "" else visible_gpus()
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)] if gpus else ""
         self._log = tempfile.TemporaryFile()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -139,15 +143,23 @@ class RayLauncher:
         candidates = [self._nodes[i] for i in chosen if self._nodes[i] in living] or [self._driver_node]
         node = candidates[number % len(candidates)]
         gpus = 1 if spec.component != "env" and ray.cluster_resources().get("GPU", 0) else 0
+        environ = {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if spec.component == "env":
+            # Ray would hide all GPUs from who reserves none; simulators share those of their host with the policy.
+            environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         options = {
             "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
             "num_gpus": gpus,
             "max_restarts": 0,
             "scheduling_strategy": scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False),
-            "runtime_env": {"env_vars": {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}},
+            "runtime_env": {"env_vars": environ},
         }
         remote_spec = replace(spec, init=replace(spec.init, shared_arena=None))
-        actor = ray.remote(RemoteWorker).options(**options).remote(remote_spec, self._driver_node)
+        actor = (
+            ray.remote(RemoteWorker)
+            .options(**options)
+            .remote(remote_spec, self._driver_node, number // len(candidates))
+        )
         seat = _Seat(
             actor=actor,
             node=node,

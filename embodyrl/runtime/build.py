@@ -14,6 +14,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import bucket_layout
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.config.schema import Config, RewardLevel, RolloutMode
+from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
 from embodyrl.launch import LAUNCHERS
@@ -59,6 +60,7 @@ class Blueprint:
     """Chunk samples of one training step, at most."""
     ranks: int
     """Processes that train the policy."""
+    devices: Devices
     single_step: bool = False
     """Every env step is a record: the policy is asked anew after each action."""
 
@@ -146,7 +148,8 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
     for split in (cfg.env.train, cfg.env.eval):
         selected_reset_ids(env, split)
     slots = _count_slots(cfg, env, training=training)
-    seats = deal_slots(slots, count_env_workers(cfg, slots))
+    devices = plan_devices(cfg, training=training)
+    seats = deal_slots(slots, count_env_workers(cfg, env, devices, slots))
     samples = _max_samples(cfg, algorithm)
     layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
     if cfg.rollout.dump and samples * layout.record_bytes > DUMP_LIMIT:
@@ -166,6 +169,7 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
         optimizer_steps_per_step=cfg.algorithm.update_epoch * -(-samples // cfg.actor.global_batch_size),
         max_samples=samples,
         ranks=count_ranks(cfg),
+        devices=devices,
     )
 
 
@@ -233,8 +237,8 @@ def start_crew(
     specs: dict[str, tuple[WorkerSpec, Callback]] = {
         spec.name: (spec, partial(policy.on_message, spec.name)) for spec in hosts
     }
-    for seat in blueprint.seats:
-        specs[seat.name] = (_env_spec(blueprint, arena, seat), partial(rollouts.on_message, seat.name))
+    for number, seat in enumerate(blueprint.seats):
+        specs[seat.name] = (env_spec(blueprint, arena, number), partial(rollouts.on_message, seat.name))
     try:
         fleet.start(specs)
     except BaseException:
@@ -246,8 +250,9 @@ def start_crew(
     return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy, store=store, trace=trace)
 
 
-def _env_spec(blueprint: Blueprint, arena: Arena, seat: EnvSeat) -> WorkerSpec:
-    cfg = blueprint.cfg
+def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
+    """How to start an env worker."""
+    cfg, seat = blueprint.cfg, blueprint.seats[number]
     init = EnvWorkerInit(
         cfg=cfg,
         num_slots=len(seat.slots),
@@ -262,6 +267,7 @@ def _env_spec(blueprint: Blueprint, arena: Arena, seat: EnvSeat) -> WorkerSpec:
         init=init,
         environ=_ONE_THREAD,
         component="env",
+        gpu=blueprint.devices.of_env_worker(number, on_gpu=blueprint.env.on_gpu),
     )
 
 
@@ -287,23 +293,24 @@ def count_ranks(cfg: Config) -> int:
         return cfg.actor.fsdp.size
     apart = cfg.rollout.mode == RolloutMode.disaggregated
     alone = cfg.model.compile or (not apart and (cfg.algorithm.max_staleness or cfg.rollout.backend != "hf"))
-    free = count_gpus() - (cfg.rollout.num_workers if apart else 0)
+    free = len(visible_gpus()) - (cfg.rollout.num_workers if apart else 0)
     return 1 if alone or cfg.launcher.name == "inline" else max(1, free)
 
 
-def count_gpus() -> int:
-    """GPUs that this process may use, found without torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def plan_devices(cfg: Config, *, training: bool) -> Devices:
+    """Which GPU each process of the run will see; inline everything is one process, which sees them all."""
+    apart = training and cfg.rollout.mode == RolloutMode.disaggregated
+    gpus = () if cfg.launcher.name == "inline" else visible_gpus()
+    return deal_devices(gpus, count_ranks(cfg) + (cfg.rollout.num_workers if apart else 0))
 
 
-def count_env_workers(cfg: Config, slots: int) -> int:
-    """Env worker processes for so many slots."""
+def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -> int:
+    """Env worker processes for so many slots: one per core, or per GPU where it steps all slots of a worker at once."""
     if cfg.launcher.env_workers != "auto":
         return min(int(cfg.launcher.env_workers), slots)
-    return 1 if cfg.launcher.name == "inline" else max(1, min(os.cpu_count() or 1, slots))
+    batched = env.lockstep and env.on_gpu
+    places = len(devices.simulators) if batched else os.cpu_count() or 1
+    return 1 if cfg.launcher.name == "inline" else max(1, min(places, slots))
 
 
 def _max_samples(cfg: Config, algorithm: Algorithm | None) -> int:

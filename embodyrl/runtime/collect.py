@@ -75,7 +75,7 @@ def draw_collection(cfg: Config) -> Blueprint:
     slots = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
     return replace(
         base,
-        seats=deal_slots(slots, count_env_workers(cfg, slots)),
+        seats=deal_slots(slots, count_env_workers(cfg, base.env, base.devices, slots)),
         # The running episode of each slot, and what is in flight.
         capacity=slots * (cfg.env.train.max_episode_steps + 2),
         single_step=True,
@@ -86,7 +86,7 @@ def card_of(blueprint: Blueprint) -> Card:
     """Describe the data set; two collections with equal cards hold the same episodes."""
     cfg = blueprint.cfg
     return Card(
-        env=blueprint.env,
+        env=replace(blueprint.env, on_gpu=None),  # of the machine, not of the data
         fps=cfg.video_cfg.fps,
         video=cfg.collect.images == FrameFormat.mp4,
         collected={

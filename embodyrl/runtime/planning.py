@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.config.schema import Config, EnvSplitConfig, Precision
+from embodyrl.devices import visible_gpus
 from embodyrl.envs.memory import tasks_in_memory
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
-from embodyrl.runtime.build import Blueprint, count_gpus, draw_blueprint
+from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.episodes import eval_plan, train_plan
 from embodyrl.runtime.policy_hosts import is_apart
 from embodyrl.types import EnvSpec
@@ -79,7 +80,7 @@ def plan_memory(blueprint: Blueprint) -> MemoryPlan:
     gradients = 4 * trained
     copies = 2 * trained if half and not frozen else 0  # autocast keeps bfloat16 copies for the backward pass
     adam = 8 * trained // shards
-    on_gpu = count_gpus() > 0
+    on_gpu = bool(visible_gpus())
     per_sample = policy.recomputed_bytes if cfg.actor.gradient_checkpointing else policy.activation_bytes
     apart = is_apart(blueprint)
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if frozen else 0)
@@ -110,7 +111,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
     acting = blueprint.cfg.rollout.num_workers
     policies, envs = plan.policy * blueprint.ranks + plan.acting * acting, plan.env_worker * len(blueprint.seats)
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
-    if count_gpus():
+    if visible_gpus():
         gpu = _gpu_memory()
         if gpu and plan.policy > gpu:
             raise ConfigError(

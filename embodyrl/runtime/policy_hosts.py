@@ -48,7 +48,8 @@ def plan_hosts(
         _spec(
             f"policy_{rank}" if rank else "policy",
             "actor",
-            replace(common, seat=replace(seat, rank=rank), device=rank, acts=mail is None),
+            replace(common, seat=replace(seat, rank=rank), acts=mail is None),
+            blueprint.devices.of_policy(rank),
         )
         for rank in range(ranks)
     ]
@@ -59,7 +60,8 @@ def plan_hosts(
         _spec(
             f"rollout_{i}",
             "rollout",
-            replace(common, seat=RankSeat(rank=i, world=count), device=ranks + i, trains=False, request=request),
+            replace(common, seat=RankSeat(rank=i, world=count), trains=False, request=request),
+            blueprint.devices.of_policy(ranks + i),
         )
         for i in range(count)
     ]
@@ -96,13 +98,14 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
     )
 
 
-def _spec(name: str, component: str, init: PolicyHostInit) -> WorkerSpec:
+def _spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> WorkerSpec:
     return WorkerSpec(
         name=name,
         entry="embodyrl.workers.policy_host:PolicyHost",
         init=init,
         environ={"OMP_NUM_THREADS": _threads()},
         component=component,
+        gpu=gpu,
     )
 
 

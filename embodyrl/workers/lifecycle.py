@@ -54,6 +54,8 @@ class WorkerSpec:
     component: str = "actor"
     """env, rollout or actor, as in `cluster.component_placement`."""
     environ: dict[str, str] = field(default_factory=dict)
+    gpu: str | None = None
+    """The one GPU of this host that it sees; an empty string: none; None: as many as the driver sees."""
 
     @property
     def restartable(self) -> bool:

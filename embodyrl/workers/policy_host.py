@@ -48,8 +48,6 @@ class PolicyHostInit:
     seat: RankSeat = field(default_factory=RankSeat)
     acts: bool = True
     trains: bool
-    device: int = 0
-    """Number of the GPU, where there are any."""
     mail: ArenaHandle | None = None
     """Where rollout and actor are apart: buckets for new weights."""
     start_from: str | None = None
@@ -94,9 +92,7 @@ class PolicyHost:
 
     def _build(self) -> Policy:
         model = self._init.cfg.model
-        policy = POLICIES.get(model.model_type).build(
-            model, replace(self._init.request, device=best_device(self._init.device))
-        )
+        policy = POLICIES.get(model.model_type).build(model, replace(self._init.request, device=best_device()))
         if self._init.start_from is not None:
             policy.load_weights(Path(self._init.start_from))
         return policy

@@ -210,7 +210,7 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 def _join(seat: RankSeat, device: str) -> None:
     if device == "cuda":
-        torch.cuda.set_device(seat.rank % torch.cuda.device_count())
+        torch.cuda.set_device(0)  # the only one that the process sees
     limit = timedelta(seconds=seat.timeout_s)
     store: Store = TCPStore(seat.host, seat.port, is_master=False, timeout=limit) if seat.host else HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

@@ -32,9 +32,9 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     torch.manual_seed(seed)
 
 
-def best_device(number: int = 0) -> str:
-    """Name of the GPU with that number (beyond the last they are counted again), or of the CPU."""
-    return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+def best_device() -> str:
+    """The first GPU that this process sees (a worker sees only its own), or the CPU."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 class Schedule:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from gates import gain, learn, train_gate
 from processes import wait_until
-from toy_runs import comparable, rows, train_toy, weights
+from toy_runs import comparable, rows, toy_config, train_toy, weights
+
+from embodyrl.channels.arena import Arena
+from embodyrl.runtime.build import draw_blueprint, env_spec
+from embodyrl.runtime.policy_hosts import plan_hosts
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
@@ -95,3 +100,43 @@ def test_the_default_run_gets_better_on_two_nodes(tmp_path, two_nodes):
     few = ("runner.max_steps=5", "runner.val_check_interval=5", "runner.deterministic=true", "seed=1", "video=none")
     before, after = gain(train_gate(tmp_path, *few, *APART, "launcher.env_workers=2"))
     assert after >= before + 0.25
+
+
+def test_each_actor_sees_its_own_gpu_and_simulators_one_in_turn(tmp_path, monkeypatch):
+    """Two nodes with two GPUs each, by name only."""
+    from ray.cluster_utils import Cluster
+
+    from embodyrl.launch.ray_actors import RayLauncher
+
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    words = ("launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:0-1,rollout:0,actor:0}")
+    cfg = toy_config(tmp_path, *words, "actor.fsdp.size=2", "launcher.env_workers=4")
+    blueprint = draw_blueprint(cfg, training=True)
+    blind = replace(blueprint, env=replace(blueprint.env, on_gpu=False))
+    arena = Arena.create(blueprint.layout, 1)
+    specs = plan_hosts(blueprint, arena, None, mail=None, meet=("", 0))
+    specs += [env_spec(blueprint, arena, number) for number in range(4)]
+    specs.append(replace(env_spec(blind, arena, 0), name="env_4"))
+    head = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=4, num_gpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        launcher, seen = RayLauncher(tmp_path, cfg.cluster), {}
+        for spec in specs:
+            launcher.start(replace(spec, entry="light_worker:LightWorker"), timeout_s=200)
+            launcher.send(spec.name, "gpus", timeout_s=200)
+
+        def told() -> bool:
+            seen.update({event.worker: event.message for event in launcher.wait(1.0) if event.message != "ready"})
+            return len(seen) == len(specs)
+
+        assert wait_until(told, 200), seen
+        launcher.stop()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        arena.close()
+    assert {seen.pop("policy"), seen.pop("policy_1")} == {"4", "6"}, "Ray chose"
+    assert seen == {"env_0": "4", "env_1": "4", "env_2": "6", "env_3": "6", "env_4": ""}

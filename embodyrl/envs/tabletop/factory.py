@@ -35,6 +35,7 @@ class TabletopFactory:
     def spec(self, cfg: EnvConfig) -> EnvSpec:
         """Describe the environment."""
         return EnvSpec(
+            on_gpu=False,
             name="tabletop",
             action_dim=7,
             tasks=tuple(task.instruction for task in TASKS),
