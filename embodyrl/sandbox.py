@@ -1,15 +1,23 @@
 """What a model wrote is carried out here: arithmetic without evaluation, programs in a process with limits."""
 
 import ast
+import functools
+import json
 import operator
-import resource
+import os
+import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 MEMORY = 512 * 2**20
 SECONDS = 4.0
+_GRACE_S = 10.0
+_RUNNER = Path(__file__).with_name("sandboxed.py")
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -41,7 +49,7 @@ def _value(node: ast.AST) -> float:
         return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
     raise ValueError(f"no arithmetic: {ast.dump(node)[:60]}")
 
@@ -65,35 +73,84 @@ def python_tool(source: str) -> str:
 
 
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
-    """Run a program; returns whether it ended well and what it printed (the last line of the error otherwise).
+    """Run a program; returns whether it ended well and what it printed last (the last line of the error otherwise).
 
-    It has `seconds` of wall and processor time, 512 MiB, an empty folder that is removed, no environment and no
-    input, and may start no process and write no file above 1 MiB. This holds off accidents, not attackers: the network
-    and readable files stay within reach, so run untrusted models inside a container.
+    See `confinement` for what holds it. It has `seconds` of wall and processor time, 512 MiB, an empty folder that is
+    removed, no environment and no input, starts no process and no thread, and writes no file (nor output) above 1 MiB.
     """
+    ((_, code, said),) = _carry_out(source, [""], seconds=seconds, each=seconds)
+    if code is None:
+        return False, f"stopped after {seconds:g} s"
+    return code == 0, said
 
-    def limit() -> None:
-        cpu = max(1, round(seconds + 0.5))
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
-    with tempfile.TemporaryDirectory(prefix="embodyrl-code-") as folder:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-c", source],
-                cwd=folder,
-                env={},
-                input="",
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=seconds,
-                preexec_fn=limit,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return False, f"stopped after {seconds:g} s"
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return done.returncode == 0, done.stdout[-2000:] if done.returncode == 0 else last[-200:]
+def run_tests(program: str, tests: Sequence[str], *, seconds: float) -> list[bool]:
+    """Run a program once before each test, all within `seconds`; returns which tests came to their end."""
+    each = max(1.0, seconds / len(tests))
+    return [passed for passed, _, _ in _carry_out(program, tests, seconds=seconds, each=each)]
+
+
+def _carry_out(
+    program: str, tests: Sequence[str], *, seconds: float, each: float
+) -> list[tuple[bool, int | None, str]]:
+    folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
+    request = {"program": program, "tests": tests, "folder": folder, "memory": MEMORY, "seconds": each}
+    lifeline, ours = os.pipe()  # its other end closes with this process, however that ends
+    try:
+        command = [*_bubblewrap(), sys.executable, "-I", "-c", _RUNNER.read_text(encoding="utf-8"), str(lifeline)]
+        done = subprocess.run(
+            command,
+            env={"OPENBLAS_NUM_THREADS": "1"},  # numpy gives up where it may start no thread
+            input=json.dumps(request | {"deadline": time.monotonic() + seconds}),
+            capture_output=True,
+            text=True,
+            pass_fds=[lifeline],
+            timeout=seconds + _GRACE_S,
+            check=False,
+        )
+        return json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return [(False, None, "")] * len(tests)
+    except ValueError:  # it was killed, by a program of the same user or for memory
+        return [(False, 1, "the sandbox died: " + done.stderr[-200:].strip())] * len(tests)
+    finally:
+        os.close(ours)
+        os.close(lifeline)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def confinement() -> tuple[bool, str]:
+    """Whether programs run in namespaces of their own, and in words what holds them."""
+    who = "as nobody" if os.getuid() == 0 else "as you"
+    if _bubblewrap():
+        return True, f"bubblewrap (no network, read-only files, home hidden) and limits, {who}"
+    why = "may not create namespaces here" if shutil.which("bwrap") else "is not installed"
+    return False, f"limits of time, memory, output and processes, {who}; bubblewrap {why}"
+
+
+@functools.cache
+def _bubblewrap() -> tuple[str, ...]:
+    """The command that puts a process into namespaces of its own; nothing where that does not work."""
+    hidden = [p for p in {tempfile.gettempdir(), str(Path.home())} if p != "/" and Path(p).is_dir()]
+    # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace; in one, nobody has no id.
+    rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
+    command = [
+        shutil.which("bwrap") or "bwrap",
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+        "--unshare-pid",
+        "--unshare-net",
+    ]
+    command += [word for place in hidden for word in ("--tmpfs", place)]
+    command += [word for place in {sys.base_prefix, sys.prefix} for word in ("--ro-bind", place, place)]
+    command += [*rights, "--new-session", "--as-pid-1"]
+    try:
+        tried = subprocess.run([*command, "true"], capture_output=True, timeout=_GRACE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(command) if tried.returncode == 0 else ()

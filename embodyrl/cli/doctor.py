@@ -9,7 +9,7 @@ from pathlib import Path
 from embodyrl import __version__
 from embodyrl.cli import probes
 from embodyrl.cli.output import show_result
-from embodyrl.cli.probes import Finding, probe_rendering, probe_video, probe_vulkan
+from embodyrl.cli.probes import Finding, probe_rendering, probe_sandbox, probe_video, probe_vulkan
 from embodyrl.cli.runs import run_folders
 from embodyrl.config.load import load_config
 from embodyrl.config.schema import Config
@@ -34,6 +34,7 @@ def doctor(args: argparse.Namespace) -> int:
         probe_rendering(),
         probe_vulkan(),
         probe_video(),
+        probe_sandbox(),
         *_probe_config(cfg),
     ]
     failed = sum(f.level == "FAIL" for f in findings)

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, vulkan_problem
 from embodyrl.files import available_bytes
+from embodyrl.sandbox import confinement
 
 _GIB = 2**30
 
@@ -192,6 +193,12 @@ def probe_video() -> Finding:
     except (ImportError, RuntimeError, OSError) as error:
         return Finding("video", "FAIL", f"no ffmpeg: {error}", fix)
     return Finding("video", "ok", f"ffmpeg {version} ({program})")
+
+
+def probe_sandbox() -> Finding:
+    """What holds programs that a language model wrote (the reward `code`, the tool `python`)."""
+    boxed, text = confinement()
+    return Finding("sandbox", "ok", text) if boxed else Finding("sandbox", "warn", text, "apt-get install bubblewrap")
 
 
 def _first_error(output: str) -> str:

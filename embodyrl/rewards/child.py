@@ -1,6 +1,7 @@
 """The process that runs reward functions: batches come in as JSON lines, one line per answer goes out."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -33,6 +34,8 @@ def main() -> None:
                     value = function(prompt, response, reference)
                     parts = [value[n] for n in function.components] if isinstance(value, Mapping) else [value]  # type: ignore[attr-defined]
                     reply += [float(part) for part in parts]
+                if not all(map(math.isfinite, reply)):
+                    raise ValueError(f"the reward is {reply}, not a finite number")
             except Exception as error:  # whatever a user's function raises is an answer too
                 reply = f"{type(error).__name__}: {error}"[:300]
             signal.setitimer(signal.ITIMER_REAL, 0.0)

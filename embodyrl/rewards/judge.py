@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from embodyrl.errors import EmbodyError, UnknownNameError
 from embodyrl.rewards.services import REWARDS, find
 
 ERRORS, OVERLONG = "errors", "overlong"
-_START_S, _GRACE_S = 300.0, 5.0
+_START_S, _GRACE_S, _ATTEMPTS = 300.0, 5.0, 3
 _CHILD = "from embodyrl.rewards.child import main; main()"
 
 
@@ -124,51 +125,61 @@ class _Child:
     def send(self, answers: list[list[str]]) -> None:
         """Hand over a batch; `receive` must follow."""
         self._left = answers
-        if not answers:
-            return
-        if self._process is None:
-            environ = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environ,
-            )
-            if (said := self._line(_START_S)) != b"ready":
+        for _ in range(_ATTEMPTS if answers else 0):
+            try:
+                if self._process is None:
+                    self._process = self._start()
+                assert self._process.stdin is not None
+                self._process.stdin.write(json.dumps(answers).encode() + b"\n")
+                return self._process.stdin.flush()
+            except BrokenPipeError:  # it died while it had nothing to do
                 self.stop()
-                why = "no sign of life" if said is None else said.decode()
-                raise EmbodyError(f"The process that judges with {', '.join(self._names)} does not start: {why}")
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(answers).encode() + b"\n")
-        self._process.stdin.flush()
+        if answers:
+            raise EmbodyError(f"The process that judges with {', '.join(self._names)} ends again and again.")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        command = [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+        if (said := self._line(_START_S)) != b"ready":
+            why = said.decode() if said else f"no sign of life (exit code {self.stop()})"
+            self.stop()
+            raise EmbodyError(f"The process that judges with {', '.join(self._names)} does not start: {why}")
+        return self._process
 
     def receive(self) -> list[list[float] | str]:
         """Return for each answer the components, or what went wrong."""
         replies: list[list[float] | str] = []
         while self._left:
             line = self._line(self._timeout_s + _GRACE_S)
-            replies.append(f"no verdict within {self._timeout_s:g} s" if line is None else json.loads(line))
-            self._left = self._left[1:]
-            if line is None:
-                self.stop()
-                self.send(self._left)
+            if line:
+                replies.append(json.loads(line))
+                self._left = self._left[1:]
+                continue
+            code = self.stop()
+            late = line is None or code == -signal.SIGALRM
+            why = f"no verdict within {self._timeout_s:g} s" if late else f"the judging process ended ({code})"
+            replies.append(why)
+            self.send(self._left[1:])
         return replies
 
     def _line(self, seconds: float) -> bytes | None:
-        """Next line of the process's output; None: it ended, or none came in time."""
+        """Next line of the process's output; empty: it ended; None: none came in time."""
         assert self._process is not None and self._process.stdout is not None
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            part = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+            part = os.read(self._process.stdout.fileno(), 1 << 16) if ready else None
             if not part:
-                return None
+                return part
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process, self._buffer = None, b""
+    def stop(self) -> int | None:
+        """End the process, if there is one; returns its exit code."""
+        process, self._process, self._buffer = self._process, None, b""
+        if process is not None:
+            process.kill()
+            process.communicate()
+        return process.returncode if process is not None else None

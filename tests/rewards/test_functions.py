@@ -53,9 +53,17 @@ def test_countdown_wants_every_number_once(response: str, worth: float):
     assert countdown("", response, "3,7,2:23") == worth
 
 
+@pytest.mark.parametrize(
+    ("response", "reference"),
+    [("3_7+2", "3,7,2:39"), ("3.7+2", "3,7,2:5.7"), ("True*11", "11:11"), ("\uff11+1", "1:2"), ("7*3+2#", "3,7,2:23")],
+)
+def test_countdown_cannot_be_talked_into_other_numbers(response: str, reference: str):
+    assert countdown("", response, reference) == 0.0
+
+
 def test_calculator_is_arithmetic_only():
     assert calculate("2*(3+4)") == "14"
     assert calculate("1/4") == "0.25"
-    for wrong in ("__import__('os')", "2**9", "1/0", "2+"):
+    for wrong in ("__import__('os')", "2**9", "1/0", "2+", "True*11"):
         with pytest.raises(ValueError, match=r"calculat|arithmetic"):
             calculate(wrong)

@@ -1,8 +1,12 @@
 """The judge: weights, components, penalties, and reward functions that fail or hang."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
+from processes import wait_until
 
 from embodyrl.config.schema import RewardConfig
 from embodyrl.conversation import Answer
@@ -22,7 +26,9 @@ def moody(prompt: str, response: str, reference: str) -> float:
         raise RuntimeError("bad mood")
     while response == "hang":
         time.sleep(0.01)
-    return 1.0
+    if response == "die":
+        os._exit(3)
+    return {"nan": float("nan"), "infinite": float("inf")}.get(response, 1.0)
 
 
 def ask(response: str, *, reference: str = "abc", tokens: int = 3) -> Answer:
@@ -60,6 +66,32 @@ def test_failures_cost_one_answer_and_are_counted():
     assert [f.components for f in found] == [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (1.0, 0.0)]
     assert [f.problem for f in found] == [None, "RuntimeError: bad mood", "no verdict within 0.5 s", None]
     assert again[0].success
+
+
+def test_what_is_no_finite_number_is_a_failed_answer():
+    judge = build_judge(RewardConfig(path="test_judge:moody"), 8)
+    try:
+        found = judge([ask("nan"), ask("infinite"), ask("die"), ask("fine")])
+    finally:
+        judge.close()
+    assert [(f.reward, f.success, f.components) for f in found[:3]] == [(0.0, False, (0.0, 1.0))] * 3
+    assert ["nan" in str(found[0].problem), "inf" in str(found[1].problem)] == [True, True]
+    assert (found[2].problem, found[3].reward) == ("the judging process ended (3)", 1.0)
+
+
+def test_a_judging_process_that_dies_between_two_batches_is_replaced():
+    judge = build_judge(RewardConfig(path="test_judge:moody", workers=2), 8)
+    try:
+        judge([ask("fine"), ask("fine")])
+        for _ in range(4):
+            for child in [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]:
+                if b"rewards.child" in (cmdline := Path(f"/proc/{child}/cmdline")).read_bytes():
+                    os.kill(child, signal.SIGKILL)
+                    assert wait_until(lambda path=cmdline: not path.read_bytes(), 10)
+            found = judge([ask("fine"), ask("fine"), ask("fine")])
+            assert [(f.reward, f.problem) for f in found] == [(1.0, None)] * 3
+    finally:
+        judge.close()
 
 
 def test_overlong_answers_pay():

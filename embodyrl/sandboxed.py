@@ -1,0 +1,137 @@
+"""Carries out programs of a language model; `sandbox.py` starts this text with `python -I -c`, outside the package.
+
+This process is trusted. It forks a limited child for each test, ends whatever that child leaves behind, and removes
+their folder when it is done, or as soon as the process that asked is gone.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import secrets
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+NOBODY = 65534
+OUTPUT_BYTES = 1 << 20
+"""Size of every file that a program writes, its output included."""
+_PDEATHSIG, _DUMPABLE, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 36, 38
+_TOKEN_BYTES = 16
+_prctl = ctypes.CDLL(None).prctl
+
+
+def main() -> None:
+    """Read a request from stdin and write the outcome of each test to stdout; argv[1] is open while we are wanted."""
+    lifeline, request = int(sys.argv[1]), json.load(sys.stdin)
+    sys.argv = [""]
+    _prctl(_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_DUMPABLE, 0, 0, 0, 0)  # programs of the same user may not reach into this process
+    folder = request["folder"]
+    os.mkdir(folder, 0o700)
+    try:
+        if os.getuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        outcomes = [_attempt(request, test, lifeline) for test in request["tests"]]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout.write(json.dumps(outcomes))
+
+
+def _attempt(request: dict[str, Any], test: str, lifeline: int) -> tuple[bool, int | None, str]:
+    """Run the program and one test: whether the test came to its end, exit code (None: out of time), what was said."""
+    end = min(time.monotonic() + request["seconds"], request["deadline"])
+    if end <= time.monotonic():
+        return False, None, ""
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    with tempfile.TemporaryFile(dir=request["folder"]) as out, tempfile.TemporaryFile(dir=request["folder"]) as err:
+        done, report = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _confine(request, [out.fileno(), err.fileno(), report])
+                os._exit(_carry_out(request["program"], test, token))
+            finally:
+                os._exit(1)
+        os.close(report)
+        heard, over = b"", False
+        while not over and (left := end - time.monotonic()) > 0:
+            ready, _, _ = select.select([done, lifeline], [], [], left)
+            if lifeline in ready:
+                _sweep(pid)
+                sys.exit("nobody waits any more")
+            part = os.read(done, _TOKEN_BYTES) if ready else b""
+            heard, over = (heard + part)[: 2 * _TOKEN_BYTES], bool(ready) and not part
+        os.close(done)
+        code = _sweep(pid)
+        for file in (out, err):
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
+        said, wrong = out.read().decode(errors="replace"), err.read().decode(errors="replace").strip()
+    last = wrong.rpartition("\n")[2][-200:] or f"exit code {code}"
+    return heard == token, code if over else None, said[-2000:] if code == 0 else last
+
+
+def _sweep(pid: int) -> int:
+    """Kill the child and all that it started: orphans become our children. Returns the child's exit code."""
+    code = -signal.SIGKILL
+    while True:
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        try:
+            found, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return code
+        code = os.waitstatus_to_exitcode(status) if found == pid else code
+
+
+def _confine(request: dict[str, Any], files: list[int]) -> None:
+    """Give up, in the child, what a program shall not have: descriptors, rights, time, memory, processes, threads."""
+    os.setsid()
+    for target, source in enumerate([os.open(os.devnull, os.O_RDWR), *files]):
+        os.dup2(source, target)
+    os.closerange(len(files) + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.chdir(request["folder"])
+    cpu = max(1, round(request["seconds"] + 0.5))
+    limits = ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, request["memory"]), (resource.RLIMIT_CORE, 0))
+    for name, value in (*limits, (resource.RLIMIT_FSIZE, OUTPUT_BYTES), (resource.RLIMIT_NPROC, 0)):
+        resource.setrlimit(name, (value, value))
+    if os.getuid() == 0:  # the kernel counts no processes of root
+        prefixes = {prefix: os.open(prefix, os.O_PATH) for prefix in {sys.base_prefix, sys.prefix}}
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        for prefix, descriptor in prefixes.items():
+            if not os.access(prefix, os.X_OK):  # a Python below /root: its modules are found by descriptor
+                for paths in (sys.path, *(m.__path__ for m in sys.modules.values() if hasattr(m, "__path__"))):
+                    paths[:] = [path.replace(prefix, f"/proc/self/fd/{descriptor}", 1) for path in paths]
+    _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _carry_out(program: str, test: str, token: bytes) -> int:
+    """Run a program and then a test; the token goes out after the test only, so `sys.exit(0)` passes none."""
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    code = 0
+    try:
+        try:
+            exec(compile(program, "<program>", "exec"), module.__dict__)
+            exec(compile(test, "<test>", "exec"), module.__dict__)
+            os.write(3, token)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            os.write(2, b"" if code == end.code else str(end.code).encode(errors="replace"))
+        sys.stdout.flush()
+    except BaseException as error:
+        os.write(2, "".join(traceback.format_exception_only(error)).encode(errors="replace"))
+        code = 1
+    return code & 0xFF
+
+
+main()
