@@ -35,9 +35,14 @@ def levels(tensor):
 
 
 def test_rlinf_resize_equals_torchvision(tf_images, golden_dir):
-    want = np.load(golden_dir / "expected" / "image_pipeline_rlinf.npz")["bicubic_224_float_path"]
+    want = np.load(golden_dir / "expected" / "image_pipeline_rlinf.npz")
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
-    assert np.array_equal(levels(rlinf_pixels(upright[None], 224, CPU)), want)
+    got = levels(rlinf_pixels(upright[None], 224, CPU))
+    for path in ("bicubic_224_float_path", "bicubic_224_uint8_cpu"):
+        # A rounding on another processor may land on the other side.
+        difference = np.abs(got - want[path])
+        assert difference.max() <= 1
+        assert (difference > 0).mean() <= 1e-4
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from test_oft_model import close, inputs_of
+from test_oft_golden import close, inputs_of
 from test_oft_policy import observe, uniforms
 
 from embodyrl.config.load import load_config

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_oft_model import inputs_of
+from test_oft_golden import inputs_of
 from test_oft_policy import observe
 
 from embodyrl.config.schema import ModelConfig
