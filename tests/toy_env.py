@@ -4,7 +4,7 @@ Each step adds the first action dimension to a position; the goal lies at +2 (ta
 `env.kwargs`: `tasks`, `task_limit`, `goal`, `echo` (the reward is the first action dimension, nothing ends), `reward`
 (given in every step instead of 1 at success), and one fault: {"fault":
 "raise|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": from which call
-on, "once": path of a marker file that the first sinner makes}.
+on, "once": path of a marker file that the first sinner makes, "state": the initial state whose steps are meant}.
 A "gate" makes its marker and waits until the file "<marker>.open" exists.
 """
 
@@ -46,16 +46,19 @@ class ToySims:
         self._once = Path(kwargs["once"]) if "once" in kwargs else None
         self._position: dict[int, float] = {}
         self._task: dict[int, int] = {}
+        self._state: dict[int, int] = {}
         self._calls: Counter[str] = Counter()
         self._maybe_misbehave("init")
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
         self._maybe_misbehave("reset")
         self._task[slot], state = self.spec.task_of(reset_id)
+        self._state[slot] = state
         self._position[slot] = 0.1 * state + 0.01 * (seed % 7)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
-        fault = self._maybe_misbehave("step")
+        meant = self._kwargs.get("state", self._state[slot]) == self._state[slot]
+        fault = self._maybe_misbehave("step") if meant else None
         if "echo" in self._kwargs:
             echo = float("nan") if fault == "nonfinite" else float(action[0])
             return SimStep(reward=echo, terminated=False, success=False)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         result = start(cfg, overrides=args.words, **more)
     if args.json:
         print(json.dumps(dataclasses.asdict(result), indent=2, default=str))
-    return 0
+    return getattr(result, "exit_code", 0)
 
 
 def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:

@@ -247,9 +247,9 @@ class CheckpointConfig:
 @dataclass
 class FaultsConfig:
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
-    """restart the env worker (its episodes are dropped and counted) or fail."""
+    """restart the env worker (its running episodes are played again) or fail."""
     max_restarts_per_worker: int = 3
-    """Restarts of one env worker before the run fails with exit code 4."""
+    """Restarts of one env worker before the run fails with exit code 4; also attempts at an episode that kills it."""
     step_timeout_s: float = 120.0
     """Longest answer of an env worker for one action chunk or reset, per slot."""
     start_timeout_s: float = 600.0

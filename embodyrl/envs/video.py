@@ -1,6 +1,7 @@
 """Recording of one episode as an MP4 file that people can watch anywhere."""
 
 import contextlib
+import glob
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,13 @@ class VideoError(EmbodyError):
     """A recording could not be written; nothing of it is left on disk."""
 
 
+def remove_films(stem: Path) -> None:
+    """Remove what earlier attempts at an episode recorded, whole or in part: it must not have two films."""
+    name = glob.escape(stem.name)
+    for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
+        film.unlink(missing_ok=True)
+
+
 class VideoRecorder:
     """Encodes frames as they come (H.264, yuv420p) under a temporary name; `finish` gives the file its name.
 
@@ -34,6 +42,7 @@ class VideoRecorder:
     """
 
     def __init__(self, path_stem: Path, fps: int, instruction: str, info: bool) -> None:
+        remove_films(path_stem)
         self._stem = path_stem
         self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
         self._fps = fps

@@ -232,6 +232,8 @@ def start_crew(
         step_timeout_s=cfg.faults.step_timeout_s,
         total_slots=blueprint.num_slots,
         value_dim=blueprint.policy.value_dim,
+        lockstep=blueprint.env.lockstep,
+        max_attempts=max(2, cfg.faults.max_restarts_per_worker),
     )
     rollouts = Rollouts(fleet, arena, blueprint.seats, policy, rules)
     specs: dict[str, tuple[WorkerSpec, Callback]] = {

@@ -218,7 +218,7 @@ class _Collecting:
         if result.tried:
             speed = result.wall_s / max(1, result.tried)
             self.monitor.text(
-                f"  {result.succeeded} of {result.tried} episodes succeeded, {result.dropped} were lost to crashes; "
+                f"  {result.succeeded} of {result.tried} episodes succeeded, {result.dropped} were given up; "
                 f"{result.wall_s:.1f} s ({speed:.2f} s per episode)"
             )
         self.monitor.text(f"  data     {result.folder}: {result.episodes} episodes, {result.frames} frames")

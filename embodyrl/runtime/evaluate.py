@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
-from embodyrl.errors import ConfigError, Interrupted
+from embodyrl.errors import ConfigError, Interrupted, WorkerError
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.runtime.build import draw_blueprint, start_crew
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
@@ -51,8 +51,9 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
                     warn=monitor.text,
                     resume=resume is not None,
                 )
-        except Interrupted as interruption:
-            interruption.args = (f"{interruption}; go on with: embodyrl eval --resume {folder.root}",)
+        except (Interrupted, WorkerError) as error:
+            said, *details = str(error).splitlines()
+            error.args = ("\n".join([f"{said}; go on with: embodyrl eval --resume {folder.root}", *details]),)
             raise
         finally:
             crew.close()
@@ -72,6 +73,12 @@ def _step_of(weights: Path | None) -> int:
 
 
 def _print_table(result: EvalResult, monitor: Fanout) -> None:
+    if result.dropped:
+        lost, planned = result.dropped, result.dropped + result.overall.episodes
+        monitor.text(
+            f"  INCOMPLETE: {lost} of {planned} episodes killed their simulator again and again and are not counted; "
+            "long and failing ones do so more often, so success may read too high"
+        )
     width = max(len(row.task) for row in (*result.tasks, result.overall))
     monitor.text(f"  {'task':<{width}}   success          95 % interval    mean steps  mean return")
     for row in (*result.tasks, result.overall):
@@ -79,8 +86,6 @@ def _print_table(result: EvalResult, monitor: Fanout) -> None:
         interval = f"[{100 * row.low:.1f}, {100 * row.high:.1f}]"
         rate = f"{share:>7} {100 * row.success_once:5.1f} %"
         monitor.text(f"  {row.task:<{width}}   {rate}  {interval:<15}  {row.mean_steps:10.0f}  {row.mean_return:11.4g}")
-    if result.dropped:
-        monitor.text(f"  {result.dropped} episodes were lost to crashed env workers and are not counted")
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0
     monitor.text(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")
     monitor.text(f"  results  {result.folder}/eval.json, episodes.jsonl")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from embodyrl.config.schema import OnVideoError
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import EmbodyError, WorkerError
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_rows
 from embodyrl.monitor.intervals import Rate, wilson
@@ -46,14 +46,20 @@ class TaskResult:
 class EvalResult:
     """An evaluation's table and files."""
 
+    dropped: int
+    """Episodes that were given up after they had killed their env worker again and again; the figures lack them."""
     overall: TaskResult
     tasks: tuple[TaskResult, ...]
-    dropped: int
     folder: Path
     recordings: tuple[tuple[int, str], ...]
     """(episode id, path) of each recording that was kept."""
     wall_s: float
     env_steps: int
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command that shows this result."""
+        return WorkerError.exit_code if self.dropped else 0
 
     @property
     def videos(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ class Fleet:
     ) -> None:
         self._launcher = launcher
         self._faults = faults
-        self._say = say
+        self.say = say
         self.timeline = timeline
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
@@ -110,9 +110,9 @@ class Fleet:
         self._restarts[name] = count + 1
         self._starting.add(name)
         self._restart_at[name] = time.monotonic() + delay
-        self._say(
+        self.say(
             f"worker {name} {died.reason}; restarting it ({count + 1} of "
-            f"{self._faults.max_restarts_per_worker}), its running episodes are dropped.{where}"
+            f"{self._faults.max_restarts_per_worker}), its running episodes are played again.{where}"
         )
 
     def signals(self) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from itertools import chain
 
 from embodyrl.channels.arena import Ticket
 from embodyrl.runtime.episodes import RolloutPlan
@@ -43,6 +44,7 @@ class Collection:
     tickets: dict[int, list[Ticket]] = field(default_factory=dict)
     """Records of each episode by episode id; empty if they were not kept."""
     dropped: int = 0
+    """Episodes of the plan that were given up, because they took their env worker with them again and again."""
     filtered: list[Episode] = field(default_factory=list)
     """Episodes that other groups ran in place of; their records are gone."""
     refills: int = 0
@@ -66,6 +68,10 @@ class Queue:
         self.head = next(self._rest, None)
         return spec
 
+    def put_back(self, spec: EpisodeSpec) -> None:
+        self._rest = chain([] if self.head is None else [self.head], self._rest)
+        self.head = spec
+
 
 @dataclass
 class Job:
@@ -88,6 +94,8 @@ class Job:
         self._running = 0
         self._queues: list[Queue] = []
         self._spent: Counter[int] = Counter()
+        self.fatal: Counter[int] = Counter()
+        """How often an env worker died while it was at work on an episode, by episode id."""
         self._quota: int | None = None
         self._next_wave()
 
@@ -108,6 +116,13 @@ class Job:
         self._running += 1
         return queue.pop()
 
+    def lose(self, slot: int, spec: EpisodeSpec, chunks: int, *, again: bool) -> None:
+        """An attempt at an episode is lost, as if its chunk steps had never been; `again`: it is the next to start."""
+        self._spent[slot] -= chunks
+        queue = self._queue_of(slot)
+        if again and queue is not None:
+            queue.put_back(spec)
+
     def count_chunk(self, slot: int) -> bool:
         """Count one chunk step of a slot; returns whether the quota is used up."""
         self._spent[slot] += 1
@@ -118,7 +133,7 @@ class Job:
         return None if self._quota is None else self._quota - self._spent[slot]
 
     def ended(self) -> None:
-        """An episode of this job ended or was dropped; the next wave starts when the last one of this has."""
+        """An episode of this job ended or was lost; the next wave starts when the last one of this has."""
         self._running -= 1
         if self._exhausted and self._waves:
             self._next_wave()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from embodyrl.channels.arena import Arena
+from embodyrl.envs.video import remove_films
 from embodyrl.launch.protocol import WorkerDied
 from embodyrl.runtime.fleet import Fleet
 from embodyrl.runtime.jobs import Collection, Job, Tally
 from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.slots import RESULTS, Chunk, Phase, Slot
-from embodyrl.types import Episode, EpisodeStart, decode_instruction
+from embodyrl.types import Episode, EpisodeSpec, EpisodeStart, decode_instruction
 from embodyrl.workers.messages import (
     Done,
     EnvOrders,
@@ -32,6 +35,8 @@ from embodyrl.workers.messages import (
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
 _PATIENCE_S = 1.0
+_SUSPICIOUS = 2
+"""Deaths of env workers at an episode after which it runs alone in its worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,10 @@ class RolloutRules:
     step_timeout_s: float
     total_slots: int
     value_dim: int
+    lockstep: bool
+    """Slots of a worker step together."""
+    max_attempts: int
+    """An episode whose attempts so often took the env worker with them is given up."""
 
 
 class Rollouts:
@@ -174,14 +183,25 @@ class Rollouts:
 
         A worker that holds few simulators takes few tasks at once; it then waits rather than take a later job's.
         """
+        running = [s for s in self._slots if s.worker == slot.worker and s.episode is not None]
+        # What waits for new weights may wait for the end of this job, so it is in nobody's way.
+        moving = [] if self._rules.lockstep else [s for s in running if s.phase is not Phase.READY or self._may_act(s)]
+        if any(self._suspicious(s.job, s.episode) for s in moving):
+            return None
         for job in self._jobs:
             spec = job.upcoming(slot.index)
             if spec is None:
                 continue
+            if moving and self._suspicious(job, spec):
+                return None
             limit = self._task_limits.get(slot.worker)
-            active = {s.episode.task_id for s in self._slots if s.worker == slot.worker and s.episode is not None}
+            active = {s.episode.task_id for s in running if s.episode is not None}
             return job if limit is None or len(active | {spec.task_id}) <= limit else None
         return None
+
+    def _suspicious(self, job: Job | None, spec: EpisodeSpec | None) -> bool:
+        """Whether two workers died at this episode: it has one for itself then, so that no other is given up for it."""
+        return job is not None and spec is not None and job.fatal[spec.episode_id] >= _SUSPICIOUS
 
     def _may_act(self, slot: Slot) -> bool:
         """Whether the policy may look at the slot's observation with the present weights."""
@@ -281,7 +301,6 @@ class Rollouts:
         if orders.steps:
             rows = [order.source.record for order in orders.steps]
             results = {name: self._arena[name][rows] for name in RESULTS}
-            self._tally.env_steps += int(results["valid"].sum())
             ended = [np.asarray(results[name].any(axis=1)).tolist() for name in ("terminated", "truncated")]
             for i, (order, terminated, truncated) in enumerate(zip(orders.steps, *ended, strict=True)):
                 chunk = {name: values[i] for name, values in results.items()}
@@ -315,6 +334,8 @@ class Rollouts:
             episode = replace(episode, final_record=final.record)
         else:
             self._arena.free([final])
+        # Of lost attempts nothing counts, or a crash would show in the numbers of a deterministic run.
+        self._tally.env_steps += episode.length
         job.out.episodes.append(episode)
         if job.keep:
             job.out.tickets[episode.spec.episode_id] = tickets
@@ -322,17 +343,34 @@ class Rollouts:
             job.on_episode(episode)
 
     def _on_death(self, worker: str) -> None:
-        """Drop the running episodes of a dead worker; the policy may still be reading some of their records."""
+        """Play the running episodes of a dead worker again; the policy may still be reading some of their records."""
         self._down.add(worker)
         self._busy = {key: orders for key, orders in self._busy.items() if key[0] != worker}
         for slot in self._slots:
             if slot.worker != worker or slot.job is None or slot.doomed:
                 continue
-            slot.job.out.dropped += 1
             if slot.phase is Phase.INFERRING:
                 slot.doomed = True
             else:
-                self._arena.free(slot.drop())
+                self._lose(slot, slot.job)
+
+    def _lose(self, slot: Slot, job: Job) -> None:
+        """Put the slot's episode back into its queue, or give it up if it is what kills the workers."""
+        spec = slot.episode
+        assert spec is not None
+        job.fatal[spec.episode_id] += (at_work := slot.phase in (Phase.RESETTING, Phase.STEPPING))
+        hopeless = at_work and job.fatal[spec.episode_id] >= self._rules.max_attempts
+        self._arena.free(slot.drop(again=not hopeless))
+        if hopeless:
+            job.out.dropped += 1
+            if job.video is not None and (choice := job.video(spec)) is not None:
+                with contextlib.suppress(OSError):  # a folder that nobody may write to has no half films either
+                    remove_films(Path(choice[0]))
+            self._fleet.say(
+                f"warning: episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed {spec.seed}) "
+                f"is given up: {self._rules.max_attempts} times the env worker died at it "
+                "(faults.max_restarts_per_worker); the workers' logs say how."
+            )
 
     def _bootstrap(self, out: Collection) -> None:
         """Fetch the values of the observations after truncated and cut episodes."""

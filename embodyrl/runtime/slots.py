@@ -116,8 +116,10 @@ class Slot:
         self._rest()
         return episode, tickets
 
-    def drop(self) -> list[Ticket]:
-        """Forget the running episode; returns the tickets to free."""
+    def drop(self, *, again: bool = True) -> list[Ticket]:
+        """Forget this attempt at the episode, which may start `again`; returns the tickets to free."""
+        assert self.episode is not None and self.job is not None
+        self.job.lose(self.index, self.episode, len(self.chunks), again=again)
         tickets = [t for t in (self.current, self.target) if t is not None] + self.taken
         self.current = self.target = None
         self.taken, self.chunks = [], []

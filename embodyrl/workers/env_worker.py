@@ -100,7 +100,7 @@ class EnvWorker:
     def _reset(self, orders: tuple[ResetOrder, ...]) -> None:
         for order in orders:
             if (tape := self._tapes.pop(order.slot, None)) is not None:
-                tape.recorder.discard()  # its episode was cut or dropped
+                tape.recorder.discard()  # its episode was cut
         slots = [o.slot for o in orders]
         self._env.reset(slots, [o.start for o in orders])
         for order in orders:

@@ -47,6 +47,17 @@ def test_a_killed_encoder_is_an_error_and_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_new_attempt_at_an_episode_removes_the_films_of_older_ones(tmp_path):
+    kept = ["film_ep011_fail_5steps.mp4", "notes.txt"]
+    for name in ("film_ep01.partial.mp4", "film_ep01_fail_7steps.mp4", *kept):
+        (tmp_path / name).touch()
+    recorder = VideoRecorder(tmp_path / "film_ep01", 20, "go", False)
+    assert {p.name for p in tmp_path.iterdir()} == set(kept)
+    recorder.add(FRAME, True)
+    assert recorder.finish().name == "film_ep01_success_1steps.mp4"
+    assert {p.name for p in tmp_path.iterdir()} == {"film_ep01_success_1steps.mp4", *kept}
+
+
 def test_a_folder_that_vanishes_while_recording(tmp_path):
     recorder = VideoRecorder(tmp_path / "films" / "film", 20, "go", False)
     recorder.add(FRAME, False)

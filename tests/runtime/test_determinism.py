@@ -50,6 +50,20 @@ def test_processes_do_not_matter(golden, tmp_path, workers, stages):
     assert weights(run, 2) == weights(golden, 2)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize(("kind", "at"), [("kill", 9), ("hang", 14)])
+def test_lost_workers_do_not_matter(golden, tmp_path, kind, at):
+    fault = (f"env.kwargs.fault={kind}", f"env.kwargs.at={at}", f"env.kwargs.once={tmp_path}/marker")
+    words = toy_words(tmp_path, *WORDS, *fault, "launcher.env_workers=2", "faults.step_timeout_s=1")
+    done = run_cli("train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    lost = comparable(run)
+    assert [row.pop("env/restarts") for row in lost[1:]] == [1, 1]
+    assert lost == [{k: v for k, v in row.items() if k != "env/restarts"} for row in comparable(golden)]
+    assert weights(run, 2) == weights(golden, 2)
+
+
 def test_another_seed_gives_other_numbers(golden, tmp_path):
     run = train_toy(tmp_path, *WORDS, "seed=1")
     assert comparable(run)[1]["actor/loss"] != comparable(golden)[1]["actor/loss"]

@@ -165,33 +165,45 @@ def test_a_small_task_limit_is_never_exceeded(tmp_path):
         assert all(len(tasks) <= 1 for tasks in together)
 
 
-@pytest.mark.parametrize("where", ["step", "reset", "observe"])
-def test_a_crash_drops_whole_episodes_and_the_rest_is_untouched(tmp_path, where):
-    """Inline, so that the crash always comes at the same call. The survivors equal those of a run without a crash."""
-    plain = (
-        "runner.deterministic=true",
-        "algorithm.rollout_epoch=4",
-        "env.use_rel_reward=false",
-        "env.kwargs.echo=true",
-    )
-    fault = ("env.kwargs.fault=raise", f"env.kwargs.where={where}", "env.kwargs.at=6", f"env.kwargs.once={tmp_path}/m")
-    with running_crew(tmp_path, *plain) as stage:
-        golden = {f[0].episode_id: f for f in facts(collect(stage))}
-    with running_crew(tmp_path, *plain, *fault) as stage:
+PLAIN = ("runner.deterministic=true", "algorithm.rollout_epoch=4", "env.use_rel_reward=false", "env.kwargs.echo=true")
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("step", ()), ("reset", ()), ("observe", ()), ("step", PPO)],
+    ids=["step", "reset", "observe", "quota"],
+)
+def test_what_a_crash_took_is_played_again_exactly(tmp_path, where, words):
+    """Inline, so that the crash always comes at the same call. All episodes equal those of a run without a crash."""
+    words = PLAIN + words
+    fault = ("env.kwargs.fault=raise", f"env.kwargs.where={where}", "env.kwargs.at=14", f"env.kwargs.once={tmp_path}/m")
+    with running_crew(tmp_path, *words) as stage:
+        golden = collect(stage)
+        whole = facts(golden)
+    with running_crew(tmp_path, *words, *fault) as stage:
         rollout = collect(stage)
         assert stage.crew.fleet.restarts == 1
         assert "the toy broke" in stage.said[0]
         assert "env_0" in stage.said[0]
-        assert 1 <= rollout.dropped <= 4
-        assert len(rollout.episodes) == 16 - rollout.dropped
-        for fact in facts(rollout):
-            assert fact == golden[fact[0].episode_id]
+        assert rollout.dropped == 0
+        assert facts(rollout) == whole
+        assert rollout.tally.env_steps == golden.tally.env_steps
         for e in rollout.episodes:
             np.testing.assert_array_equal(e.reward, stage.crew.arena["action"][e.records][..., 0])
         assert_all_free(stage, rollout)
-        again = collect(stage, 1)
-        assert (again.dropped, len(again.episodes)) == (0, 16)
-        assert_all_free(stage, again)
+
+
+def test_what_a_crash_took_from_steps_that_are_open_together_is_played_again(tmp_path):
+    fault = ("env.kwargs.fault=raise", "env.kwargs.at=14", f"env.kwargs.once={tmp_path}/m")
+    with running_crew(tmp_path, "algorithm.max_staleness=1", *fault) as stage:
+        plans = [train_plan(stage.blueprint.cfg, stage.blueprint.env, s, counts_chunk_steps=False) for s in range(2)]
+        stage.crew.rollouts.publish(0)
+        for job in [stage.crew.rollouts.open(Job(plan)) for plan in plans]:
+            rollout = stage.crew.rollouts.finish(job)
+            assert [e.spec for e in rollout.episodes] == [s for w in job.plan.waves for q in w.queues for s in q]
+            stage.crew.rollouts.release(rollout)
+        assert stage.crew.fleet.restarts == 1
+        assert stage.crew.arena.num_free == stage.crew.arena.capacity
 
 
 def test_restarts_have_a_budget(tmp_path):
