@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from embodyrl.envs.chunked import SimStep
-from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 
 def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminated: Sequence[int] = ()) -> list[SimStep]:
@@ -65,3 +65,15 @@ class ScriptedSims:
 
     def close(self) -> None:
         self.closed = True
+
+
+class ScriptedBatch(ScriptedSims):
+    """`BatchedSimulators` of two slots that move together, those that are over or wait included."""
+
+    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
+        self.log.append(("begin", {slot: start.reset_id for slot, start in starts.items()}))
+        self._at.update({slot: (start.reset_id, 0) for slot, start in starts.items()})
+
+    def advance(self, actions: Mapping[int, FloatArray]) -> dict[int, SimStep]:
+        still = np.zeros(self.spec.action_dim, np.float32)
+        return {slot: self.step(slot, actions.get(slot, still)) for slot in list(self._at)}

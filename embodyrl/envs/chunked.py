@@ -107,8 +107,13 @@ class ChunkedEnv:
                 )
             if start.max_episode_steps < 1:
                 raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
-        for slot, start in zip(slots, starts, strict=True):
+        for slot in slots:
             self._progress[slot] = None
+        self._begin(dict(zip(slots, starts, strict=True)))
+
+    def _begin(self, starts: Mapping[int, EpisodeStart]) -> None:
+        """Begin an episode in each of these slots, one after the other."""
+        for slot, start in starts.items():
             try:
                 self._sims.reset(slot, start.reset_id, start.seed)
             except Exception as error:
@@ -260,7 +265,11 @@ class ChunkedEnv:
 
 
 class BatchedSimulators(SlotSimulators, Protocol):
-    """`SlotSimulators` that step together; their `step` is never called."""
+    """`SlotSimulators` that begin and step together; their `reset` and `step` are never called."""
+
+    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
+        """Begin an episode in each of these slots, in one go."""
+        ...
 
     def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:
         """Execute one action [A] in each of these slots; what all others do meanwhile is nobody's concern."""
@@ -272,15 +281,52 @@ class LockstepEnv(ChunkedEnv):
 
     _sims: BatchedSimulators
 
+    def __init__(self, sims: BatchedSimulators, num_slots: int, *, use_rel_reward: bool, reward_coef: float) -> None:
+        super().__init__(sims, num_slots, use_rel_reward=use_rel_reward, reward_coef=reward_coef)
+        self._last: dict[int, ObservationOut] = {}
+        """What slots saw that were truncated inside their chunk: the others have moved the batch on since."""
+
+    def _begin(self, starts: Mapping[int, EpisodeStart]) -> None:
+        try:
+            self._sims.begin(starts)
+        except Exception as error:
+            wanted = {slot: start.reset_id for slot, start in starts.items()}
+            error.add_note(f"env '{self.spec.name}', slots reset to ids {wanted}")
+            raise
+        for slot, start in starts.items():
+            self._progress[slot] = _Progress(start)
+            self._last.pop(slot, None)
+
     def _fill(self, result: ChunkResult, slots: Sequence[int], choose: Choice, after_step: AfterStep | None) -> None:
+        cut: list[int] = []
         for k in range(result.valid.shape[1]):
             running = [(row, slot) for row, slot in enumerate(slots) if not self._begun(slot).over]
             if not running:
                 break
+            for slot in cut:
+                self._keep_sight(slot)
             steps = self._sims.advance({slot: choose(row, k, slot) for row, slot in running})
             for row, slot in running:
                 self._note(result, row, k, slot, steps[slot], after_step)
-        for slot, progress in enumerate(self._progress):
-            # An episode that waits for its first action was moved too; its start decides everything, so start again.
-            if progress is not None and slot not in slots and not progress.steps:
-                self._sims.reset(slot, progress.start.reset_id, progress.start.seed)
+            cut = [slot for row, slot in running if result.truncated[row, k]]
+        # Episodes that wait for their first action were moved too; their starts decide everything, so start again.
+        waiting = {
+            slot: progress.start
+            for slot, progress in enumerate(self._progress)
+            if progress is not None and slot not in slots and not progress.steps
+        }
+        if waiting:
+            self._begin(waiting)
+
+    def _keep_sight(self, slot: int) -> None:
+        shape = (len(self.spec.cameras), *self.spec.image_size, 3)
+        seen = ObservationOut(images=np.zeros(shape, np.uint8), state=np.zeros(self.spec.state_dim, np.float32))
+        self.observe([slot], [seen])
+        self._last[slot] = seen
+
+    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
+        for slot, out in zip(slots, outs, strict=True):
+            if (seen := self._last.get(slot)) is not None:
+                out.images[...], out.state[...] = seen.images, seen.state
+            else:
+                super().observe([slot], [out])

@@ -2,9 +2,9 @@ import math
 
 import numpy as np
 import pytest
-from doubles import ScriptedSims, steps_of
+from doubles import ScriptedBatch, ScriptedSims, steps_of
 
-from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
 from embodyrl.errors import EnvError
 from embodyrl.types import EpisodeStart, ObservationOut
 
@@ -163,3 +163,35 @@ def test_close_reaches_the_simulators():
     sims, env = make(steps_of([0.0]))
     env.close()
     assert sims.closed
+
+
+def sight(env, slot):
+    out = ObservationOut(images=np.zeros((1, 4, 6, 3), np.uint8), state=np.zeros(2, np.float32))
+    env.observe([slot], [out])
+    assert (out.images == out.state[1]).all()
+    return out.state.tolist()
+
+
+def test_a_batch_begins_in_one_go_and_an_episode_cut_inside_a_chunk_is_seen_at_its_end():
+    sims = ScriptedBatch([steps_of([0.0] * 9)] * 4)
+    env = LockstepEnv(sims, 3, use_rel_reward=False, reward_coef=1.0)
+    env.reset([0, 1], [start(0, limit=2), start(1)])
+    result = env.step_chunk([0, 1], chunk(2, 5))
+    assert result.truncated[:, 1].tolist() == [True, False]
+    assert sight(env, 0) == [0, 2], "not where the batch has moved it since"
+    assert sight(env, 1) == [1, 5]
+    env.reset([0, 2], [start(2), start(3)])
+    assert sight(env, 0) == [2, 0]
+    env.step_chunk([1], chunk(1, 2))
+    assert (sight(env, 0), sight(env, 1), sight(env, 2)) == ([2, 0], [1, 7], [3, 0]), "who waits begins again"
+    assert [entry[1] for entry in sims.log if entry[0] == "begin"] == [{0: 0, 1: 1}, {0: 2, 2: 3}, {0: 2, 2: 3}]
+
+
+def test_an_episode_that_terminates_inside_a_chunk_costs_a_batch_no_picture():
+    sims = ScriptedBatch([steps_of([0.0, 1.0], terminated=[1]), steps_of([0.0])])
+    env = LockstepEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)
+    looked, observe = [], sims.observe
+    sims.observe = lambda slot, out: (looked.append(slot), observe(slot, out))
+    env.reset([0, 1], [start(0), start(1)])
+    assert env.step_chunk([0, 1], chunk(2, 4)).terminated[0].tolist() == [False, True, False, False]
+    assert looked == []

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from embodyrl.config.load import load_config
-from embodyrl.config.schema import EnvConfig, InitParams, ObsMode
+from embodyrl.config.schema import EnvConfig, InitParams, ObsMode, SimBackend
 from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.install import Description
@@ -82,3 +82,14 @@ def test_every_task_has_an_instruction():
     assert instruction("PushCube-v1") == "push the blue cube to the target"
     assert instruction("RotateValveLevel0-v1") == "rotate valve level0"
     assert instruction("MS-CartpoleBalance-v1") == "ms cartpole balance"
+
+
+def test_a_batch_is_refused_where_a_reset_id_would_not_decide_the_episode():
+    batch = config(id="PegInsertionSide-v1", sim_backend=SimBackend.gpu)
+    with pytest.raises(ConfigError, match="draws its objects when its scene is built"):
+        described._spec(batch, replace(PANDA, draws_scene=True))
+    spec = described._spec(batch, PANDA)
+    assert (spec.lockstep, spec.on_gpu) == (True, True)
+    assert described._spec(config(), PANDA).on_gpu is False
+    (line,) = FACTORY.validate(config(id="PutCarrotOnPlateInScene-v1", sim_backend=SimBackend.gpu))
+    assert "stepping the whole batch at each reset" in line

@@ -114,6 +114,69 @@ def test_a_batch_of_one_gives_what_a_simulator_gives():
         np.testing.assert_allclose(ours.astype(float), theirs.astype(float), atol=1e-5)
 
 
+class _Rows:
+    """What `BaseEnv.reset` touches of a scene, without a simulator: four rows that a CPU could not simulate."""
+
+    actors, articulations, sensors = {}, {}, {}
+    _reset_mask = None
+
+
+def drawing_rows():
+    """A batch whose episodes are drawn in all the ways of ManiSkill's tasks; its resets are ManiSkill's own."""
+    import torch
+    from mani_skill.envs.sapien_env import BaseEnv
+    from mani_skill.envs.utils import randomization
+
+    class Drawn(BaseEnv):
+        def __init__(self):
+            self.num_envs, self.device, self._enhanced_determinism = 4, torch.device("cpu"), False
+            self.reconfiguration_freq = self._reconfig_counter = 0
+            self.scene, self.agent, self.resets = _Rows(), None, 0
+            self._elapsed_steps, self.drawn = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 8)
+            self._set_main_rng([1, 2, 3, 4])
+            self._set_episode_rng([1, 2, 3, 4], torch.arange(4))
+
+        gpu_sim_enabled = property(lambda self: False)
+
+        def _initialize_episode(self, env_idx, options):
+            assert self.scene._reset_mask.nonzero()[:, 0].tolist() == env_idx.tolist()
+            b = len(env_idx)
+            sampler = randomization.UniformPlacementSampler([[-0.1, -0.2], [0.1, 0.2]], batch_size=b)
+            columns = [sampler.sample(0.1, 100), sampler.sample(0.1, 100), torch.rand((b, 2))]
+            columns.append(torch.tensor(self._episode_rng.normal(0, 0.02, (b, 2))))
+            self.drawn[env_idx] = torch.cat(columns, dim=1).float()
+
+        def _clear_sim_state(self):
+            self.resets += 1
+
+        get_info, get_obs = (lambda self: {}), (lambda self, info: None)
+
+    return Drawn()
+
+
+def test_rows_of_a_batch_begin_in_one_reset_and_each_as_if_alone():
+    from embodyrl.envs.maniskill.simulator import restart_rows
+
+    cfg, together, alone = config(obs_mode=ObsMode.state), drawing_rows(), drawing_rows()
+    restart_rows(cfg, together, {0: 7, 2: 11, 3: 7}, ())
+    assert together.resets == 1
+    assert together.drawn[1].tolist() == [0.0] * 8, "runs on"
+    np.testing.assert_array_equal(together.drawn[0], together.drawn[3])
+    for reset_id, row in ((7, 0), (11, 2)):
+        restart_rows(cfg, alone, {1: reset_id}, ())
+        np.testing.assert_array_equal(together.drawn[row], alone.drawn[1])
+    assert together.scene._reset_mask.all()
+
+
+@pytest.mark.parametrize(("env_id", "drawn"), [("PickCube-v1", False), ("PegInsertionSide-v1", True)])
+def test_tasks_that_draw_their_objects_are_known(env_id, drawn):
+    from embodyrl.envs.maniskill.simulator import build, draws_scene
+
+    env = build(config(env_id, control_mode=None), ObsMode.state)
+    assert draws_scene(env) is drawn
+    env.close()
+
+
 def test_lean_changes_pictures_but_no_state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     full, lean = (FACTORY.make(config("PickCube-v1", render_profile=RenderProfile(p)), 1) for p in ("full", "lean"))

@@ -12,7 +12,7 @@ from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.gym.create import AnyEnv, Probe
 from embodyrl.envs.gym.spaces import ObservationWriter, native_actions
 from embodyrl.errors import EnvError
-from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 
 class GymSims:
@@ -90,9 +90,9 @@ class VectorSims(GymSims):
         self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
         self._look(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
-        """Start the slot's episode, whose seed is the reset id."""
-        self._look(self._restart([slot], reset_id), [slot])
+    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
+        """Start the slots' episodes, whose seeds are the reset ids."""
+        self._look(self._restart({slot: start.reset_id for slot, start in starts.items()}), starts)
 
     def advance(self, actions: Mapping[int, FloatArray]) -> dict[int, SimStep]:
         """Step the whole batch; slots without an action repeat their last one."""
@@ -103,7 +103,7 @@ class VectorSims(GymSims):
         self._look(seen, actions)
         # The batch refuses to step an environment that ended; what its slot saw last is kept.
         if over := np.flatnonzero(terminated | truncated).tolist():
-            self._restart(over, 0)
+            self._restart(dict.fromkeys(over, 0))
         success = np.broadcast_to(succeeded(infos), len(reward)).astype(bool)
         columns = (reward, terminated, success, truncated)
         return {
@@ -118,11 +118,12 @@ class VectorSims(GymSims):
     def _picture(self, slot: int) -> Any:
         return self._vector.render()[slot] if self._vector.render_mode == "rgb_array" else None
 
-    def _restart(self, slots: list[int], seed: int) -> Any:
+    def _restart(self, seeds: Mapping[int, int]) -> Any:
         """Reset some environments of the batch; return the batch's observation."""
         mask = np.zeros(len(self._actions), np.bool_)
-        mask[slots] = True
-        return self._vector.reset(seed=[seed] * len(mask), options={"reset_mask": mask})[0]
+        mask[list(seeds)] = True
+        chosen = [seeds.get(slot, 0) for slot in range(len(mask))]
+        return self._vector.reset(seed=chosen, options={"reset_mask": mask})[0]
 
     def _look(self, batch: Any, slots: Any) -> None:
         items = list(iterate(self._vector.observation_space, batch))

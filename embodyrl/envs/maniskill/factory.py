@@ -54,6 +54,11 @@ class ManiSkillFactory:
 def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
     name = cfg.id
     assert name is not None, "validate first"
+    if found.draws_scene:
+        raise ConfigError(
+            f"env.sim_backend=gpu: env.id={name} draws its objects when its scene is built, in a batch once for all "
+            "episodes, so that a reset id would not begin the same episode. Set env.sim_backend=cpu, or another env.id."
+        )
     cameras = tuple(cfg.init_params.camera_names) if cfg.obs_mode is ObsMode.rgb else ()
     for camera in cameras:
         if camera not in found.cameras:
@@ -76,6 +81,7 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
         max_episode_steps=found.max_episode_steps or max(cfg.train.max_episode_steps, cfg.eval.max_episode_steps),
         expert_tasks=(0,) if poses and not batched and name in DEMONSTRATED else (),
         lockstep=batched,
+        on_gpu=batched,
         action_space=ActionSpace(kind=ActionKind.box, low=found.action_low, high=found.action_high),
     )
 
@@ -83,6 +89,11 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
 def _problems(cfg: EnvConfig) -> Iterator[str]:
     if cfg.id is None:
         yield "env.id is not set: it wants the id of a ManiSkill task, for example env.id=PushCube-v1."
+    if cfg.id in BRIDGE_EPISODES and cfg.sim_backend is SimBackend.gpu:
+        yield (
+            f"env.sim_backend=gpu: env.id={cfg.id} lets its objects settle by stepping the whole batch at each reset, "
+            "also episodes that are running; set env.sim_backend=cpu."
+        )
     yield from camera_problems(cfg)
     reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {*cfg.kwargs}
     for key in sorted(reserved):

@@ -56,6 +56,8 @@ class Description:
     cameras: tuple[str, ...]
     max_episode_steps: int
     """The task's own time limit, env steps; 0: none."""
+    draws_scene: bool = False
+    """A reset id would not decide which objects a scene holds that is built once, as in a batch."""
 
 
 def vulkan_problem() -> str | None:

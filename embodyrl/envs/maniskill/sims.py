@@ -8,9 +8,9 @@ import numpy as np
 from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.maniskill.expert import Demonstrator
-from embodyrl.envs.maniskill.simulator import build, restart, state
+from embodyrl.envs.maniskill.simulator import build, restart, restart_rows, state
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES
-from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 
 class ManiSkillSims:
@@ -88,9 +88,10 @@ class BatchSims(ManiSkillSims):
         self._info: dict[str, Any] = {}
         self._seen: list[np.ndarray] = []
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
-        """Start the episode of the reset id."""
-        self._info = restart(self._cfg, self._env, reset_id, self.spec.cameras, slot)
+    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
+        """Start the episodes of the reset ids."""
+        reset_ids = {slot: start.reset_id for slot, start in starts.items()}
+        self._info = restart_rows(self._cfg, self._env, reset_ids, self.spec.cameras)
         self._seen = []
 
     def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:

@@ -7,9 +7,10 @@ import importlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from embodyrl.config.schema import EnvConfig, ObsMode, RenderProfile, SimBackend
@@ -67,23 +68,50 @@ def build(cfg: EnvConfig, obs_mode: ObsMode, num_envs: int = 1) -> Any:
         ) from error
 
 
-def restart(
-    cfg: EnvConfig, env: Any, reset_id: int, cameras: tuple[str, ...], row: int | None = None
-) -> dict[str, Any]:
+def restart(cfg: EnvConfig, env: Any, reset_id: int, cameras: tuple[str, ...]) -> dict[str, Any]:
     """Begin the episode whose seed (Bridge data: whose numbered placement) is the reset id; return the info.
 
     The scene is made anew: PhysX remembers more than ManiSkill resets (the order of contacts, what sleeps), so that a
-    former episode would otherwise show in the last bits, and after a touch in more than those. In one `row` of a batch
-    that cannot be had.
+    former episode would otherwise show in the last bits, and after a touch in more than those.
     """
-    options: dict[str, Any] = {"reconfigure": True} if row is None else {"env_idx": torch.tensor([row])}
-    if cfg.id in BRIDGE_EPISODES:
-        options["episode_id"] = reset_id
+    placement = {"episode_id": reset_id} if cfg.id in BRIDGE_EPISODES else {}
+    return _reset(cfg, env, [reset_id], cameras, {"reconfigure": True, **placement})
+
+
+def restart_rows(cfg: EnvConfig, env: Any, reset_ids: Mapping[int, int], cameras: tuple[str, ...]) -> dict[str, Any]:
+    """Begin in each of these rows of a batch the episode whose seed is its reset id, by one reset; return the info.
+
+    ManiSkill would draw all rows from the first one's seed, so that an episode depended on its neighbours. Here each
+    row is drawn by itself; what costs time on a GPU is done once for all.
+    """
+    draw = env._initialize_episode
+
+    def draw_each(rows: Any, options: dict[str, Any]) -> None:
+        everybody = env.scene._reset_mask
+        for row, reset_id in zip(rows, reset_ids.values(), strict=True):
+            env.scene._reset_mask = torch.zeros_like(everybody)
+            env.scene._reset_mask[row] = True
+            env._episode_rng = np.random.RandomState(reset_id)
+            torch.manual_seed(reset_id)
+            draw(row[None], options)
+        env.scene._reset_mask = everybody
+
+    env._initialize_episode = draw_each
+    try:
+        rows = torch.tensor(list(reset_ids), device=env.device)
+        return _reset(cfg, env, list(reset_ids.values()), cameras, {"env_idx": rows})
+    finally:
+        del env._initialize_episode
+
+
+def _reset(
+    cfg: EnvConfig, env: Any, seeds: list[int], cameras: tuple[str, ...], options: dict[str, Any]
+) -> dict[str, Any]:
     if cfg.obs_mode is ObsMode.rgb:
         # Resets and steps would draw all cameras; `observe` draws those of the spec when somebody looks.
         env._obs_mode = "none"
     with _quiet(), _lean(cfg):
-        info = env.reset(seed=reset_id, options=options)[1]
+        info = env.reset(seed=seeds, options=options)[1]
     for camera in [name for name in env.scene.sensors if name not in cameras]:
         del env.scene.sensors[camera]
     return info
@@ -109,9 +137,37 @@ def describe(cfg: EnvConfig) -> Description:
             state_dim=state(env, cfg.obs_mode, env.get_info()).shape[1],
             cameras=tuple(env.scene.sensors),
             max_episode_steps=_task(cfg).max_episode_steps or 0,
+            draws_scene=cfg.sim_backend is SimBackend.gpu and draws_scene(env),
         )
     finally:
         env.close()
+
+
+def draws_scene(env: Any) -> bool:
+    """Whether the task draws random numbers while its scene is built: objects, sizes, colours."""
+    build, drawn = env._reconfigure, []
+
+    def watched(options: dict[str, Any]) -> None:
+        before = _generators(env)
+        build(options)
+        drawn.append(_generators(env) != before)
+
+    env._reconfigure = watched
+    try:
+        with _quiet():
+            env.reset(seed=0, options={"reconfigure": True})
+    finally:
+        del env._reconfigure
+    return any(drawn)
+
+
+def _generators(env: Any) -> list[bytes]:
+    """States of all generators that tasks draw from."""
+    torches = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
+    numpies = [np.random.get_state(), *(rng.get_state() for rng in env._batched_episode_rng.rngs)]
+    return [t.numpy().tobytes() for t in torches] + [
+        repr(state[1:3]).encode() + state[1].tobytes() for state in numpies
+    ]
 
 
 def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
