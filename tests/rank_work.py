@@ -81,7 +81,7 @@ def _do(folder: Path, rank: int, world: int, job: Job, port: int) -> None:
     seat = RankSeat(rank=rank, world=world, host="127.0.0.1" if world > 1 else "", port=port)
     arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
     host = PolicyHost(replace(policy_init(blueprint, arena, None), seat=seat))
-    tickets = _fill(arena, blueprint, host)
+    tickets = fill(arena, blueprint, host)
     if job.poison:
         arena["advantage"][tickets[0].record] = np.nan
     if job.load is not None:
@@ -98,8 +98,8 @@ def _do(folder: Path, rank: int, world: int, job: Job, port: int) -> None:
     arena.close()
 
 
-def _fill(arena: Arena, blueprint: Blueprint, host: PolicyHost) -> tuple[Ticket, ...]:
-    """Records as a rollout would leave them, drawn from one seed."""
+def fill(arena: Arena, blueprint: Blueprint, host: PolicyHost, *, drift: float = 0.05) -> tuple[Ticket, ...]:
+    """Records as a rollout would leave them, drawn from one seed; `drift`: how far log-probabilities are moved."""
     rng = np.random.default_rng(0)
     tickets = tuple(arena.allocate() for _ in range(RECORDS))
     for ticket in tickets:
@@ -113,5 +113,5 @@ def _fill(arena: Arena, blueprint: Blueprint, host: PolicyHost) -> tuple[Ticket,
             arena["valid"][record] = rng.random(arena["valid"].shape[1:]) < 0.9
     items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
     list(host.handle(InferOrder(sequence=0, items=items, greedy=False, version=0)))
-    arena["logprob"][:] += rng.normal(0, 0.05, arena["logprob"].shape)
+    arena["logprob"][:] += rng.normal(0, drift, arena["logprob"].shape)
     return tickets

@@ -50,6 +50,23 @@ def test_a_ticket_is_stale_once_its_record_was_freed(arena):
         arena.read([Ticket(old.record, reused.generation, old.sequence)])
 
 
+def test_an_old_ticket_is_refused_once_its_record_was_written_again(arena):
+    """The record is readable, for another holder: only the numbers of the ticket tell them apart."""
+    old = arena.allocate()
+    with arena.write(old):
+        pass
+    arena.free([old])
+    new = next(t for t in (arena.allocate() for _ in range(3)) if t.record == old.record)
+    with arena.write(new):
+        pass
+    assert arena.read([new]) == [old.record]
+    stale = (old, new._replace(generation=old.generation), new._replace(sequence=old.sequence))
+    for ticket in stale:
+        for use in (lambda t: arena.read([t]), lambda t: arena.free([t]), lambda t: arena.write(t).__enter__()):
+            with pytest.raises(StaleTicketError, match="stale"):
+                use(ticket)
+
+
 def test_more_records_than_planned_is_an_error(arena):
     for _ in range(3):
         arena.allocate()

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import imageio
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -112,7 +113,10 @@ def test_aggregated_statistics_equal_those_of_all_frames(root: Path) -> None:
 def test_videos_lie_where_the_layout_puts_them(tmp_path: Path) -> None:
     root = write(tmp_path / "demos", 3, video=True)
     assert check_layout(root) == []
-    assert (root / "videos/observation.images.wrist/chunk-000/file-000.mp4").is_file()
+    film = root / "videos/observation.images.wrist/chunk-000/file-000.mp4"
+    with imageio.get_reader(film) as reader:
+        assert reader.get_meta_data()["fps"] == 20
+        assert reader.get_meta_data()["duration"] == pytest.approx(15 / 20, abs=0.02)
     rows = pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
     spans = [(r["videos/observation.images.front/from_timestamp"], r["length"]) for r in rows]
     assert spans == [(0.0, 4), (pytest.approx(0.2), 5), (pytest.approx(0.45), 6)]

@@ -19,6 +19,7 @@ def test_both_recordings_run_in_step_and_the_shorter_one_holds_its_last_frame(tm
     out = tmp_path / "deep" / "joined.mp4"
     join_side_by_side(before, after, out, labels=("before", "after"), fps=20)
     with imageio.get_reader(out) as reader:
+        assert reader.get_meta_data()["fps"] == 20
         frames = [np.asarray(frame) for frame in reader]
     assert len(frames) == 12
     assert frames[0].shape == (98, 200, 3)

@@ -223,3 +223,22 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
         plain("u:1+1|a:2|a:", add_special_tokens=False)["input_ids"]
     )
     assert plain.decode(build(replace(cfg, chat=False)).encode_prompt(talk)) == plain.decode(plain("1+12")["input_ids"])
+
+
+def test_imitation_learns_the_end_of_a_reply():
+    """Without it, a tuned model would never stop."""
+    policy, prompts = build(), observe("12=", "abc=")
+    tokens = policy.encode_replies(["1", "abc"])
+    length = (tokens >= 0).sum(axis=1)
+    assert np.isin(tokens[[0, 1], length - 1], policy.ends.numpy()).all()
+    logprob = policy.score(prompts, tokens).logprob.detach().numpy()
+    assert (logprob[[0, 1], length - 1] < -0.1).all(), "an untrained model would go on"
+    scores = policy.imitate(prompts, tokens[:, :, None].astype(np.float32))
+    np.testing.assert_allclose(scores.loss.detach().numpy(), -logprob.sum(axis=1) / length, rtol=1e-5)
+    optimizer = torch.optim.AdamW(policy.module.parameters(), lr=3e-3)
+    for _ in range(8):
+        optimizer.zero_grad()
+        policy.imitate(prompts, tokens[:, :, None].astype(np.float32)).loss.sum().backward()
+        optimizer.step()
+    after = policy.score(prompts, tokens).logprob.detach().numpy()
+    assert (after[[0, 1], length - 1] > logprob[[0, 1], length - 1] + 1.0).all()

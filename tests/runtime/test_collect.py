@@ -130,11 +130,14 @@ def test_workers_and_stages_do_not_change_the_data(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_plans_chunks_is_recorded_step_by_step(tmp_path: Path) -> None:
-    result = run(tmp_path, "model=random", "model.num_action_chunks=4", "collect.episodes=3", "collect.filter=all")
+    words = ("model=random", "model.num_action_chunks=4", "eval.sampling_params.do_sample=true")
+    result = run(tmp_path, *words, "env.kwargs.goal=9", "collect.episodes=3", "collect.filter=all")
     assert result.frames == 3 * 8
     demos = load_demonstrations(tmp_path / "demos")
-    moved = np.diff(demos.state[:8, 0])
-    np.testing.assert_allclose(moved, demos.action[:7, 0], atol=1e-6)
+    for start in demos.start:
+        moved, action = np.diff(demos.state[start : start + 8, 0]), demos.action[start : start + 8]
+        np.testing.assert_allclose(moved, action[:7, 0], atol=1e-6)
+        assert len(np.unique(action, axis=0)) == 8, "every query draws its own noise"
 
 
 def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_episodes(tmp_path: Path) -> None:

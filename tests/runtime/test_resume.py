@@ -126,6 +126,15 @@ def test_a_run_starts_from_another_runs_weights(tmp_path):
     assert weights(target, 1) == weights(source, 1)
 
 
+def test_a_resumed_run_goes_on_with_its_adapted_kl_coefficient(tmp_path):
+    kl = ("algorithm.kl_beta=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_target=1.0", "algorithm.kl_horizon=10")
+    run = train_toy(tmp_path, *WORDS, *kl, "runner.val_check_interval=-1", "runner.max_steps=2")
+    resume_toy(run, "runner.max_steps=3")
+    betas = [row["train/kl_beta"] for row in rows(run)]
+    # Four episodes far below the target: a fifth of 4/10 less each time.
+    assert betas == pytest.approx([0.1, 0.092, 0.08464], rel=1e-6)
+
+
 def test_a_resumed_run_keeps_its_reference_policy(golden, tmp_path):
     words = (*WORDS, f"ckpt={golden}", "algorithm.kl_beta=0.5", "runner.val_check_interval=-1")
     whole = train_toy(tmp_path, *words, "runner.max_steps=2", name="whole")

@@ -96,6 +96,22 @@ def test_an_episode_repeats_to_the_last_bit_after_others_in_other_slots_and_in_a
     assert f"digest {mine}" in done.stdout
 
 
+def test_the_reset_id_decides_where_an_episode_begins():
+    from embodyrl.envs.maniskill.sims import BatchSims
+
+    cfg = config(obs_mode=ObsMode.state)
+    single = FACTORY.make(cfg, 1)
+    batch = LockstepEnv(BatchSims(single.spec, cfg, 1), 1, use_rel_reward=True, reward_coef=1.0)
+    for env in (single, batch):
+        states = []
+        for reset_id in (5, 7, 5):
+            env.reset([0], [start(reset_id)])
+            states.append(look(env)[1])
+        env.close()
+        assert np.abs(states[0] - states[1]).max() > 1e-2, "the cube lies elsewhere"
+        np.testing.assert_allclose(states[0], states[2], atol=1e-5)
+
+
 def test_a_batch_of_one_gives_what_a_simulator_gives():
     """The code of the GPU's batch, with the only batch that the CPU can simulate."""
     from embodyrl.envs.maniskill.sims import BatchSims

@@ -1,0 +1,121 @@
+"""One actor on records that a test has written: what an update reads, weighs, and leaves behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from rank_work import RECORDS, fill
+from toy_runs import toy_config
+
+from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.config.schema import ActorConfig, OptimConfig
+from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.policy_hosts import policy_init
+from embodyrl.workers.messages import LoadOrder, SaveOrder, UpdateOrder
+from embodyrl.workers.policy_host import PolicyHost
+from embodyrl.workers.training import Optimization
+
+
+@dataclass(frozen=True)
+class Actor:
+    host: PolicyHost
+    arena: Arena
+    tickets: tuple[Ticket, ...]
+
+    def __setitem__(self, field: str, values: object) -> None:
+        self.arena[field][[ticket.record for ticket in self.tickets]] = values
+
+    def update(self, step: int = 0) -> dict[str, float]:
+        """Train on the records, each an episode."""
+        (done,) = self.host.handle(UpdateOrder(step=step, tickets=self.tickets, episode=tuple(range(RECORDS))))
+        return done.metrics
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Build an actor; all actions of its records were executed, with probabilities that its weights confirm."""
+    actors = []
+
+    def build(*words: str) -> Actor:
+        sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "env.train.total_num_envs=8")
+        cfg = toy_config(tmp_path, *sizes, *words)
+        blueprint = draw_blueprint(cfg, training=True)
+        arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
+        host = PolicyHost(policy_init(blueprint, arena, None))
+        actor = Actor(host, arena, fill(arena, blueprint, host, drift=0.0))
+        actor["valid"] = True
+        actors.append(actor)
+        return actor
+
+    yield build
+    for actor in actors:
+        actor.host.close()
+        actor.arena.close()
+
+
+Make = Callable[..., Actor]
+
+
+def test_samples_that_are_left_out_of_the_forward_still_count_in_the_denominator(make: Make):
+    actor = make("actor.optim.lr=0", "actor.micro_batch_size=2")
+    actor["advantage"] = np.array([1, 0, 1, 0, 0, 1])[:, None]
+    assert actor.update()["policy_loss"] == pytest.approx(-3 / 6, rel=1e-4)
+
+
+def test_the_constant_denominator_is_the_time_limit(make: Make):
+    """One chunk of each episode, of the two that 8 steps of the toy in chunks of 4 could have."""
+    actor = make("algorithm=dr_grpo", "actor.optim.lr=0")
+    actor["advantage"] = 1.0
+    assert actor.update()["policy_loss"] == pytest.approx(-1 / 2, rel=1e-4)
+
+
+def test_the_off_policy_mask_reads_the_rollout_beside_recomputed_probabilities(make: Make):
+    words = ("algorithm.old_logprob=recompute", "algorithm.off_policy_masking_delta=0.5", "actor.optim.lr=0")
+    actor = make(*words)
+    actor["advantage"] = -1.0
+    assert actor.update()["policy_loss"] == pytest.approx(1, rel=1e-4)
+    # The engine that acted said e times as likely: far off-policy, whatever the trainer says now.
+    actor.arena["logprob"][:] += 1.0
+    assert actor.update()["policy_loss"] == 0
+
+
+def test_every_optimizer_step_starts_from_no_gradient(make: Make):
+    """Without a learning rate the second and third epoch repeat the first, so the mean of the norms is the first."""
+    norms = []
+    for epochs in (1, 3):
+        actor = make(f"algorithm.update_epoch={epochs}", "actor.optim.lr=0", "actor.micro_batch_size=3")
+        actor["advantage"] = np.array([1, -1, 1, 1, -1, 1])[:, None]
+        metrics = actor.update()
+        assert metrics["optimizer_steps"] == epochs
+        norms.append(metrics["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def test_gradients_are_clipped_to_their_norm_and_the_norm_is_reported_unclipped():
+    module = torch.nn.Linear(2, 1, bias=False)
+    optimization = Optimization(module, ActorConfig(optim=OptimConfig(clip_grad=0.5)), 10)
+    for given, kept in (([3.0, 4.0], 0.5), ([0.06, 0.08], 0.1)):
+        module.weight.grad = torch.tensor([given])
+        assert optimization.step(0.0) == pytest.approx(np.linalg.norm(given))
+        assert module.weight.grad.norm().item() == pytest.approx(kept, rel=1e-4)
+
+
+def test_a_loaded_state_goes_on_where_the_saved_one_was(make: Make, tmp_path):
+    """The rate decays from where the warm-up ended, and the global generators draw what they would have drawn."""
+    words = ("actor.optim.warmup_steps=2", "actor.optim.schedule=linear", "runner.max_steps=6", "actor.optim.lr=0.001")
+    first = make(*words)
+    for step in range(4):
+        first.update(step)
+    list(first.host.handle(SaveOrder(folder=str(tmp_path / "saved"))))
+    drawn = random.random(), np.random.random(), torch.rand(1).item()
+    rate = first.update(4)["lr"]
+    second = make(*words)
+    list(second.host.handle(LoadOrder(folder=str(tmp_path / "saved"))))
+    assert (random.random(), np.random.random(), torch.rand(1).item()) == drawn
+    assert second.update(4)["lr"] == pytest.approx(rate)
+    assert rate == pytest.approx(0.001 * (6 - 4) / (6 - 2))
