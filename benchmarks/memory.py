@@ -121,11 +121,11 @@ def fill(arena: Arena, blueprint: Blueprint) -> tuple[Ticket, ...]:
 
 def measure(folder: Path, case: Case, *, twice: bool = False) -> tuple[float, float]:
     """Peaks of the first rank in GiB: after acting, after training."""
-    context, store = multiprocessing.get_context("spawn"), rendezvous(case.ranks, "127.0.0.1")
+    context, meet = multiprocessing.get_context("spawn"), rendezvous(case.ranks, "127.0.0.1", timeout_s=3600)
     ends, processes = [], []
     for rank in range(case.ranks):
         ours, theirs = context.Pipe()
-        seat = RankSeat(rank=rank, world=case.ranks, host="127.0.0.1" if store else "", port=store.port if store else 0)
+        seat = replace(meet.seat, rank=rank, world=case.ranks)
         processes.append(context.Process(target=process, args=(folder, case, seat, twice, theirs)))
         processes[-1].start()
         theirs.close()

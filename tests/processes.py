@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,3 +150,23 @@ def start_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Co
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
     return Command(process, out, err)
+
+
+def listening(pids: Sequence[int]) -> set[str]:
+    """Addresses at which processes wait for TCP connections."""
+    held = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                held.add(os.readlink(entry))
+            except OSError:
+                continue  # it was closed in this moment
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in held:
+                words = bytes.fromhex(local.partition(":")[0])
+                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.add(socket.inet_ntop(family, packed))
+    return found

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed import TCPStore
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.runtime.build import Blueprint, draw_blueprint
-from embodyrl.runtime.policy_hosts import policy_init
+from embodyrl.runtime.policy_hosts import policy_init, rendezvous
 from embodyrl.types import encode_instruction
 from embodyrl.workers.messages import InferItem, InferOrder, LoadOrder, RankSeat, SaveOrder, UpdateOrder
 from embodyrl.workers.policy_host import PolicyHost
@@ -37,11 +36,13 @@ class Job:
     """One sample, which one rank trains on, has an advantage that is no number."""
 
 
-def run_ranks(folder: Path, world: int, jobs: Sequence[Job], *, deadline_s: float = 900.0) -> None:
+def run_ranks(
+    folder: Path, world: int, jobs: Sequence[Job], *, host: str = "127.0.0.1", deadline_s: float = 900.0
+) -> None:
     """Carry out jobs on `world` ranks; each leaves <folder>/<name>/ with metrics.json and what was saved."""
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in jobs]
+    meetings = [rendezvous(world, host, timeout_s=3600) for _ in jobs]
     context = multiprocessing.get_context("spawn")
-    work = [(job, store.port) for job, store in zip(jobs, stores, strict=True)]
+    work = [(job, meeting.seat) for job, meeting in zip(jobs, meetings, strict=True)]
     processes = [context.Process(target=_rank, args=(folder, rank, world, work)) for rank in range(world)]
     for process in processes:
         process.start()
@@ -51,6 +52,8 @@ def run_ranks(folder: Path, world: int, jobs: Sequence[Job], *, deadline_s: floa
     for process in processes:
         process.kill()
         process.join()
+    for meeting in meetings:
+        meeting.close()
     assert codes == [0] * world, f"exit codes {codes}"
 
 
@@ -66,19 +69,18 @@ def state(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _rank(folder: Path, rank: int, world: int, work: Sequence[tuple[Job, int]]) -> None:
+def _rank(folder: Path, rank: int, world: int, work: Sequence[tuple[Job, RankSeat]]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    for job, port in work:
-        _do(folder / job.name, rank, world, job, port)
+    for job, seat in work:
+        _do(folder / job.name, job, replace(seat, rank=rank, world=world))
 
 
-def _do(folder: Path, rank: int, world: int, job: Job, port: int) -> None:
-    words = (*job.words, f"actor.fsdp.size={world}", "actor.global_batch_size=6", "env.train.total_num_envs=8")
+def _do(folder: Path, job: Job, seat: RankSeat) -> None:
+    words = (*job.words, f"actor.fsdp.size={seat.world}", "actor.global_batch_size=6", "env.train.total_num_envs=8")
     cfg = toy_config(folder, "launcher=local", *words)
     blueprint = draw_blueprint(cfg, training=True)
-    seat = RankSeat(rank=rank, world=world, host="127.0.0.1" if world > 1 else "", port=port)
     arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
     host = PolicyHost(replace(policy_init(blueprint, arena, None), seat=seat))
     tickets = fill(arena, blueprint, host)
@@ -92,7 +94,7 @@ def _do(folder: Path, rank: int, world: int, job: Job, port: int) -> None:
         (done,) = host.handle(order)
         metrics.append(done.metrics)
     list(host.handle(SaveOrder(sequence=0, folder=str(folder / "saved"))))
-    if rank == 0:
+    if seat.rank == 0:
         (folder / "metrics.json").write_text(json.dumps(metrics))
     host.close()
     arena.close()

@@ -165,7 +165,7 @@ class ChunkedEnv:
                 )
         shape = (len(slots), num_actions)
         flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
-        result = ChunkResult(reward=np.zeros(shape, np.float32), components=None, **flags)
+        result = ChunkResult(reward=np.zeros(shape, np.float32), components=None, unjudged={}, **flags)
         self._fill(result, slots, choose, after_step)
         return result
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.gate import LOOPBACK
 from embodyrl.config.placement import parse_placement
 from embodyrl.config.schema import ClusterConfig
 from embodyrl.devices import visible_gpus
@@ -133,7 +134,8 @@ class RayLauncher:
 
     @property
     def host(self) -> str:
-        return ray.util.get_node_ip_address()
+        apart = {self._nodes[i] for i in self._placement["actor"]} - {self._driver_node}
+        return ray.util.get_node_ip_address() if apart else LOOPBACK
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         assert spec.name not in self._seats, f"worker {spec.name} is already running"

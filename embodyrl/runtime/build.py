@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from embodyrl.algorithms import Algorithm
 from embodyrl.channels.arena import Arena
@@ -23,16 +22,13 @@ from embodyrl.runtime.dump import DUMP_LIMIT
 from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset_ids
 from embodyrl.runtime.fleet import Callback, Fleet
 from embodyrl.runtime.policy_client import PolicyClient
-from embodyrl.runtime.policy_hosts import is_apart, plan_hosts, rendezvous, shared_arena
+from embodyrl.runtime.policy_hosts import Rendezvous, is_apart, plan_hosts, rendezvous, shared_arena
 from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
 from embodyrl.runtime.texts import fit_lengths, sampling_problems, with_task
 from embodyrl.runtime.timeline import Timeline
 from embodyrl.types import EnvSpec, PolicySpec
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 # Simulators and renderers spin up a thread per core each unless told otherwise; with several worker processes these
 # threads fight (measured: 5 to 15 times slower).
@@ -77,8 +73,8 @@ class Crew:
     arena: Arena
     rollouts: Rollouts
     policy: PolicyClient
-    store: TCPStore | None = None
-    """Rendezvous of the actor ranks."""
+    meet: Rendezvous
+    """Of the actor ranks."""
     trace: Path | None = None
     """Where the timeline goes at the end."""
 
@@ -88,6 +84,7 @@ class Crew:
         if self.trace is not None:
             self.fleet.timeline.write(self.trace)
         self.policy.close()
+        self.meet.close()
         self.arena.close()
 
 
@@ -221,9 +218,8 @@ def start_crew(
     fleet = Fleet(launcher, cfg.faults, say, timeline)
     # One bucket is filled while the other is taken.
     mail = Arena.create(bucket_layout(), 2) if is_apart(blueprint) else None
-    store = rendezvous(blueprint.ranks, launcher.host)
-    meet = (launcher.host, store.port) if store else ("", 0)
-    hosts = plan_hosts(blueprint, arena, start_from, mail=mail, meet=meet)
+    meet = rendezvous(blueprint.ranks, launcher.host, timeout_s=cfg.faults.update_timeout_s)
+    hosts = plan_hosts(blueprint, arena, start_from, mail=mail, seat=meet.seat)
     policy = PolicyClient(fleet, hosts, timeout_s=cfg.faults.update_timeout_s, mail=mail)
     rules = RolloutRules(
         stages=cfg.rollout.pipeline_stage_num,
@@ -246,10 +242,11 @@ def start_crew(
     except BaseException:
         fleet.stop()
         policy.close()
+        meet.close()
         arena.close()
         raise
     trace = log_dir / "trace.json" if cfg.runner.trace else None
-    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy, store=store, trace=trace)
+    return Crew(fleet=fleet, arena=arena, rollouts=rollouts, policy=policy, meet=meet, trace=trace)
 
 
 def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:

@@ -126,6 +126,7 @@ def run_evaluation(
         raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn goes on)")
     for problem, times in Counter(failed).most_common(3):
         warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
+    collection.complain(warn, set())
     if not rows:
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
     result = _summarise(rows, collection, blueprint.env.tasks, folder)

@@ -8,8 +8,12 @@ from dataclasses import dataclass, field, fields
 from itertools import chain
 
 from embodyrl.channels.arena import Ticket
+from embodyrl.errors import EmbodyError
 from embodyrl.runtime.episodes import RolloutPlan
 from embodyrl.types import Episode, EpisodeSpec
+
+_REASONS = 10
+"""Different reasons that are said in a run."""
 
 VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
 """Returns (file stem, which outcomes to keep) for an episode that is recorded."""
@@ -53,6 +57,26 @@ class Collection:
     """Greedy episode of each group, where the algorithm compares with it."""
     tally: Tally = field(default_factory=Tally)
     video_problems: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
+    """Why the reward of an episode is not known, once for each of them."""
+
+    def complain(self, say: Callable[[str], None], known: set[str]) -> None:
+        """Say why rewards are not known, each reason once in a run (`known`), and of many different ones a few.
+
+        Raises:
+            EmbodyError: not a single reward is known.
+        """
+        count = len(self.episodes) + len(self.filtered)
+        for why, times in Counter(self.unjudged).most_common(3):
+            if count and len(self.unjudged) >= count:
+                raise EmbodyError(
+                    f"None of {count} answers could be judged: {why}. Learning from that would be learning from noise. "
+                    "Is the reward (reward.name, reward.path) there and right, and reward.timeout_s long enough? What "
+                    "it prints is in the logs of the env workers."
+                )
+            if why not in known and len(known) < _REASONS:
+                say(f"warning: {times} of {count} answers could not be judged and earn 0: {why}")
+                known.add(why)
 
 
 class Queue:

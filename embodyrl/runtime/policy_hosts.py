@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import secrets
+import socket
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.gate import LOOPBACK, open_gate
 from embodyrl.config.schema import Config, RolloutMode
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -25,30 +28,54 @@ def is_apart(blueprint: Blueprint) -> bool:
     return blueprint.algorithm is not None and blueprint.cfg.rollout.mode == RolloutMode.disaggregated
 
 
-def rendezvous(ranks: int, host: str) -> TCPStore | None:
-    """Where the actor ranks meet: it lives as long as the driver, at a port that the system chose."""
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the actor ranks meet, as long as the driver lives."""
+
+    seat: RankSeat
+    """What every rank must know."""
+    store: TCPStore | None = None
+    gate: socket.socket | None = None
+    """Listens for ranks on other hosts."""
+
+    def close(self) -> None:
+        """Listen no longer; idempotent."""
+        if self.gate is not None and self.gate.fileno() != -1:
+            self.gate.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for visitors
+            self.gate.close()
+
+
+def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
+    """Open a store on the loopback interface and, if ranks come from other hosts, a gate to it at address `host`."""
     if ranks == 1:
-        return None
+        return Rendezvous(RankSeat())
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store listens on all interfaces
+    port = listener.getsockname()[1]
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    seat = RankSeat(host=host, port=port, timeout_s=timeout_s)
+    if host == LOOPBACK:
+        return Rendezvous(seat, store)
+    secret = secrets.token_bytes(32)
+    gate = open_gate(host, port, secret)
+    return Rendezvous(replace(seat, port=gate.getsockname()[1], secret=secret), store, gate)
 
 
 def plan_hosts(
-    blueprint: Blueprint, arena: Arena, start_from: Path | None, *, mail: Arena | None, meet: tuple[str, int]
+    blueprint: Blueprint, arena: Arena, start_from: Path | None, *, mail: Arena | None, seat: RankSeat
 ) -> list[WorkerSpec]:
-    """Say which processes hold the policy of a run, the actor ranks first, who meet at a host and port.
+    """Say which processes hold the policy of a run, the actor ranks first, who meet at their `seat`.
 
     `start_from` replaces the weights of `model.path`; `mail` are the buckets where rollout and actor are apart.
     """
     cfg, ranks = blueprint.cfg, blueprint.ranks
     common = replace(policy_init(blueprint, arena, start_from), mail=mail.handle if mail else None)
-    seat = RankSeat(world=ranks, host=meet[0], port=meet[1], timeout_s=cfg.faults.update_timeout_s)
     actors = [
         _spec(
             f"policy_{rank}" if rank else "policy",
             "actor",
-            replace(common, seat=replace(seat, rank=rank), acts=mail is None),
+            replace(common, seat=replace(seat, rank=rank, world=ranks), acts=mail is None),
             blueprint.devices.of_policy(rank),
         )
         for rank in range(ranks)

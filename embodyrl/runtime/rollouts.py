@@ -298,6 +298,9 @@ class Rollouts:
             job = slots[recording.slot].job
             if recording.problem and job is not None:
                 job.out.video_problems.append(recording.problem)
+        for local, why in report.unjudged:
+            if (job := slots[local].job) is not None:
+                job.out.unjudged.append(why)
         if orders.steps:
             rows = [order.source.record for order in orders.steps]
             results = {name: self._arena[name][rows] for name in RESULTS}

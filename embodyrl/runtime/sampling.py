@@ -71,6 +71,7 @@ class Sampler:
         collection.episodes += more.episodes
         collection.tickets |= more.tickets
         collection.dropped += more.dropped
+        collection.unjudged += more.unjudged
         collection.refills += missing
         collection.tally.add(more.tally)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.config.schema import Config
-from embodyrl.errors import Interrupted
+from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
 from embodyrl.runtime.dump import write_dump
@@ -72,6 +72,7 @@ class _Training:
         self.monitor = self.session.monitor
         self.first: EvalResult | None = None
         self.last: EvalResult | None = None
+        self.reasons: set[str] = set()
 
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
@@ -122,6 +123,7 @@ class _Training:
             started = time.perf_counter()
             crew.fleet.timeline.begin()
             rollout = sampler.collect(step, lambda done, total: self.monitor.progress(done, total, "rollout"))
+            self._check_rewards(rollout, crew, actors)
             with crew.fleet.shield():
                 if not self._validates_after(step):
                     sampler.ahead(step + 1)
@@ -156,6 +158,15 @@ class _Training:
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
             session.save_if_due(lambda: self._save(crew, actors))
+
+    def _check_rewards(self, rollout: Collection, crew: Crew, actors: Actors) -> None:
+        try:
+            rollout.complain(self.monitor.text, self.reasons)
+        except EmbodyError:
+            if self.session.step:
+                self._save(crew, actors)
+                self.session.settle()
+            raise
 
     @property
     def _validates(self) -> bool:

@@ -47,6 +47,7 @@ class EnvWorker:
         self._env: Env = ENVS.get(init.cfg.env.env_type).make(init.cfg.env, init.num_slots)
         self._tapes: dict[int, _Tape] = {}
         self._problems: list[Recording] = []
+        self._unjudged: dict[int, str] = {}
         self._render_s = 0.0
 
     def ready(self) -> WorkerReady:
@@ -70,6 +71,7 @@ class EnvWorker:
             render_s=self._render_s,
             reset_s=ended - stepped - (self._render_s - step_render_s),
             recordings=tuple(recordings + self._take_problems()),
+            unjudged=tuple(self._unjudged.items()) if order.steps else (),
         )
 
     def _step(self, orders: tuple[StepOrder, ...]) -> list[Recording]:
@@ -91,6 +93,7 @@ class EnvWorker:
         for name in ("reward", "terminated", "truncated", "valid", "success"):
             arena[name][records, :length] = getattr(result, name)
             arena[name][records, length:] = 0
+        self._unjudged = result.unjudged
         arena["components"][records] = 0 if result.components is None else result.components
         self._observe(slots, [o.target for o in orders])
         return [

@@ -3,7 +3,7 @@
 Without slots, because those of a frozen dataclass are pickled by Python code, several times slower.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from embodyrl.channels.arena import Ticket
 from embodyrl.channels.buckets import WeightInfo, WeightPart
@@ -90,6 +90,8 @@ class EnvReport:
     render_s: float
     reset_s: float
     recordings: tuple[Recording, ...] = ()
+    unjudged: tuple[tuple[int, str], ...] = ()
+    """Slots whose reward is not known, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +202,8 @@ class RankSeat:
     host: str = ""
     """Of the rendezvous store; empty: nobody to meet."""
     port: int = 0
+    secret: bytes = field(default=b"", repr=False)
+    """What the gate to the store asks for (`channels/gate.py`); empty: the store itself is there, on this host."""
     timeout_s: float = 3600.0
     """Longest wait of a collective."""
 

@@ -4,6 +4,11 @@ While acting, the parameters are gathered on every rank: no collective runs duri
 different number of times. While training they are sharded.
 """
 
+import fcntl
+import json
+import os
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,9 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from embodyrl.channels.gate import LOOPBACK, pass_gate
 from embodyrl.config.schema import FsdpConfig
+from embodyrl.errors import EmbodyError
 from embodyrl.types import PolicyScores
 from embodyrl.workers.messages import RankSeat
+
+_SIOCGIFADDR = 0x8915
 
 
 class OneRank:
@@ -129,9 +138,16 @@ class ShardedRanks(OneRank):
         return PolicyScores(logprob=logprob, entropy=entropy, value=value)
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        everybody: list[Any] = [None] * self.seat.world
-        dist.all_gather_object(everybody, parts)
-        return [part for rank in everybody for part in rank]
+        # As JSON: torch's own exchange of objects unpickles whatever arrives.
+        device = next(self._module.parameters()).device
+        mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.seat.world)]
+        dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
+        longest = max(int(length) for length in lengths)
+        padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
+        dist.all_gather(padded, torch.nn.functional.pad(mine, (0, longest - len(mine))))
+        texts = (row[: int(length)].cpu().numpy().tobytes() for row, length in zip(padded, lengths, strict=True))
+        return [part for text in texts for part in json.loads(text)]
 
     def train(self) -> None:
         # Ranks that acted a different number of times would prefetch in different orders. It also frees what is whole.
@@ -212,9 +228,30 @@ def _join(seat: RankSeat, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)  # the only one that the process sees
     limit = timedelta(seconds=seat.timeout_s)
-    store: Store = TCPStore(seat.host, seat.port, is_master=False, timeout=limit) if seat.host else HashStore()
+    for library in ("GLOO", "NCCL"):  # left to themselves, they listen on the interface of the host's name, or on all
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface_to(seat.host or LOOPBACK))
+    host, port = seat.host, seat.port
+    if seat.secret:
+        host, port = pass_gate(host, port, seat.secret).getsockname()
+    store: Store = TCPStore(host, port, is_master=False, timeout=limit) if host else HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.world, timeout=limit)
+
+
+def interface_to(host: str) -> str:
+    """Name of the network interface through which this host reaches another one, or itself."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(reply[20:24]) == address or (name == "lo" and address.startswith("127.")):
+                return name
+    raise EmbodyError(f"No network interface has the address {address}, by which this host reaches {host}.")
 
 
 def _whole(shard: Tensor, *, keep: bool) -> Tensor:

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from processes import Command, start_cli, wait_until, workers_of
+from processes import Command, listening, start_cli, wait_until, workers_of
 from toy_gates import GATE
 from toy_runs import toy_words
 
@@ -213,6 +213,7 @@ def test_a_rank_that_dies_in_an_update_ends_the_others_at_once(start, tmp_path):
     command = start("algorithm.adv_type=toy_gates:GATED_GRPO", "actor.fsdp.size=2", **{GATE: str(gate)})
     command.wait_for(gate, deadline_s=100)
     victim = command.worker("policy_1")
+    assert listening([command.pid, command.worker("policy"), victim]) == {"127.0.0.1"}
     os.kill(victim, signal.SIGSTOP)
     open_gate(gate)
     os.kill(victim, signal.SIGKILL)

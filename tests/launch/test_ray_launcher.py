@@ -13,6 +13,7 @@ from toy_runs import comparable, rows, toy_config, train_toy, weights
 from embodyrl.channels.arena import Arena
 from embodyrl.runtime.build import draw_blueprint, env_spec
 from embodyrl.runtime.policy_hosts import plan_hosts
+from embodyrl.workers.messages import RankSeat
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
@@ -115,7 +116,7 @@ def test_each_actor_sees_its_own_gpu_and_simulators_one_in_turn(tmp_path, monkey
     blueprint = draw_blueprint(cfg, training=True)
     blind = replace(blueprint, env=replace(blueprint.env, on_gpu=False))
     arena = Arena.create(blueprint.layout, 1)
-    specs = plan_hosts(blueprint, arena, None, mail=None, meet=("", 0))
+    specs = plan_hosts(blueprint, arena, None, mail=None, seat=RankSeat())
     specs += [env_spec(blueprint, arena, number) for number in range(4)]
     specs.append(replace(env_spec(blind, arena, 0), name="env_4"))
     head = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False}

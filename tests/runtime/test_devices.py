@@ -14,6 +14,7 @@ from embodyrl.devices import deal_devices, visible_gpus
 from embodyrl.launch.local import LocalLauncher
 from embodyrl.runtime.build import count_env_workers, draw_blueprint, env_spec
 from embodyrl.runtime.policy_hosts import is_apart, plan_hosts
+from embodyrl.workers.messages import RankSeat
 
 APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1", "launcher.env_workers=2")
 
@@ -46,7 +47,7 @@ def seen_by_processes(folder, blueprint):
     """What the processes of a run find in CUDA_VISIBLE_DEVICES, started from its plan with a light worker inside."""
     arena = Arena.create(blueprint.layout, 1)
     mail = Arena.create(bucket_layout(), 2) if is_apart(blueprint) else None
-    specs = plan_hosts(blueprint, arena, None, mail=mail, meet=("", 0))
+    specs = plan_hosts(blueprint, arena, None, mail=mail, seat=RankSeat())
     specs += [env_spec(blueprint, arena, number) for number in range(len(blueprint.seats))]
     launcher, seen = LocalLauncher(folder), {}
     try:

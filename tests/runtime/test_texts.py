@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from embodyrl.cli.main import main
 from embodyrl.config.load import load_config, save_config
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.policies.causal_lm.loading import tiny_model, tiny_tokenizer
 from embodyrl.runtime.build import draw_blueprint
 from embodyrl.runtime.checks import check_components
@@ -121,11 +121,28 @@ def test_a_model_folder_with_a_chat_template_learns_from_a_file_of_sums(tmp_path
 
 
 @pytest.mark.integration
-def test_rewards_that_fail_are_counted(tmp_path: Path):
-    path = ("reward.name=null", "reward.weights={}", "reward.path=test_texts:broken", "runner.max_steps=1")
-    (row,) = rows(train(text_config(tmp_path, *path)).run)
-    assert row["train/reward_errors"] == 1.0
-    assert row["train/groups_without_signal"] == 1.0
+def test_rewards_that_fail_are_counted_and_named_once(tmp_path: Path):
+    path = ("reward.name=null", "reward.weights={}", "reward.path=test_texts:moody")
+    run = train(text_config(tmp_path, *path)).run
+    assert [0 < row["train/reward_errors"] < 1 for row in rows(run)] == [True, True]
+    events = (run / "logs" / "events.log").read_text()
+    assert events.count("could not be judged and earn 0: RuntimeError: no reward for this") == 1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("path", ["test_texts:broken", "http://127.0.0.1:9/score"])
+def test_a_run_ends_whose_answers_nobody_can_judge(tmp_path: Path, path: str):
+    reward = ("reward.name=null", "reward.weights={}", f"reward.path={path}")
+    with pytest.raises(EmbodyError, match=r"None of 8 answers could be judged: .*(no reward today|refused)"):
+        train(text_config(tmp_path, *reward))
+    with pytest.raises(EmbodyError, match=r"None of 4 answers could be judged: .*(no reward today|refused)"):
+        train(text_config(tmp_path, *reward, "runner.experiment_name=eval", "runner.val_check_interval=1"))
+
+
+def moody(prompt: str, response: str, reference: str) -> float:
+    if sum(map(ord, response)) % 2:
+        raise RuntimeError("no reward for this")
+    return 0.5
 
 
 def broken(prompt: str, response: str, reference: str) -> float:

@@ -49,7 +49,8 @@ def test_two_ranks_equal_one(tmp_path):
 @pytest.mark.timeout(300)
 def test_all_ranks_refuse_what_is_not_finite_on_one(tmp_path):
     words = (*FULL, "faults.on_nonfinite=skip", "algorithm.update_epoch=1")
-    run_ranks(tmp_path, 2, [Job(name="before", words=words, last=0), Job(name="bad", words=words, last=1, poison=True)])
+    jobs = [Job(name="before", words=words, last=0), Job(name="bad", words=words, last=1, poison=True)]
+    run_ranks(tmp_path, 2, jobs, host="127.0.0.2")  # as between hosts: through the gate
     (metrics,) = losses(tmp_path / "bad")
     assert (metrics["skipped_nonfinite"], metrics["optimizer_steps"]) == (1, 0)
     before, after = state(tmp_path / "before" / "saved"), state(tmp_path / "bad" / "saved")

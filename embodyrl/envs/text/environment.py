@@ -129,14 +129,17 @@ class ConversationEnv:
             )
             for i in over
         ]
+        unjudged: dict[int, str] = {}
         for i, judged in zip(over, self._judge(answers) if answers else [], strict=True):
             reward[i, last[i]] = self._coef * judged.reward
             flags["success"][i, last[i]] = judged.success
             flags["terminated"][i, last[i]] = True
             flags["truncated"][i, last[i]] = talks[i].cut_off
             components[i] = judged.components
+            if judged.problem is not None:
+                unjudged[slots[i]] = judged.problem
             talks[i].messages.append(Message(role="assistant", content=clip(talks[i].reply, LAST_BYTES - 16)))
-        return ChunkResult(reward=reward, valid=valid, components=components, **flags)
+        return ChunkResult(reward=reward, valid=valid, components=components, unjudged=unjudged, **flags)
 
     def _use_tool(self, talk: _Talk) -> bool:
         """Answer the tool call that a reply makes, if it makes one and a further reply can follow."""

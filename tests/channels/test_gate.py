@@ -1,0 +1,40 @@
+"""The gate between hosts: who knows the secret is connected, nobody else is heard, the server behind it is private."""
+
+import os
+import socket
+
+import pytest
+from processes import listening, wait_until
+from torch.distributed import TCPStore
+
+from embodyrl.channels.gate import pass_gate
+from embodyrl.runtime.policy_hosts import rendezvous
+
+
+def test_a_store_behind_a_gate_serves_who_knows_the_secret():
+    meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
+    way = pass_gate("127.0.0.2", meeting.seat.port, meeting.seat.secret)
+    client = TCPStore(*way.getsockname(), is_master=False)
+    client.set("key", b"x" * 100_000)
+    assert meeting.store is not None
+    assert meeting.store.get("key") == b"x" * 100_000
+    assert listening([os.getpid()]) == {"127.0.0.1", "127.0.0.2"}
+    way.shutdown(socket.SHUT_RDWR)
+    way.close()
+    meeting.close()
+    assert wait_until(lambda: "127.0.0.2" not in listening([os.getpid()]), 10)
+
+
+@pytest.mark.parametrize("said", [b"\0" * 32, b"x" * 100_000, b"short"])
+def test_a_stranger_is_cut_off(said: bytes):
+    meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
+    with socket.create_connection(("127.0.0.2", meeting.seat.port), 10) as stranger:
+        assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+        try:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            heard = stranger.recv(1)
+        except OSError:
+            heard = b""
+        assert heard == b""
+    meeting.close()
