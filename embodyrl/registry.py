@@ -1,8 +1,12 @@
 """One registry for every seam: short name, "package.module:attr", or installed entry point."""
 
 import difflib
+import functools
 import importlib
-from collections.abc import Iterable
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -25,18 +29,47 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
     return f" Did you mean '{best}'?"
 
 
+def has(*names: str) -> Callable[[Any], bool]:
+    """A check for `Registry`: an object, no class, with all of these attributes."""
+    return lambda found: not isinstance(found, type) and all(hasattr(found, name) for name in names)
+
+
+def takes(arguments: int) -> Callable[[Any], bool]:
+    """A check for `Registry`: a function, or an object that can be called, of so many arguments; 0: of any.
+
+    What the standard library defines is nobody's plugin.
+    """
+
+    def check(found: Any) -> bool:
+        while isinstance(found, functools.partial) and not found.keywords:
+            return takes(arguments + len(found.args))(found.func)
+        home = (getattr(found, "__module__", None) or type(found).__module__).partition(".")[0]
+        if not callable(found) or home in sys.stdlib_module_names:
+            return False
+        try:
+            inspect.signature(found).bind(*range(arguments)) if arguments else None
+        except (TypeError, ValueError):  # too few or too many; a C function that does not tell
+            return False
+        return True
+
+    return check
+
+
 class Registry(Generic[T]):
     """Names of one seam. Values are objects, or "module:attr" strings that are imported on first use.
 
-    >>> shapes: Registry[type] = Registry("shape", group="embodyrl.shapes")
-    >>> shapes.add("odict", "collections:OrderedDict")
-    >>> shapes.get("odict").__name__
-    'OrderedDict'
+    What a name leads to must pass `fits`, which looks at it and never calls it; `wants` is its wording.
+
+    >>> numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
+    >>> numbers.add("tau", "math:tau")
+    >>> numbers.get("tau")
+    6.283185307179586
     """
 
-    def __init__(self, kind: str, *, group: str) -> None:
+    def __init__(self, kind: str, *, group: str, wants: str, fits: Callable[[Any], bool]) -> None:
         self.kind = kind
         self.group = group
+        self._wants, self._fits = wants, fits
         self._items: dict[str, Any] = {}
 
     def add(self, name: str, value: T | str) -> None:
@@ -49,27 +82,41 @@ class Registry(Generic[T]):
         """All short names, entry points of installed packages included."""
         return sorted({*self._items, *(e.name for e in entry_points(group=self.group))})
 
+    def problems(self, names: Iterable[str], key: str) -> list[str]:
+        """What is wrong with the names that `key` holds, one line each; short names are not imported."""
+        found: list[str] = []
+        for name in {*names} - {*self.names()}:
+            try:
+                self.get(name)
+            except UnknownNameError as error:
+                found.append(f"{key}: {error}")
+        return found
+
     def get(self, name: str) -> T:
         """Look a name up.
 
         Raises:
-            UnknownNameError: nothing has this name; the message holds the nearest one.
+            UnknownNameError: nothing has this name (the message holds the nearest one), or what has it is of another
+                kind.
         """
-        if ":" in name:
-            return self._load(name)
-        if name in self._items:
-            value = self._items[name]
-            return self._load(value) if isinstance(value, str) else value
-        for entry in entry_points(group=self.group):
-            if entry.name == name:
-                return entry.load()
-        raise UnknownNameError(
-            f"Unknown {self.kind} '{name}'.{closest(name, self.names())} Known: {', '.join(self.names())}. "
-            f"To plug in your own, use 'package.module:attr' or an '{self.group}' entry point."
-        )
+        value: Any = name
+        if ":" not in name:
+            entries = (entry.value for entry in entry_points(group=self.group) if entry.name == name)
+            value = self._items[name] if name in self._items else next(entries, None)
+            if value is None:
+                raise UnknownNameError(
+                    f"Unknown {self.kind} '{name}'.{closest(name, self.names())} Known: {', '.join(self.names())}. "
+                    f"To plug in your own, use 'package.module:attr' or an '{self.group}' entry point."
+                )
+        found = self._load(value) if isinstance(value, str) else value
+        if not self._fits(found):
+            raise UnknownNameError(f"{self.kind} '{name}' is {type(found).__name__} {found!r:.80}, not {self._wants}.")
+        return found
 
-    def _load(self, target: str) -> T:
+    def _load(self, target: str) -> Any:
         module_name, _, attribute = target.partition(":")
+        if not re.fullmatch(r"[\w.]+:[\w.]+", target):
+            raise UnknownNameError(f"{self.kind} '{target}' is not written package.module:attr.")
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:

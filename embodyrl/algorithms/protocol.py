@@ -149,5 +149,12 @@ class PolicyLoss:
     """Samples without advantage matter as well: for a term that has no advantage in it, or for statistics."""
 
 
-ADVANTAGES: Registry[AdvantageEstimator] = Registry("adv_type", group="embodyrl.advantages")
-LOSSES: Registry[PolicyLoss] = Registry("loss_type", group="embodyrl.losses")
+ADVANTAGES: Registry[AdvantageEstimator] = Registry(
+    "adv_type",
+    group="embodyrl.advantages",
+    wants="an AdvantageEstimator",
+    fits=lambda found: isinstance(found, AdvantageEstimator),
+)
+LOSSES: Registry[PolicyLoss] = Registry(
+    "loss_type", group="embodyrl.losses", wants="a PolicyLoss", fits=lambda found: isinstance(found, PolicyLoss)
+)

@@ -8,6 +8,7 @@ from pathlib import Path
 from embodyrl.checkpoint.store import CheckpointStore, size_bytes
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
+from embodyrl.config.trust import TRUST
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.registry import closest
 
@@ -16,6 +17,8 @@ def ckpt(args: argparse.Namespace) -> int:
     """Run `embodyrl ckpt`."""
     verbs = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
     wants = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
+    args.trust = [word for word in args.words if word == TRUST]
+    args.words = [word for word in args.words if word != TRUST]
     verb = args.words[0] if args.words else ""
     if verb not in verbs:
         what = f"'{verb}' is none of them.{closest(verb, verbs)}" if verb else "which one?"
@@ -70,7 +73,7 @@ def _export(args: argparse.Namespace) -> int:
     store, steps = _target(args.words[1])
     from embodyrl.runtime.export import export
 
-    out = export(store.root.parent, steps[-1], Path(args.words[2]))
+    out = export(store.root.parent, steps[-1], Path(args.words[2]), overrides=args.trust)
     show_result(args, {"path": out}, [f"exported {store.path(steps[-1])} to {out}"])
     return 0
 

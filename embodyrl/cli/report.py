@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run, is_running
+from embodyrl.config.trust import TRUST
 from embodyrl.errors import CheckFailedError, ConfigError
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 
@@ -80,6 +81,8 @@ def picture(history: History) -> RenderableType:
 
 def replay(args: argparse.Namespace) -> int:
     """Run `embodyrl replay`."""
+    trust = [word for word in args.words if word == TRUST]
+    args.words = [word for word in args.words if word != TRUST]
     if len(args.words) != 1 or not (args.step or "1").isdecimal():
         raise ConfigError("embodyrl replay takes one run and a step: embodyrl replay runs/my_run --step 51.")
     run = find_run(args.words[0])
@@ -88,7 +91,7 @@ def replay(args: argparse.Namespace) -> int:
     from embodyrl.runtime.replay import replay as compute
 
     step = int(args.step or max(dumped_steps(run), default=1))
-    result = compute(run, step)
+    result = compute(run, step, overrides=trust)
     columns = {
         "episode": result.episode,
         "chunk": result.chunk,

@@ -12,6 +12,7 @@ from pathlib import Path
 from embodyrl.cli.runs import find_run, newest_run
 from embodyrl.config.load import dump_config, load_config, load_saved_config
 from embodyrl.config.schema import Config
+from embodyrl.config.trust import TRUST
 from embodyrl.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
         cfg, resume = _train_config(args)
         return cfg, {} if cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
-        if words or folders:
+        if {*words} - {TRUST} or folders:
             raise ConfigError("--resume goes on with exactly the settings of that evaluation; leave the others out.")
         found = find_run(args.resume)
         if (found / "checkpoints").is_dir():
@@ -52,7 +53,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
                 f"{found} is a training run. Go on with it: embodyrl train --resume {found}. "
                 f"Evaluate what it learned: embodyrl eval ckpt={found}."
             )
-        return load_saved_config(found, []), {"resume": found}
+        return load_saved_config(found, words), {"resume": found}
     return load_config(args.command, words, config_dirs=folders, base=_config_of_ckpt(words)), {}
 
 

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from embodyrl.config import tree
 from embodyrl.config.keys import Key, all_keys, branches, free_parent, spell, suggest_key
 from embodyrl.config.schema import Config
+from embodyrl.config.trust import distrusted
 from embodyrl.config.validate import find_conflicts, find_invalid
 from embodyrl.errors import ConfigError
 from embodyrl.files import write_atomically
@@ -57,13 +58,14 @@ def load_config(
     problems: list[str] = []
     groups, settings = _split(command, overrides, config_dirs, problems)
     if base is None or "experiment" in groups:  # an experiment chooses everything
-        composed, inherited = _compose(command, groups, config_dirs, problems), []
+        composed, inherited = _compose(command, groups, config_dirs, problems), list[_Setting]()
     else:
         # What suits an environment and a shipped model says nothing about the weights of a run.
         alone = {} if "model" in groups or tree.root_file(command) != "train" else {"start": "none"}
         composed = _compose(command, {**groups, **alone}, config_dirs, problems)
         wanted = ("model",) if command == "train" else ("env", "model", "algorithm")
         inherited = _inherit(base, [section for section in wanted if section not in groups], composed)
+        problems += distrusted(_values(inherited), _values(settings), base)
     return _finish([*composed, *inherited, *settings], problems)
 
 
@@ -96,7 +98,12 @@ def load_saved_config(path: Path, overrides: Sequence[str]) -> Config:
         f"{group}: a saved run has no groups to choose from; override single keys, for example env.reward_coef=2."
         for group in groups
     ]
-    return _finish([*base, *settings], problems)
+    problems += distrusted(_values(base), _values(settings), file)
+    return _finish([*(setting for setting in base if setting.key != "trust"), *settings], problems)
+
+
+def _values(settings: Sequence[_Setting]) -> dict[str, Any]:
+    return {setting.key: setting.value for setting in settings}
 
 
 def save_config(cfg: Config, path: Path) -> None:

@@ -282,6 +282,9 @@ class Config:
     """none, failures, first:N or all."""
     ckpt: str | None = None
     """Weights to start from: a run, a checkpoint folder, or assets/<name>."""
+    trust: bool = False
+    """The config of the run that is resumed or whose weights are used may name code (package.module:attr) and servers;
+    counts only where it is typed."""
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     launcher: LauncherConfig = field(default_factory=LauncherConfig)

@@ -13,10 +13,12 @@ import numpy as np
 from embodyrl.config.schema import DataConfig
 from embodyrl.conversation import Message, TextRow, join_messages
 from embodyrl.errors import ConfigError
-from embodyrl.registry import Registry
+from embodyrl.registry import Registry, takes
 from embodyrl.types import IntArray
 
-SOURCES: Registry[Any] = Registry("data.path", group="embodyrl.text_tasks")
+SOURCES: Registry[Any] = Registry(
+    "data.path", group="embodyrl.text_tasks", wants="a function of yours that returns rows", fits=takes(0)
+)
 """Functions that return rows: package.module:function, or the entry point of an installed package."""
 SUFFIXES = (".jsonl", ".parquet")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.conversation import Answer, Judgement, TextRow
-from embodyrl.registry import Registry
+from embodyrl.registry import Registry, has
 from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 AfterStep = Callable[[int, bool], None]
@@ -143,4 +143,9 @@ class EnvFactory(Protocol):
         ...
 
 
-ENVS: Registry[EnvFactory] = Registry("env", group="embodyrl.envs")
+ENVS: Registry[EnvFactory] = Registry(
+    "env",
+    group="embodyrl.envs",
+    wants="a factory with consumes, validate, spec and make (docs/add_an_env.md)",
+    fits=has("consumes", "validate", "spec", "make"),
+)

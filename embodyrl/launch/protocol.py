@@ -55,4 +55,11 @@ class Launcher(Protocol):
         ...
 
 
-LAUNCHERS: Registry[type[Launcher]] = Registry("launcher", group="embodyrl.launchers")
+LAUNCHERS: Registry[type[Launcher]] = Registry(
+    "launcher",
+    group="embodyrl.launchers",
+    wants="a class with start, send, wait and stop",
+    fits=lambda found: (
+        isinstance(found, type) and all(hasattr(found, name) for name in ("start", "send", "wait", "stop"))
+    ),
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -60,4 +60,9 @@ class Monitor:
         """Flush and end; idempotent."""
 
 
-MONITORS: Registry[Callable[[], Monitor]] = Registry("logger", group="embodyrl.monitors")
+MONITORS: Registry[type[Monitor]] = Registry(
+    "logger",
+    group="embodyrl.monitors",
+    wants="a subclass of embodyrl.monitor.Monitor",
+    fits=lambda found: isinstance(found, type) and issubclass(found, Monitor),
+)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from embodyrl.config.schema import ModelConfig, SamplingParams
-from embodyrl.registry import Registry
+from embodyrl.registry import Registry, has
 from embodyrl.types import (
     ActionKind,
     EnvSpec,
@@ -116,7 +116,12 @@ class PolicyFactory(Protocol):
         ...
 
 
-POLICIES: Registry[PolicyFactory] = Registry("model", group="embodyrl.policies")
+POLICIES: Registry[PolicyFactory] = Registry(
+    "model",
+    group="embodyrl.policies",
+    wants="a factory with consumes, validate, spec and build (`embodyrl new policy` writes one)",
+    fits=has("consumes", "validate", "spec", "build"),
+)
 
 
 def fitting_models(env: EnvSpec) -> str:

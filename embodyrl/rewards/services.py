@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError
-from embodyrl.registry import Registry
+from embodyrl.registry import Registry, takes
 
 
 class Reward(Protocol):
@@ -20,7 +20,12 @@ class Reward(Protocol):
         ...
 
 
-REWARDS: Registry[Reward] = Registry("reward", group="embodyrl.rewards")
+REWARDS: Registry[Reward] = Registry(
+    "reward",
+    group="embodyrl.rewards",
+    wants="a function of (prompt, response, reference)",
+    fits=lambda found: takes(3)(found) and not isinstance(found, type),
+)
 
 
 def find(name: str) -> Reward:

@@ -8,6 +8,7 @@ from embodyrl.config.schema import Config
 from embodyrl.datasets.text import holds_text
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.launch import LAUNCHERS
 from embodyrl.monitor.fanout import missing_loggers
 from embodyrl.policies import POLICIES
 from embodyrl.runtime.texts import env_setup_problems
@@ -27,7 +28,7 @@ _UNREAD: dict[str, tuple[str, ...]] = {
     "check-env": tuple(
         name
         for name in all_keys()
-        if not name.startswith(("env.", "custom"))
+        if not name.startswith(("env.", "custom", "trust"))
         and name not in ("seed", "faults.step_timeout_s", "algorithm.group_size")
     ),
     "sft": (
@@ -62,6 +63,7 @@ def check_components(cfg: Config, command: str = "train") -> None:
         problems += _model(cfg)
     if command != "sft":
         problems += _env(cfg)
+        problems += LAUNCHERS.problems([cfg.launcher.name], "launcher.name")
     if command in ("train", "eval"):
         problems += _algorithm(cfg)
     if problems:

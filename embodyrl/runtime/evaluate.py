@@ -8,6 +8,7 @@ from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.schema import Config
+from embodyrl.config.trust import resume_word
 from embodyrl.errors import ConfigError, Interrupted, WorkerError
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.runtime.build import draw_blueprint, start_crew
@@ -53,7 +54,8 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
                 )
         except (Interrupted, WorkerError) as error:
             said, *details = str(error).splitlines()
-            error.args = ("\n".join([f"{said}; go on with: embodyrl eval --resume {folder.root}", *details]),)
+            said += f"; go on with: embodyrl eval --resume {folder.root}{resume_word(cfg)}"
+            error.args = ("\n".join([said, *details]),)
             raise
         finally:
             crew.close()

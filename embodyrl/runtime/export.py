@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,14 @@ Load it with `model.path=<this folder>`; the configuration of the run is in `emb
 """
 
 
-def export(run: Path, step: int, out: Path) -> Path:
+def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:
     """Write the policy of a checkpoint to a new folder, complete or not at all.
+
+    Args:
+        run: run folder.
+        step: which checkpoint.
+        out: new folder.
+        overrides: `trust=true` where the run's config names code.
 
     Raises:
         CheckpointError: the checkpoint is damaged; names the file.
@@ -48,7 +55,7 @@ def export(run: Path, step: int, out: Path) -> Path:
         raise ConfigError(f"{out} exists; choose another folder.")
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
-    cfg = load_saved_config(run, ())
+    cfg = load_saved_config(run, overrides)
     source = store.path(step) / POLICY_FOLDER
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,14 +56,19 @@ class Replay:
     """What does not agree, a line each."""
 
 
-def replay(run: Path, step: int) -> Replay:
+def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
     """Compute a dumped step of a run again, in this process.
+
+    Args:
+        run: run folder.
+        step: a step with a dump.
+        overrides: `trust=true` where the run's config names code.
 
     Raises:
         CheckpointError: the dump or its checkpoint is missing or damaged, or does not fit the run's config.
     """
     dump, weights = read_dump(run, step), weights_folder(run, step)
-    blueprint = draw_blueprint(_alone(load_saved_config(run, ())), training=True)
+    blueprint = draw_blueprint(_alone(load_saved_config(run, overrides)), training=True)
     algorithm, batch, episodes = blueprint.algorithm, dump.batch, dump.collection.episodes
     assert algorithm is not None
     arena, tickets = _refill(blueprint, dump)

@@ -11,6 +11,7 @@ from typing import Any
 from embodyrl import __version__
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore
 from embodyrl.config.schema import Config, OnSaveError
+from embodyrl.config.trust import resume_word
 from embodyrl.errors import CheckpointError, Interrupted
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
@@ -166,6 +167,6 @@ class Session:
         self.settle()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; saved {saved}; "
-            f"go on with: embodyrl {self._command} --resume {self.folder.root}",
+            f"go on with: embodyrl {self._command} --resume {self.folder.root}{resume_word(self.cfg)}",
         )
         return interruption

@@ -41,7 +41,7 @@ def test_ls_shows_complete_checkpoints_and_the_best(run, capsys):
 
 def test_a_full_export_is_the_policy_with_a_card(run, tmp_path, capsys):
     out = tmp_path / "models" / "mine"
-    answer(capsys, "export", run / "checkpoints" / "step_000002", out)
+    answer(capsys, "export", "trust=true", run / "checkpoints" / "step_000002", out)
     assert {p.name: p.read_bytes() for p in out.glob("*.safetensors")} == weights(run, 2)
     card = (out / "README.md").read_text()
     assert all(text in card for text in ("step 2", "| go right |", "seed 0"))
@@ -52,7 +52,7 @@ def test_export_merges_adapters(tmp_path, capsys):
     lora = ("model.is_lora=true", "model.lora.r=4", "model.lora.lora_alpha=8")
     soup = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
     run = train_toy(tmp_path, *WORDS, *lora, *soup, "env.kwargs.echo=true")
-    answer(capsys, "export", run, tmp_path / "out")
+    answer(capsys, "export", "trust=true", run, tmp_path / "out")
     adapter = load_file(run / "checkpoints/step_000003/policy/lora_adapter/adapter_model.safetensors")
     base, merged = load_file(SOUP / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert base.keys() == merged.keys()

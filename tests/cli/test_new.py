@@ -87,7 +87,7 @@ def test_a_new_policy_trains_with_values_and_its_checkpoint_is_evaluated_without
     assert row(tmp_path)["actor/grad_norm"] > 0
     # One rollout, one forward pass: probabilities while training are those of acting.
     assert row(tmp_path)["actor/logprob_gap"] < 1e-5
-    printed = embodyrl(tmp_path, "eval", "ckpt=runs/run", *SHORT_EVAL, package="my_policy")
+    printed = embodyrl(tmp_path, "eval", "ckpt=runs/run", "trust=true", *SHORT_EVAL, package="my_policy")
     assert "overall" in printed
     assert "2 passed" in own_tests(tmp_path / "my_policy")
 

@@ -64,7 +64,7 @@ def test_eval_of_the_run_leaves_results_of_its_own(trained):
 
 def test_resume_by_path_goes_on_with_the_runs_own_settings(trained):
     cwd, _ = trained
-    done = run_cli("train", "--resume", "runs/run", "runner.max_steps=3", cwd=cwd)
+    done = run_cli("train", "--resume", "runs/run", "trust=true", "runner.max_steps=3", cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in rows(cwd / "runs" / "run")] == [0, 1, 2, 3]
     assert "resumed at step 2" in done.stdout

@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_command_with_exit_6(tmp_path):
     victim = next((run / "checkpoints" / "step_000001" / "policy").glob("*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-1])
     before = (run / "metrics.jsonl").read_bytes()
-    done = run_cli("train", "--resume", str(run), "runner.max_steps=2", cwd=tmp_path)
+    done = run_cli("train", "--resume", str(run), "trust=true", "runner.max_steps=2", cwd=tmp_path)
     assert done.returncode == 6
     assert victim.name in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -143,7 +143,7 @@ def test_ctrl_c_in_an_evaluation_says_how_to_go_on(start, tmp_path):
     open_gate(gate)
     assert command.wait() == 130
     line = assert_one_line_and_no_traceback(command)
-    assert line == f"embodyrl: stopped by SIGINT; go on with: embodyrl eval --resume {tmp_path / 'run'}."
+    assert line == f"embodyrl: stopped by SIGINT; go on with: embodyrl eval --resume {tmp_path / 'run'} trust=true."
 
 
 def test_kill_9_of_the_driver_leaves_no_worker(start, tmp_path):

@@ -119,7 +119,7 @@ def test_reverse_by_sft_then_sparse_reward_resumed_in_the_middle(tmp_path: Path)
     calm = ("algorithm.sampling_params.temperature=0.4", "actor.optim.schedule=constant", "actor.optim.lr=3e-4")
     before, _ = gain(learn(tmp_path, "reverse", *sparse, *calm, name="rl"))
     assert before <= 0.45
-    again = load_saved_config(tmp_path / "rl", ["runner.max_steps=100", "ckpt=null"])
+    again = load_saved_config(tmp_path / "rl", ["trust=true", "runner.max_steps=100", "ckpt=null"])
     resumed = train(again, resume=tmp_path / "rl")
     assert resumed.last is not None
     assert resumed.last.overall.success_once >= 0.8

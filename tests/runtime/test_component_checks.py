@@ -48,6 +48,7 @@ def test_env_type_may_be_code_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "my_kitchen.py").write_text(
         "class Factory:\n"
         "    consumes = frozenset({'kwargs'})\n"
+        "    spec = make = None\n"
         "    def validate(self, cfg):\n"
         "        return [] if cfg.kwargs.get('speed') == 2 else ['env.kwargs.speed: must be 2.']\n"
         "FACTORY = Factory()\n"

@@ -15,6 +15,7 @@ from embodyrl.runtime.build import draw_blueprint
 from embodyrl.runtime.dump import dump_folder, dumped_steps, read_dump
 from embodyrl.runtime.replay import gap, replay
 
+TRUST = ("trust=true",)
 WORDS = ("rollout.dump=true", "runner.save_interval=1", "actor.optim.lr=0.001", "env.kwargs.goal=0.7")
 
 
@@ -25,7 +26,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_the_same_weights_give_the_same_numbers(run, step):
-    result = replay(run, step)
+    result = replay(run, step, overrides=TRUST)
     assert result.problems == ()
     assert len(result.episode) >= 4
     assert gap(result.advantage).max() == 0.0
@@ -40,7 +41,7 @@ def test_dumps_go_with_their_checkpoints(run):
     # The first step needs no checkpoint; those after steps 1 and 2 were pruned, 2 only after the last dump.
     assert dumped_steps(run) == [1, 3, 4]
     with pytest.raises(CheckpointError, match="there are: 1, 3, 4"):
-        replay(run, 2)
+        replay(run, 2, overrides=TRUST)
 
 
 def _change(tree, what):
@@ -69,7 +70,7 @@ def test_what_was_changed_is_seen(run, capsys, what, said):
     _change(tree, what)
     save_state(folder, "dump", tree)
     try:
-        assert main(["replay", str(run), "--step", "4", "--json"]) == 3
+        assert main(["replay", "trust=true", str(run), "--step", "4", "--json"]) == 3
     finally:
         save_state(folder, "dump", before)
     captured = capsys.readouterr()
@@ -78,7 +79,7 @@ def test_what_was_changed_is_seen(run, capsys, what, said):
 
 
 def test_the_command_shows_a_table(run, capsys):
-    assert main(["replay", str(run)]) == 0
+    assert main(["replay", "trust=true", str(run)]) == 0
     printed = capsys.readouterr().out
     assert "step 4 of" in printed
     assert "logprob_gap" in printed
@@ -87,7 +88,7 @@ def test_the_command_shows_a_table(run, capsys):
 
 def test_values_and_a_reference_policy_are_replayed_too(tmp_path):
     words = ("algorithm=ppo", "algorithm.group_size=1", "algorithm.kl_beta=0.1")
-    result = replay(train_toy(tmp_path, *WORDS, *words), 2)
+    result = replay(train_toy(tmp_path, *WORDS, *words), 2, overrides=TRUST)
     assert result.problems == ()
     assert {"value_loss", "kl"} <= set(result.metrics)
 
@@ -99,7 +100,7 @@ def test_a_dump_of_unbounded_size_is_refused(tmp_path):
 
 def test_chunks_of_older_weights_are_marked_and_not_judged(tmp_path):
     words = ("algorithm.max_staleness=1", "actor.optim.lr=0.01", "runner.max_steps=3")
-    result = replay(train_toy(tmp_path, *WORDS, *words), 3)
+    result = replay(train_toy(tmp_path, *WORDS, *words), 3, overrides=TRUST)
     assert result.stale.any()
     assert result.stale.tolist() == (result.version < 2).tolist()
     assert result.problems == ()

@@ -13,12 +13,24 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from embodyrl.config.schema import EnvConfig
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
-from embodyrl.registry import Registry, closest
+from embodyrl.registry import Registry, closest, takes
 
 AnyEnv = gymnasium.Env[Any, Any]
+_GYM = (gymnasium.Env, VectorEnv)
+"""Wrappers are environments too."""
 
-CREATORS: Registry[Callable[..., AnyEnv]] = Registry("env.id", group="embodyrl.gym_envs")
-WRAPPERS: Registry[Callable[[AnyEnv], AnyEnv]] = Registry("wrapper", group="embodyrl.gym_wrappers")
+CREATORS: Registry[Callable[..., AnyEnv]] = Registry(
+    "env.id",
+    group="embodyrl.gym_envs",
+    wants="a Gymnasium environment, or a function of yours that returns one",
+    fits=lambda found: issubclass(found, _GYM) if isinstance(found, type) else takes(0)(found),
+)
+WRAPPERS: Registry[Callable[[AnyEnv], AnyEnv]] = Registry(
+    "wrapper",
+    group="embodyrl.gym_wrappers",
+    wants="a Gymnasium wrapper, or a function of yours from environment to environment",
+    fits=lambda found: issubclass(found, _GYM) if isinstance(found, type) else takes(0)(found),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

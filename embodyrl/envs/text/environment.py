@@ -11,13 +11,13 @@ from embodyrl.config.schema import EnvConfig
 from embodyrl.conversation import Answer, Message, TextRow, join_messages
 from embodyrl.envs.protocol import AfterStep, Judge, Rows
 from embodyrl.errors import EnvError
-from embodyrl.registry import Registry
+from embodyrl.registry import Registry, takes
 from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 Tool = Callable[[str], str]
 """Takes the call's text and returns the answer; a ValueError becomes an answer that says what is wrong."""
 
-TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools")
+TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
 TOOLS.add("calculator", "embodyrl.sandbox:calculate")
 TOOLS.add("python", "embodyrl.sandbox:python_tool")
 

@@ -5,7 +5,6 @@ from dataclasses import fields
 from embodyrl.config.schema import DataConfig, EnvConfig, RewardConfig
 from embodyrl.envs.protocol import EnvSetup
 from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
-from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 
@@ -20,11 +19,7 @@ class TextFactory:
 
     def validate(self, cfg: EnvConfig) -> list[str]:
         """Return config problems, one line each."""
-        problems = [
-            f"env.tools: unknown tool '{name}'.{closest(name, TOOLS.names())} Known: {', '.join(TOOLS.names())}."
-            for name in cfg.tools
-            if ":" not in name and name not in TOOLS.names()
-        ]
+        problems = TOOLS.problems(cfg.tools, "env.tools")
         if bool(cfg.tools) != (cfg.max_turns > 1):
             problems.append(
                 f"env.max_turns={cfg.max_turns} with env.tools={list(cfg.tools)}: tools and further turns "

@@ -1,0 +1,130 @@
+"""A run folder of somebody else never runs code and calls no server, whatever its config names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from embodyrl.cli.main import main
+from embodyrl.config.load import load_config, load_saved_config, save_config
+from embodyrl.errors import ConfigError, UnknownNameError
+
+PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
+
+DOORS = {
+    "env.env_type": "payload:PART",
+    "model.model_type": "payload:PART",
+    "algorithm.adv_type": "payload:PART",
+    "algorithm.loss_type": "payload:PART",
+    "launcher.name": "payload:PART",
+    "runner.logger.backends": ["console", "payload:PART"],
+    "env.id": "payload:Thing-v0",
+    "env.wrappers": ["payload:PART"],
+    "env.tools": ["payload:PART"],
+    "data.path": "payload:PART",
+    "data.val_path": "payload:PART",
+    "reward.name": "payload:PART",
+    "reward.path": "http://127.0.0.1:9/judge",
+    "reward.weights": {"payload:PART": 1.0},
+    "reward.weights.payload:PART": 1.0,
+    "custom": {"part": "payload:PART"},
+}
+
+
+def foreign_run(folder: Path, key: str, value: object) -> Path:
+    """A run whose config names code at `key`, by way of an interpolation where `key` is custom."""
+    folder.mkdir()
+    (folder / "checkpoints").mkdir()
+    env = "env=text/reverse" if key.startswith(("data", "reward", "env.tools")) else "env=tabletop"
+    env = "env=gym" if key in ("env.id", "env.wrappers") else env
+    model = {"env=text/reverse": "causal_lm_tiny", "env=gym": "mlp"}.get(env, "openvla_oft_tiny")
+    save_config(load_config("train", [env, f"model={model}"]), folder / "config.yaml")
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    *path, last = key.split(".", 2)
+    node = saved
+    for part in path:
+        node = node[part]
+    node[last] = value
+    if key == "custom":
+        saved["env"]["env_type"] = "${custom.part}"
+    saved["trust"] = True  # counts only where it is typed
+    (folder / "config.yaml").write_text(yaml.safe_dump(saved))
+    return folder
+
+
+@pytest.mark.parametrize("key", DOORS)
+def test_no_command_runs_what_the_config_of_a_folder_names(key, tmp_path, monkeypatch, capsys):
+    (tmp_path / "payload.py").write_text(PAYLOAD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run = foreign_run(tmp_path / "theirs", key, DOORS[key])
+    commands = [["train", "--dry-run", "--resume", str(run)], ["train", "--resume", str(run)]]
+    if not key.startswith(("launcher", "runner")):  # `ckpt` takes the model from the run, or all three
+        command = "train" if key.startswith("model") else "eval"
+        commands.append([command, f"ckpt={run}", "--dry-run"])
+    for command in commands:
+        assert main(command) == 2, command
+        said = capsys.readouterr().err
+        assert "add trust=true" in said
+        assert str(run) in said
+    assert not list(tmp_path.glob("*.ran"))
+
+
+@pytest.mark.parametrize("command", [["eval", "--resume"], ["replay"]])
+def test_other_commands_refuse_it_as_well(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = foreign_run(tmp_path / "theirs", "env.env_type", "subprocess:Popen")
+    shutil.rmtree(run / "checkpoints")
+    (run / "dumps").mkdir()
+    assert main([*command, str(run)]) != 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_whoever_types_it_gets_it(tmp_path):
+    run = foreign_run(tmp_path / "mine", "env.env_type", "toy_env:FACTORY")
+    assert load_saved_config(run, ["trust=true"]).env.env_type == "toy_env:FACTORY"
+    assert load_saved_config(run, ["env.env_type=toy_env:FACTORY"]).env.env_type == "toy_env:FACTORY"
+    with pytest.raises(ConfigError, match="add trust=true"):
+        load_saved_config(run, ["trust=false"])
+
+
+def test_what_is_registered_or_shipped_needs_no_trust(tmp_path):
+    for key, value in [("env.env_type", "tabletop"), ("data.path", "embodyrl.datasets.tasks:copy")]:
+        load_saved_config(foreign_run(tmp_path / key, key, value), ["trust=false"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["env.env_type=os:system"],
+        ["env.env_type=subprocess:Popen"],
+        ["algorithm.loss_type=os:getcwd"],
+        ["algorithm.adv_type=os:getcwd"],
+        ["model.model_type=os:getcwd"],
+        ["launcher.name=os:getcwd"],
+        ["runner.logger.backends=[console,os:getcwd]"],
+        ["env=gym", "model=mlp", "env.id=subprocess:Popen", "env.kwargs.args=[touch,called]"],
+        ["env=gym", "model=mlp", "env.id=os:mkdir", "env.kwargs.path=called"],
+        ["env=gym", "model=mlp", "env.id=CartPole-v1", "env.wrappers=[os:getcwd]"],
+        ["env=text/reverse", "model=causal_lm_tiny", "reward.path=os:mkdir"],
+        ["env=text/reverse", "model=causal_lm_tiny", "data.path=os:mkdir", "data.kwargs.path=called"],
+        ["env=text/calculator", "model=causal_lm_tiny", "env.tools=[os:mkdir]"],
+    ],
+    ids=lambda words: words[-1] if words[0][:4] != "env=" else words[2],
+)
+def test_what_is_no_part_is_refused_and_never_called(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert ", not a" in said, said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_class_in_place_of_a_factory_is_no_part():
+    from embodyrl.envs import ENVS
+
+    with pytest.raises(UnknownNameError, match=r"is type .*TextFactory.*, not a factory"):
+        ENVS.get("embodyrl.envs.text.factory:TextFactory")
