@@ -94,6 +94,9 @@ class EnvSpec:
     """The slots of a worker are one batched simulator, which steps them all at once."""
     on_gpu: bool | None = None
     """Env workers compute or draw on a GPU; None: nobody knows, so each sees one."""
+    gpu_bytes: tuple[int, int] = (0, 0)
+    """Its memory that an env worker takes, roughly: by itself, and for each slot (of those of one task one, with
+    `task_bytes`)."""
     max_chunks: int = 0
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
     prompt_bytes: int = 0

@@ -5,8 +5,6 @@ import platform
 import re
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -16,30 +14,17 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from embodyrl.devices import visible_gpus
+from embodyrl.envs.libero.renderer import choose_renderer, draw_frame
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, vulkan_problem
 from embodyrl.files import available_bytes
 from embodyrl.sandbox import confinement
 
 _GIB = 2**30
-
-
-_TIMEOUT_S = 60.0
 _APT = {
     "osmesa": "apt-get install libosmesa6",
     "egl": "apt-get install libegl1 libgl1-mesa-dri; on a headless CPU machine use MUJOCO_GL=osmesa",
 }
-_SCENE = """
-import mujoco, numpy
-model = mujoco.MjModel.from_xml_string('''<mujoco><worldbody><light pos="0 0 3"/>
-<geom type="plane" size="1 1 .1" rgba=".2 .3 .4 1"/><geom type="box" size=".2 .2 .2" pos="0 0 .2" rgba="1 0 0 1"/>
-</worldbody></mujoco>''')
-data = mujoco.MjData(model)
-mujoco.mj_forward(model, data)
-with mujoco.Renderer(model, 64, 64) as renderer:
-    renderer.update_scene(data)
-    frame = renderer.render()
-print("distinct values:", len(numpy.unique(frame)))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,29 +132,17 @@ def installed_version(package: str) -> str | None:
 
 
 def probe_rendering() -> Finding:
-    """Render one MuJoCo frame in a process of its own: a broken driver may crash or hang, but not us.
-
-    The backend is `MUJOCO_GL`, or osmesa, which needs no display and no GPU.
-    """
-    backend = os.environ.get("MUJOCO_GL") or "osmesa"
+    """Draw one MuJoCo frame with the backend that runs would take, and say why that one."""
     version = installed_version("mujoco")
     if version is None:
         return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")
-    name = f"mujoco {version} with MUJOCO_GL={backend}"
-    fix = _APT.get(backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
-    environ = {**os.environ, "MUJOCO_GL": backend}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _SCENE], env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Finding("rendering", "FAIL", f"{name} did not finish a frame in {_TIMEOUT_S:.0f} s", fix)
-    if done.returncode != 0:
-        how = signal.Signals(-done.returncode).name if done.returncode < 0 else _first_error(done.stderr)
-        return Finding("rendering", "FAIL", f"{name} cannot render: {how}", fix)
-    if "distinct values: 1\n" in done.stdout:
-        return Finding("rendering", "FAIL", f"{name} renders a frame of one colour", fix)
-    return Finding("rendering", "ok", f"{name} renders")
+    renderer, gpus = choose_renderer(), visible_gpus()
+    name = f"mujoco {version} with MUJOCO_GL={renderer.backend} ({renderer.why})"
+    frame = draw_frame(renderer.backend, gpus[0] if renderer.backend == "egl" and gpus and gpus[0].isdigit() else "")
+    if frame.problem:
+        fix = _APT.get(renderer.backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
+        return Finding("rendering", "FAIL", f"{name} cannot render: {frame.problem}", fix)
+    return Finding("rendering", "warn" if renderer.fix else "ok", f"{name} renders on {frame.driver}", renderer.fix)
 
 
 def probe_vulkan() -> Finding:
@@ -199,9 +172,3 @@ def probe_sandbox() -> Finding:
     """What holds programs that a language model wrote (the reward `code`, the tool `python`)."""
     boxed, text = confinement()
     return Finding("sandbox", "ok", text) if boxed else Finding("sandbox", "warn", text, "apt-get install bubblewrap")
-
-
-def _first_error(output: str) -> str:
-    """The exception that came first; clean-up of a half-built renderer raises more of them later."""
-    lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return lines[0] if lines else "no message"

@@ -86,7 +86,7 @@ def card_of(blueprint: Blueprint) -> Card:
     """Describe the data set; two collections with equal cards hold the same episodes."""
     cfg = blueprint.cfg
     return Card(
-        env=replace(blueprint.env, on_gpu=None),  # of the machine, not of the data
+        env=replace(blueprint.env, on_gpu=None, gpu_bytes=(0, 0)),  # of the machine, not of the data
         fps=cfg.video_cfg.fps,
         video=cfg.collect.images == FrameFormat.mp4,
         collected={

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,8 @@ class MemoryPlan:
     acting: int
     """Of each process that only acts."""
     env_worker: int
+    env_gpu: int
+    """Of each env worker on its GPU."""
     arena: int
     checkpoint: int
     """On disk."""
@@ -58,11 +61,12 @@ class MemoryPlan:
         """Name and text for people."""
         parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "process")
         named = [f"{name} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
-        env, arena = self.env_worker / GIB, self.arena / GIB
+        env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
+        env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
         acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
         return [
             ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(named)}"),
-            ("", f"{acting}{env:.2f} GiB for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
+            ("", f"{acting}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
         ]
 
 
@@ -86,6 +90,8 @@ def plan_memory(blueprint: Blueprint) -> MemoryPlan:
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if frozen else 0)
     whole = total * (2 if half else 4)
     compares = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
+    env, slots = blueprint.env, len(blueprint.seats[0].slots)
+    tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else slots
     return MemoryPlan(
         weights=0 if fsdp.cpu_offload and on_gpu else kept // shards,
         gathered=whole if sharded and not apart else 0,
@@ -96,7 +102,8 @@ def plan_memory(blueprint: Blueprint) -> MemoryPlan:
         process=process,
         acting=process + (kept if frozen else whole) if apart else 0,
         on_gpu=on_gpu,
-        env_worker=_ENV_PROCESS + blueprint.env.task_bytes,
+        env_worker=_ENV_PROCESS + env.task_bytes,
+        env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(slots, tasks),
         arena=blueprint.layout.offsets(blueprint.capacity)[1],
         checkpoint=12 * trained,
     )
@@ -112,11 +119,12 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
     policies, envs = plan.policy * blueprint.ranks + plan.acting * acting, plan.env_worker * len(blueprint.seats)
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
-        gpu = _gpu_memory()
-        if gpu and plan.policy > gpu:
+        gpu, needed = _gpu_memory(), _fullest_gpu(blueprint, plan)
+        if gpu and needed > gpu:
             raise ConfigError(
-                f"A policy process needs about {plan.policy / GIB:.1f} GiB, a GPU here has {gpu / GIB:.1f} GiB. "
-                f"Try {smaller}, or actor.fsdp.cpu_offload=true."
+                f"A policy process needs about {plan.policy / GIB:.1f} GiB, and with all that shares its GPU "
+                f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB. "
+                f"Try a smaller launcher.env_workers, {smaller}, or actor.fsdp.cpu_offload=true."
             )
         policies = _PROCESS * (blueprint.ranks + (acting if plan.acting else 0))
     needed, free = policies + envs + plan.arena, available_bytes()
@@ -126,6 +134,16 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
             f"{envs / GIB:.1f} for {len(blueprint.seats)} env workers, {plan.arena / GIB:.1f} shared), "
             f"{free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, {smaller}."
         )
+
+
+def _fullest_gpu(blueprint: Blueprint, plan: MemoryPlan) -> int:
+    """What the processes of that GPU need that gets most of all, bytes; inline everything is on one."""
+    devices, needed = blueprint.devices, Counter[str]()
+    for number, gpu in enumerate(devices.policies or ("inline",)):
+        needed[gpu] += plan.policy if number < blueprint.ranks else plan.acting
+    for number in range(len(blueprint.seats) if plan.env_gpu else 0):
+        needed[devices.of_env_worker(number, on_gpu=True) or "inline"] += plan.env_gpu
+    return max(needed.values())
 
 
 def _gpu_memory() -> int:

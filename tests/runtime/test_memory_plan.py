@@ -79,3 +79,29 @@ def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
         require_memory(blueprint, replace(plan, optimizer=10_000 * GIB))
     with pytest.raises(ConfigError, match=r"env workers.*launcher.env_workers"):
         require_memory(blueprint, replace(plan, env_worker=10_000 * GIB))
+
+
+def stub_nvidia_smi(folder, monkeypatch, mib):
+    """A host with GPUs of that size, by what its tools say."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho {mib}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, 10 * 1024)
+    words = ("launcher=local", "launcher.env_workers=2", "actor.fsdp.size=1")
+
+    def plan(visible):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        drawn = draw_blueprint(toy_config(tmp_path, *words), training=True)
+        drawn = replace(drawn, env=replace(drawn.env, on_gpu=True, gpu_bytes=(2 * GIB, GIB)))
+        memory = plan_memory(drawn)
+        assert memory.env_gpu == 4 * GIB, "two slots each"
+        return drawn, replace(memory, gradients=3 * GIB)
+
+    require_memory(*plan("0,1"))
+    with pytest.raises(ConfigError, match=r"with all that shares its GPU 11\.\d.*launcher.env_workers"):
+        require_memory(*plan("0"))
+    assert "4.00 on a GPU for each of 2 env workers" in plan("0")[1].lines(1, 2)[1][1]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from embodyrl.config.schema import EnvConfig, RenderProfile
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
+from embodyrl.envs.libero.renderer import choose_renderer
 from embodyrl.envs.memory import tasks_in_memory
 from embodyrl.envs.problems import camera_problems, task_problems
 from embodyrl.registry import closest
@@ -25,6 +26,13 @@ STATE_DIM = 8
 
 TASK_BYTES = {RenderProfile.full: int(2.6e9), RenderProfile.lean: int(0.4e9)}
 """Resident memory of one loaded task, measured: 0.6 to 2.5 GB."""
+
+TASK_GPU_BYTES = {RenderProfile.full: int(0.45e9), RenderProfile.lean: int(0.1e9)}
+"""Of a loaded task on the GPU that draws it, not measured: textures (up to 194 MB of RGB, times 16/9 for alpha and
+mipmaps), meshes (up to 0.4 million triangles of 96 bytes) and frame buffers."""
+
+CONTEXT_BYTES = int(0.2e9)
+"""Of an OpenGL context on a GPU, not measured."""
 
 EXPERT_TASKS: dict[str, tuple[int, ...]] = {
     "libero_object": tuple(range(10)),
@@ -53,6 +61,7 @@ class LiberoFactory:
             MissingDependencyError: LIBERO, its assets, a working mujoco version or the OpenGL library is missing.
         """
         install.check_installation()
+        on_gpu = choose_renderer().backend == "egl"
         suite = cfg.task_suite_name
         assert suite is not None, "validate first"
         tasks = install.suite_tasks(suite)
@@ -70,6 +79,8 @@ class LiberoFactory:
             max_episode_steps=HORIZONS[suite],
             expert_tasks=EXPERT_TASKS.get(suite, ()),
             task_bytes=TASK_BYTES[cfg.render_profile],
+            on_gpu=on_gpu,
+            gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
         )
 
     def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
@@ -85,7 +96,9 @@ class LiberoFactory:
         workers = math.ceil(max(cfg.train.total_num_envs, cfg.eval.total_num_envs) / num_slots)
         lean = cfg.render_profile is RenderProfile.lean
         fast = lean if cfg.fast_physics is None else cfg.fast_physics
-        sims = LiberoSims(spec, max_models=tasks_in_memory(spec.task_bytes, workers), lean=lean, fast=fast)
+        held = tasks_in_memory(spec.task_bytes, workers)
+        # Models that no slot needs now would only fill the GPU.
+        sims = LiberoSims(spec, max_models=min(held, num_slots) if spec.on_gpu else held, lean=lean, fast=fast)
         return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
 
 

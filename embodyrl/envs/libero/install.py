@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from embodyrl.envs.libero.renderer import choose_device, choose_renderer
 from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[libero]'"
@@ -64,7 +65,7 @@ def _check_mujoco() -> None:
 
 
 def _check_gl() -> None:
-    backend = os.environ.get("MUJOCO_GL", "osmesa").lower()
+    backend = choose_renderer().backend
     if backend not in _GL_LIBRARIES:
         raise MissingDependencyError(
             f"MUJOCO_GL={backend} cannot render LIBERO without a display. Cure: MUJOCO_GL=osmesa (CPU) or egl (GPU)."
@@ -72,6 +73,7 @@ def _check_gl() -> None:
     (short, *sonames), cure = _GL_LIBRARIES[backend]
     if ctypes.util.find_library(short) is None and not any(_loads(name) for name in sonames):
         raise MissingDependencyError(f"MUJOCO_GL={backend} needs {sonames[0]}, which is not installed. Cure: {cure}")
+    os.environ["MUJOCO_GL"] = backend  # for the processes that this one starts: they need not find out again
 
 
 def _loads(library: str) -> bool:
@@ -85,12 +87,14 @@ def _loads(library: str) -> bool:
 def prepare_process() -> None:
     """Choose the renderer and import the simulator silently; call once per process, before rendering.
 
-    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasteriser) keep the user's values if set.
+    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasteriser) keep the user's values if set. EGL draws on
+    the first GPU that the process sees.
 
     Raises:
         MissingDependencyError: an import failed.
     """
-    os.environ.setdefault("MUJOCO_GL", "osmesa")
+    os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
+    choose_device()
     os.environ.setdefault("LP_NUM_THREADS", "1")
     with _no_log_file():
         _libero_module("libero.libero.envs")

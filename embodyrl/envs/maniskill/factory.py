@@ -11,6 +11,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
 
+_BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
+"""On a GPU, not measured: buffers of PhysX and the renderer, the state of a slot, the layers of a camera's picture."""
+
 
 class ManiSkillFactory:
     """Builds the task that `env.id` names."""
@@ -66,6 +69,7 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
                 f"env.init_params.camera_names: env.id={name} has no camera '{camera}'."
                 f"{closest(camera, found.cameras)} It has: {', '.join(found.cameras)}."
             )
+    height, width = cfg.init_params.camera_heights, cfg.init_params.camera_widths
     poses = found.control_mode == EE_DELTA_POSE
     bridge, batched = name in BRIDGE_EPISODES, cfg.sim_backend is SimBackend.gpu
     return EnvSpec(
@@ -74,7 +78,7 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
         tasks=(instruction(name),),
         states_per_task=(BRIDGE_EPISODES.get(name, SEEDS),),
         cameras=cameras,
-        image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths) if cameras else (0, 0),
+        image_size=(height, width) if cameras else (0, 0),
         state_dim=found.state_dim,
         gripper=GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None,
         unnorm_key="bridge_orig" if bridge else "maniskill" if poses else None,
@@ -82,6 +86,7 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
         expert_tasks=(0,) if poses and not batched and name in DEMONSTRATED else (),
         lockstep=batched,
         on_gpu=batched,
+        gpu_bytes=(_BATCH_BYTES, _SLOT_BYTES + len(cameras) * _PIXEL_BYTES * height * width) if batched else (0, 0),
         action_space=ActionSpace(kind=ActionKind.box, low=found.action_low, high=found.action_high),
     )
 
