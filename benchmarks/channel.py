@@ -38,6 +38,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.layout import Field, RecordLayout
+from embodyrl.files import available_cores
 
 SIZES = {"64 KB": 64 << 10, "1 MB": 1 << 20, "3.1 MB": 8 * 2 * 256 * 256 * 3, "25 MB": 64 * 2 * 256 * 256 * 3}
 """The last two: two 256x256 cameras of 8 and of 64 slots."""
@@ -406,7 +407,7 @@ def main() -> None:
             rows.append(row | {"ratio": round(copies / ours, 3), "goal": None})
     if args.json:
         machine = {
-            "platform": platform.platform(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
+            "platform": platform.platform(), "cores": available_cores(), "python": platform.python_version(),
             "numpy": np.__version__, "load": os.getloadavg()[0],
         }  # fmt: skip
         args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import platform
 import re
 import tempfile
@@ -25,6 +24,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.config.load import load_config
 from embodyrl.config.paths import assets_dir
+from embodyrl.files import available_cores
 from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.planning import GIB, plan_memory
 from embodyrl.runtime.policy_hosts import policy_init, rendezvous
@@ -165,7 +165,7 @@ def main() -> None:
                 acted_2, trained_2 = measure(folder, case, twice=True)
                 rows.append(row(f"{what}, acting", acted, "two modules", acted_2, acted_2 / acted, 1.0))
                 rows.append(row(f"{what}, training", trained, "two modules", trained_2, trained_2 / trained, 1.0))
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": available_cores()}
     args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from embodyrl.config.load import load_config
 from embodyrl.config.schema import EnvConfig, ModelConfig
 from embodyrl.envs.chunked import ChunkedEnv, SimStep
+from embodyrl.files import available_cores
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.untrained import UntrainedFactory, UntrainedPolicy
 from embodyrl.runtime import build
@@ -213,7 +214,7 @@ def main() -> None:
     finally:
         crew.close()
     if args.json:
-        machine = {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        machine = {"platform": platform.platform(), "cores": available_cores(), "load": os.getloadavg()[0]}
         args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -28,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from embodyrl.files import available_cores
 from embodyrl.policies.openvla_oft.config import LlamaSpec, OftConfig, OftOptions, PixelNorm, VitSpec
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.statistics import Statistics
@@ -287,7 +287,7 @@ def main() -> None:
     machine = {
         "clock": clock_of(args.device).__name__,
         "device": name,
-        "cores": os.cpu_count(),
+        "cores": available_cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -36,6 +36,8 @@ import gymnasium
 import numpy as np
 import psutil
 
+from embodyrl.files import available_cores
+
 CHUNK = 8
 PIXELS = 224
 SUITE, TASK = "libero_spatial", 0
@@ -44,7 +46,7 @@ SETTLE_STEPS = 15
 SLOTS = 4
 """Environments per process where ours share one."""
 MANISKILL_PIXELS = 128
-CORES = len(os.sched_getaffinity(0))
+CORES = available_cores()
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------

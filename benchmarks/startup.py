@@ -18,6 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from embodyrl.files import available_cores
+
 LIMIT_S = 0.5
 COMMANDS = {
     "--help": 0,
@@ -59,7 +61,7 @@ def main() -> None:
                      "theirs": LIMIT_S, "ratio": round(LIMIT_S / ours, 2), "goal": 1.0}
                 )  # fmt: skip
     if args.json:
-        machine = {"platform": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        machine = {"platform": platform.platform(), "cores": available_cores(), "load": os.getloadavg()[0]}
         args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
 
 

@@ -25,6 +25,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from embodyrl.files import available_cores
+
 PROMPTS, GROUP, STEPS, TURNS = 8, 8, 6, 3
 TOKENS = {"short": 32, "ragged": 128}
 GOALS = {"hf": 1.2, "vllm": 1.5}
@@ -178,7 +180,7 @@ def main() -> None:
     rows = [row for name in ("hf", "vllm") if name in found for row in compare(found, name, "trl", PEER)]
     if "bare" in found:
         rows += compare(found, "vllm", "bare", "LLM.generate alone")
-    machine = {"cpu": platform.processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    machine = {"cpu": platform.processor(), "cores": available_cores(), "python": platform.python_version()}
     args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=2) + "\n")
     for row in rows:
         print(f"{row['what']}: {row['ours']:.3g} against {row['theirs']:.3g} {row['unit']}, ratio {row['ratio']:.2f}")

@@ -7,6 +7,8 @@ import select
 from pathlib import Path
 from typing import TextIO
 
+CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write to a temporary name, flush to disk, rename; a failure leaves nothing behind."""
@@ -31,12 +33,29 @@ def has_room(stream: TextIO, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, or less where a control group has a quota (rounded up)."""
+    cores = len(os.sched_getaffinity(0))
+    for line in MEMBERSHIP.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = CGROUP / "cpu" if controllers else CGROUP
+        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        own = root / path.strip("/")
+        for folder in (own, *own.parents):
+            words = " ".join((folder / name).read_text() for name in files if (folder / name).is_file()).split()
+            if len(words) == 2 and words[0] not in ("max", "-1"):
+                cores = min(cores, -(-int(words[0]) // int(words[1])))
+    return max(cores, 1)
+
+
 def available_bytes() -> int:
     """Memory that the host and the control group still give."""
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     assert match is not None, "/proc/meminfo without MemAvailable"
     available = int(match[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
         available = min(available, int(limit.read_text()) - int(used.read_text()))
     return max(available, 0)

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.libero.renderer import choose_renderer, draw_frame
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, vulkan_problem
-from embodyrl.files import available_bytes
+from embodyrl.files import available_bytes, available_cores
 from embodyrl.sandbox import confinement
 
 _GIB = 2**30
@@ -60,7 +60,7 @@ def probe_torch() -> Finding:
 def probe_memory() -> Finding:
     """Free memory per usable core; a LIBERO worker needs 1 to 2 GiB."""
     free = available_bytes()
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     text = f"{free / _GIB:.1f} GiB free, {cores} cores ({free / cores / _GIB:.1f} GiB per core)"
     if free / cores < 1.5 * _GIB:
         workers = max(1, int(free // (2 * _GIB)))

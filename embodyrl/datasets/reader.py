@@ -1,7 +1,6 @@
 """Checks a data set and reads it into memory: frames decoded once, so that a batch is one gather."""
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from embodyrl.datasets.frames import decode_mp4, decode_png
 from embodyrl.datasets.layout import Card, image_key, read_card
 from embodyrl.datasets.writer import paths_of, read_episodes
 from embodyrl.errors import EmbodyError
-from embodyrl.files import available_bytes
+from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import ByteArray, FloatArray, IntArray, Observation
 
 _COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -179,7 +178,7 @@ def load_demonstrations(root: Path) -> Demonstrations:
     _require_memory(root, int(np.prod(shape)))
     images = np.empty(shape, np.uint8)
     tables: list[pa.Table] = []
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         for paths, group in groupby(rows, key=lambda row: paths_of(card, row)):
             part = list(group)
             out = images[part[0]["dataset_from_index"] : part[-1]["dataset_to_index"]]

@@ -16,6 +16,7 @@ from embodyrl.config.schema import Config, RewardLevel, RolloutMode
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
+from embodyrl.files import available_cores
 from embodyrl.launch import LAUNCHERS
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.runtime.dump import DUMP_LIMIT
@@ -308,7 +309,7 @@ def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -
     if cfg.launcher.env_workers != "auto":
         return min(int(cfg.launcher.env_workers), slots)
     batched = env.lockstep and env.on_gpu
-    places = len(devices.simulators) if batched else os.cpu_count() or 1
+    places = len(devices.simulators) if batched else available_cores()
     return 1 if cfg.launcher.name == "inline" else max(1, min(places, slots))
 
 

@@ -17,6 +17,7 @@ from embodyrl.config.load import save_config
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.schema import Config, OnExisting
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.files import available_cores
 from embodyrl.workers.messages import POLICY_FOLDER
 
 CONFIG_FILE = "config.yaml"
@@ -153,7 +154,7 @@ def _release(lock: Path, handle: int) -> None:
 
 
 def _describe_machine() -> str:
-    lines = [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {os.cpu_count()}"]
+    lines = [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {available_cores()}"]
     for package in _PACKAGES:
         try:
             lines.append(f"{package} {metadata.version(package)}")

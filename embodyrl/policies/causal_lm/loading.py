@@ -35,8 +35,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
     """A Llama of half a million parameters, random from the seed."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=vocab_size,

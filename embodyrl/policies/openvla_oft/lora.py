@@ -113,8 +113,8 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> Non
         lora_dropout=0.0,
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # peft draws them on the CPU
+        torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, module)
     for name, parameter in module.named_parameters():
         base, is_adapter, _ = name.partition(".lora_")

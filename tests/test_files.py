@@ -1,0 +1,49 @@
+"""What the machine gives: cores by affinity and by the quotas of control groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from embodyrl import files
+
+ALL = len(os.sched_getaffinity(0))
+QUOTAS = {
+    "none": ("0::/\n", {"cpu.max": "max 100000"}, ALL),
+    "v2, one and a half cores": ("0::/\n", {"cpu.max": "150000 100000"}, min(ALL, 2)),
+    "v2, of a group above": ("0::/a/b\n", {"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000"}, 1),
+    "v1": (
+        "3:cpu,cpuacct:/job\n1:memory:/x\n0::/\n",
+        {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000"},
+        1,
+    ),
+    "v1, unlimited": ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, ALL),
+    "other controllers": ("3:cpuset:/\n", {"cpu.max": "100000 100000"}, ALL),
+}
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_cores_follow_quotas(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    membership, written, expected = QUOTAS[case]
+    lay_out(tmp_path, {"membership": membership, **written})
+    monkeypatch.setattr(files, "CGROUP", tmp_path)
+    monkeypatch.setattr(files, "MEMBERSHIP", tmp_path / "membership")
+    assert files.available_cores() == expected
+
+
+def test_cores_follow_the_affinity() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert files.available_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def lay_out(folder: Path, written: Mapping[str, str]) -> None:
+    for name, text in written.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
