@@ -47,7 +47,8 @@ def preprocess(
         assert rotation_deg == 0, rotation_deg
     # A copy, because torch refuses the arena's read-only views.
     frames = np.array(images, order="C").reshape(-1, *images.shape[2:])
-    with torch.no_grad():
+    # The same pixels for acting and training: inside autocast the resizing would run in bfloat16.
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if pipeline == "official":
             resized = official_pixels(frames, size, device)
         else:
