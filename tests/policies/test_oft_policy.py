@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embodyrl.config.schema import Precision
-from embodyrl.policies.openvla_oft.policy import sample_inverse_cdf
+from embodyrl.policies.drawing import integer_sums, sample_inverse_cdf
 from embodyrl.types import Observation
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -141,6 +141,30 @@ def test_sampling_follows_the_softmax():
     drawn = sample_inverse_cdf(scaled.expand(1, count, 256), grid[None])
     frequency = torch.bincount(drawn[0], minlength=256) / count
     torch.testing.assert_close(frequency, scaled[0, 0].softmax(-1), atol=1.01 / count, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_integers_are_those_of_floats(dtype):
+    probability = (torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * 2).to(dtype).softmax(-1)
+    probability[:, 100:200] = 0
+    sums = integer_sums(probability)
+    assert sums.dtype == dtype
+    torch.testing.assert_close(sums, probability.cumsum(-1), rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-12)
+    assert (sums[:, 100:200] == sums[:, 99:100]).all()
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("pipeline", ["rlinf", "official"])
+def test_training_sees_the_pixels_that_acting_saw(checkpoint, make_policy, pipeline, precision):
+    policy = make_policy(checkpoint, image_pipeline=pipeline, precision=precision)
+    seen = []
+    policy.module.vision_backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
+    out = policy.act(observe(), noise=uniforms(4))
+    policy.score(observe(), out.tokens)
+    policy.imitate(observe(), out.actions)
+    assert len(seen) == 3
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
 
 
 def test_sampling_at_the_ends():

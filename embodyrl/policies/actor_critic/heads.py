@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.policies.actor_critic.shape import NetShape
+from embodyrl.policies.drawing import sample_inverse_cdf
 from embodyrl.types import FloatArray, IntArray
 
 _NEVER = -1e9
@@ -36,10 +37,7 @@ class CategoricalHead(nn.Module):
         logits = self._logits(outputs, temperature)
         if noise is None:
             return logits.argmax(-1)
-        # In float64: a float32 sum loses rare categories.
-        cdf = logits.double().softmax(-1).cumsum(-1)
-        found = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
-        return found.minimum((~self._padding).sum(-1) - 1)
+        return sample_inverse_cdf(logits, noise).minimum((~self._padding).sum(-1) - 1)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (density) and entropy of choices, all [B, K, A]."""

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from embodyrl.config.schema import SamplingParams
+from embodyrl.policies.drawing import cumulative
 
 
 def choose(logits: Tensor, uniform: Tensor | None, temperature: float, params: SamplingParams, seen: Tensor) -> Tensor:
@@ -21,12 +22,10 @@ def choose(logits: Tensor, uniform: Tensor | None, temperature: float, params: S
         logits = torch.where(seen, penalised, logits)
     if uniform is None:
         return logits.argmax(-1)
-    cumulative = truncate(logits / temperature, params).softmax(-1).cumsum(-1)
+    cdf = cumulative(truncate(logits / temperature, params).softmax(-1))
     # The last sum is 1 but for rounding; scaling by it keeps every draw inside the vocabulary.
     return (
-        torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-        .squeeze(1)
-        .clamp_(max=logits.shape[1] - 1)
+        torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
     )
 
 
@@ -37,6 +36,6 @@ def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1.0:
         ordered, index = logits.sort(descending=True)
         probability = ordered.softmax(-1)
-        outside = probability.cumsum(-1) - probability >= params.top_p
+        outside = cumulative(probability) - probability >= params.top_p
         logits = logits.masked_fill(outside.scatter(1, index, outside), -torch.inf)
     return logits

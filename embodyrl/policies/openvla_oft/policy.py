@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.schema import ModelConfig, Precision
 from embodyrl.errors import ConfigError
+from embodyrl.policies.drawing import sample_inverse_cdf
 from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, read_adapter_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
@@ -121,7 +122,8 @@ class OpenVlaOftPolicy:
             else:
                 logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
                 ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
-                losses = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+                # Flat, because CUDA's loss of three dimensions is not deterministic.
+                losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
                 columns = self._model.action_columns
                 chosen = logits[:, :-1, columns].argmax(-1) + columns.start
         return ImitationScores(loss=losses.mean(1), accuracy=(chosen == tokens).float().mean(1))
@@ -303,21 +305,6 @@ def freeze(module: nn.Module, patterns: list[str]) -> None:
     for name, parameter in module.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
-
-
-def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
-    """Draw one bin per token: the first whose cumulative probability exceeds the uniform number.
-
-    Args:
-        scaled: [B, L, bins] logits divided by the temperature.
-        noise: [B, L] uniform in [0, 1).
-
-    Returns:
-        [B, L] int64. The sum runs in float64: in float32 it loses the rare bins.
-    """
-    cdf = scaled.double().softmax(dim=-1).cumsum(dim=-1)
-    found = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
-    return found.clamp_(max=scaled.shape[-1] - 1)
 
 
 def score_tokens(scaled: Tensor, choice: Tensor, value: Tensor) -> PolicyScores:
