@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 from embodyrl.config.schema import ModelConfig, SamplingParams
 from embodyrl.registry import Registry, has
@@ -114,6 +115,19 @@ class PolicyFactory(Protocol):
     def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`."""
         ...
+
+
+_changes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+def weights_changed(module: nn.Module) -> None:
+    """Say that the weights of a policy's module are new; to be called by whoever changes them."""
+    _changes[module] = weights_version(module) + 1
+
+
+def weights_version(module: nn.Module) -> int:
+    """How often they changed; fused optimizers and FSDP leave the parameters' own counters as they are."""
+    return _changes.get(module, 0)
 
 
 POLICIES: Registry[PolicyFactory] = Registry(

@@ -13,13 +13,12 @@ from safetensors import SafetensorError
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
 from embodyrl.config.schema import ActorConfig, OptimConfig
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.protocol import Policy
+from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import IntArray
 from embodyrl.workers.messages import POLICY_FOLDER, RankSeat
-from embodyrl.workers.ranks import OneRank
+from embodyrl.workers.ranks import VALUE_HEAD, OneRank
 
 TRAINING_STATE = "training_state"
-VALUE_HEAD = "value_head"
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -80,7 +79,7 @@ class Optimization:
     def __init__(
         self, module: torch.nn.Module, cfg: ActorConfig, total_steps: int, ranks: OneRank | None = None
     ) -> None:
-        optim = cfg.optim
+        self._module, optim = module, cfg.optim
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         value = [p for name, p in named if VALUE_HEAD in name]
         groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
@@ -125,6 +124,7 @@ class Optimization:
             for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
                 group["lr"] = full * factor
             self.optimizer.step()
+            weights_changed(self._module)
             self._schedule.count()
         return norm
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import WeightInfo, WeightPart
+from embodyrl.policies.protocol import weights_changed
 from embodyrl.workers.messages import PublishOrder, TakeOrder
 from embodyrl.workers.ranks import OneRank
 
@@ -37,6 +38,7 @@ def take(order: TakeOrder, module: nn.Module, mail: Arena) -> None:
     with torch.no_grad():
         for part, source in _views(order.parts, mail, int(record)):
             parameters[part.name].view(-1)[part.start : part.stop].copy_(source)
+    weights_changed(module)
 
 
 def _views(parts: tuple[WeightPart, ...], mail: Arena, record: int) -> Iterator[tuple[WeightPart, Tensor]]:

@@ -10,6 +10,8 @@ pytest.importorskip("vllm")
 
 from test_causal_lm import PROMPTS, TINY, build, noise, observe
 
+from embodyrl.policies.protocol import weights_changed
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
@@ -24,6 +26,7 @@ def stir(policy, seed: int) -> None:
     with torch.no_grad():
         for p in policy.module.lm.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=generator))
+    weights_changed(policy.module)
 
 
 def test_replies_follow_three_weight_updates(policy):

@@ -62,8 +62,10 @@ class VllmEngine:
         self._synced: int | None = None
         self._checked = False
 
-    def sync(self, module: nn.Module, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]) -> None:
-        """Take over the module's weights if they changed since the last call.
+    def sync(
+        self, module: nn.Module, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
+    ) -> None:
+        """Take over the module's weights if their version is another than in the last call.
 
         After the first change the engine must agree with the module on the log-probability of what it says next to
         `probe`; `logprob(prompt, token)` is the module's.
@@ -71,8 +73,7 @@ class VllmEngine:
         Raises:
             EmbodyError: it does not; the engine's weights are not the module's.
         """
-        state = sum(p._version for p in module.parameters())
-        if state == self._synced:
+        if version == self._synced:
             return
         if self._synced is not None:
             weights = ((name, p.detach().clone()) for name, p in module.named_parameters())
@@ -81,7 +82,7 @@ class VllmEngine:
             self._llm.reset_prefix_cache()
             if not self._checked:
                 self._check(probe, logprob)
-        self._synced = state
+        self._synced = version
 
     def _check(self, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]) -> None:
         (output,) = self._ask([probe], [self._engine_sampling(temperature=0.0, max_tokens=1, logprobs=0)])

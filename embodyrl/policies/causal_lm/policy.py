@@ -19,7 +19,7 @@ from embodyrl.conversation import split_messages
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.causal_lm.loading import add_adapters, load
 from embodyrl.policies.causal_lm.sampling import choose
-from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class CausalLMPolicy:
                 sampling=self._sampling,
                 seed=self._seed,
             )
-        self._engine.sync(self._net.lm, prompts[0], self._next_logprob)
+        self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
         tokens, logprob = self._engine.generate(prompts, noise, temperature, self.spec.num_action_chunks)
         value = np.zeros_like(logprob)
         s = self._sampling
@@ -356,5 +356,6 @@ class CausalLMPolicy:
                 self._net.lm.load_state_dict(fresh.state_dict())
             if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
+            weights_changed(self.module)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{folder} does not fit this model: {' '.join(str(error).split())[:300]}") from error
