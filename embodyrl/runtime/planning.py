@@ -1,6 +1,5 @@
 """What a run will need and do, derived before anything starts: `--dry-run` and the start-up banner."""
 
-import os
 import shutil
 import subprocess
 from collections import Counter
@@ -11,7 +10,7 @@ from embodyrl.config.schema import Config, EnvSplitConfig, Precision
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.memory import tasks_in_memory
 from embodyrl.errors import ConfigError
-from embodyrl.files import available_bytes
+from embodyrl.files import available_bytes, available_cores
 from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.episodes import eval_plan, train_plan
 from embodyrl.runtime.policy_hosts import is_apart
@@ -100,7 +99,8 @@ def plan_memory(blueprint: Blueprint) -> MemoryPlan:
         optimizer=0 if fsdp.cpu_offload and on_gpu else adam,
         activations=cfg.actor.micro_batch_size * per_sample + copies,
         process=process,
-        acting=process + (kept if frozen else whole) if apart else 0,
+        # While it is built, its weights are those of an actor.
+        acting=process + (kept if frozen else 4 * total) if apart else 0,
         on_gpu=on_gpu,
         env_worker=_ENV_PROCESS + env.task_bytes,
         env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(slots, tasks),
@@ -199,10 +199,9 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         a = cfg.algorithm
         clip = f"clip {a.clip_ratio_low}/{a.clip_ratio_high}"
         lines["algorithm"] = f"{a.adv_type} + {a.loss_type} · group {a.group_size} · {clip} · {a.logprob_type.value}"
-    arena = f"shared arena {blueprint.layout.offsets(blueprint.capacity)[1] / 2**20:.0f} MiB"
-    lines["machine"] = (
-        f"{os.cpu_count()} cores · {arena} ({blueprint.capacity} records) · disk {_free_disk(cfg) / GIB:.0f} GiB free"
-    )
+    mib = blueprint.layout.offsets(blueprint.capacity)[1] / MIB
+    arena = f"shared arena {mib:.0f} MiB ({blueprint.capacity} records)"
+    lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"
     return list(lines.items())
 
 

@@ -80,14 +80,17 @@ def plan_hosts(
         )
         for rank in range(ranks)
     ]
-    # Adapters stay apart from the weights that they change: only they will be published.
-    request = replace(common.request, trainable=cfg.model.is_lora, gradient_checkpointing=False)
+    # Built as the actors are, so that both compute the same function.
+    request = replace(common.request, gradient_checkpointing=False)
+    sharded = ranks > 1 or cfg.actor.fsdp.cpu_offload
     count = cfg.rollout.num_workers if mail else 0
     rollouts = [
         _spec(
             f"rollout_{i}",
             "rollout",
-            replace(common, seat=RankSeat(rank=i, world=count), trains=False, request=request),
+            replace(
+                common, seat=RankSeat(rank=i, world=count), trains=False, request=request, sharded=sharded
+            ),
             blueprint.devices.of_policy(ranks + i),
         )
         for i in range(count)

@@ -28,7 +28,7 @@ from embodyrl.workers.messages import (
     ValueOrder,
     WorkerReady,
 )
-from embodyrl.workers.ranks import OneRank, open_ranks
+from embodyrl.workers.ranks import OneRank, halve, open_ranks
 from embodyrl.workers.rollout_worker import RolloutWorker
 from embodyrl.workers.training import best_device, seed_everything
 from embodyrl.workers.weight_sync import describe_weights, publish, take
@@ -50,6 +50,8 @@ class PolicyHostInit:
     trains: bool
     mail: ArenaHandle | None = None
     """Where rollout and actor are apart: buckets for new weights."""
+    sharded: bool = False
+    """The ranks that train are FSDP's."""
     start_from: str | None = None
     """Folder of weights in the policy's own layout that replace those of `model.path`."""
     shared_arena: Arena | None = None
@@ -69,6 +71,9 @@ class PolicyHost:
         self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.seat)
         self._ranks = OneRank(init.seat)
         self._actor: ActorWorker | None = None
+        half = cfg.model.precision == Precision.bf16
+        if init.mail is not None and not init.trains and half and not cfg.model.is_lora:
+            halve(self.policy.module, sharded=init.sharded)
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
             longest = -(-cfg.env.train.max_episode_steps // self.policy.spec.num_action_chunks)
@@ -77,7 +82,6 @@ class PolicyHost:
             if algorithm.needs_reference:
                 reference = self._build()
                 reference.module.requires_grad_(False)
-            half = cfg.model.precision == Precision.bf16
             self._ranks = open_ranks(self.policy.module, init.seat, cfg.actor.fsdp, half=half, acts=init.acts)
             self._actor = ActorWorker(
                 self.policy,

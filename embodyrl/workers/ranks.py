@@ -28,6 +28,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.types import PolicyScores
 from embodyrl.workers.messages import RankSeat
 
+VALUE_HEAD = "value_head"
 _SIOCGIFADDR = 0x8915
 
 
@@ -215,6 +216,21 @@ def open_ranks(module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool
     if seat.world == 1 and not cfg.cpu_offload:
         return OneRank(seat)
     return ShardedRanks(module, seat, cfg, half=half, acts=acts)
+
+
+def halve(module: nn.Module, *, sharded: bool) -> None:
+    """Keep in bfloat16 what actors of fp32 weights bring to it wherever it is used; their function stays, bit for bit.
+
+    Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`ShardedRanks`).
+    Embeddings, other norms and the value head stay as they are.
+    """
+    products = (nn.Linear, nn.modules.conv._ConvNd)
+    whole = [*layers(module)] if sharded else []
+    parts = [m for n, m in module.named_modules() if isinstance(m, products) and VALUE_HEAD not in n]
+    elsewhere = {p for m in module.modules() if not isinstance(m, products) for p in m.parameters(recurse=False)}
+    chosen = {p for m in parts for p in m.parameters()} - elsewhere | {p for m in whole for p in m.parameters()}
+    for parameter in chosen:
+        parameter.data = parameter.data.bfloat16()
 
 
 def layers(module: nn.Module) -> list[nn.Module]:

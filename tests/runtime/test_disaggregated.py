@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from text_runs import text_config
 from toy_runs import comparable, resume_toy, rows, running_crew, train_toy, weights
+
+from embodyrl.runtime.train import train
 
 WORDS = (
     *("runner.deterministic=true", "env.kwargs.goal=0.7", "actor.optim.lr=0.001", "model.precision=fp32"),
@@ -18,9 +21,10 @@ def same(one, other):
     return comparable(one) == comparable(other) and weights(one, 3) == weights(other, 3)
 
 
-def test_apart_gives_the_numbers_of_one_process(tmp_path):
-    together = train_toy(tmp_path, *WORDS, "algorithm=ppo", name="together")
-    apart = train_toy(tmp_path, *WORDS, "algorithm=ppo", *APART, name="apart")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_apart_gives_the_numbers_of_one_process(tmp_path, precision):
+    words = (*WORDS, "algorithm=ppo", f"model.precision={precision}")
+    together, apart = (train_toy(tmp_path, *words, *more, name=f"r{len(more)}") for more in ((), APART))
     assert same(together, apart)
     assert all(row["actor/grad_norm"] > 0 for row in rows(together)[1:]), "each step had new weights to act with"
 
@@ -28,6 +32,16 @@ def test_apart_gives_the_numbers_of_one_process(tmp_path):
 def test_adapters_give_the_numbers_of_one_process(tmp_path):
     together, apart = (train_toy(tmp_path, *WORDS, *LORA, *more, name=f"r{len(more)}") for more in ((), APART))
     assert same(together, apart)
+
+
+@pytest.mark.parametrize("offload", ["false", "true"], ids=["whole", "sharded"])
+def test_text_in_bfloat16_gives_the_numbers_of_one_process(tmp_path, offload):
+    words = ("model.precision=bf16", f"actor.fsdp.cpu_offload={offload}", "actor.optim.lr=0.001")
+    together, apart = (
+        train(text_config(tmp_path, *words, *more, f"runner.experiment_name=r{len(more)}")).run for more in ((), APART)
+    )
+    gaps = [[row["actor/logprob_gap"] for row in rows(run)] for run in (together, apart)]
+    assert gaps[0] == gaps[1]
 
 
 def test_only_adapters_travel_after_the_first_time(tmp_path):
