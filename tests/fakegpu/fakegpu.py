@@ -1,0 +1,331 @@
+"""A GPU that is not there: torch's fake tensors (shapes, dtypes, devices; no data) with device="cuda" on a CPU build.
+
+A pytest plugin for a process of its own, because it must come before torch (see `test_fakegpu.py`). `with FakeGpu() as
+gpu:` runs code with device="cuda:N"; it raises on mixed devices and dtypes, and on what has no deterministic form where
+one is asked for, as CUDA would. It meters live bytes, kernels, FLOPs, bytes moved, copies and waits. It cannot show
+values, kernel choice, races, NCCL or fragmentation; operations on DTensors are metered on their local tensors.
+"""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+assert "torch" not in sys.modules, "the device guard must be loaded before torch"
+assert ctypes.CDLL(os.environ["FAKE_CUDA_GUARD"]).fake_cuda_guard()
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import flop_registry
+
+GIB = 2**30
+DEVICES, MEMORY = 8, 80 * 10**9
+PEAK = {torch.bfloat16: 650e12, torch.float16: 650e12}
+"""FLOP/s assumed of one device; others: SLOW_PEAK."""
+SLOW_PEAK, BANDWIDTH, LAUNCH = 50e12, 2.8e12, 2.5e-6
+COPIES = ("_to_copy", "copy_")
+MAKERS = ("empty", "empty_like", "empty_strided", "new_empty")
+WAITS = ("nonzero", "_unique2", "masked_select")
+"""The shape of the result depends on the values."""
+UNORDERED = """
+nll_loss2d_forward nll_loss2d_backward put_ histc median kthvalue max_unpool2d max_unpool3d ctc_loss_backward
+avg_pool3d_backward adaptive_avg_pool2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
+adaptive_max_pool2d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward grid_sampler_2d_backward
+upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
+_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward grid_sampler_3d_backward reflection_pad1d_backward
+reflection_pad2d_backward reflection_pad3d_backward
+"""
+"""What raises on CUDA in deterministic mode (documentation of `torch.use_deterministic_algorithms`)."""
+_ON: list[FakeGpu] = []
+
+
+class FakeGpu(TorchDispatchMode):
+    """Eight devices, one of which is metered as if all went there."""
+
+    def __init__(self, *, scalar: float = 1.0) -> None:
+        """`scalar` is what every number reads that is brought to the host."""
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.scalar = scalar
+        self.live = self.peak = 0
+        self.sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        self.reset()
+
+    def reset(self) -> FakeGpu:
+        """Begin a new measurement; what lives stays."""
+        self.kernels = self.flops = self.moved = self.syncs = self.h2d = 0
+        self.seconds = 0.0
+        self.by_op: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0, 0, 0])
+        self.by_place: collections.Counter[tuple[str, str, torch.dtype]] = collections.Counter()
+        """Kernels by line of ours, operation and dtype of the first floating-point input."""
+        self.attention: collections.Counter[str] = collections.Counter()
+        self.sync_places: collections.Counter[str] = collections.Counter()
+        self.peak = self.live
+        return self
+
+    def __enter__(self) -> FakeGpu:
+        _ON.append(self)
+        torch.tensor, torch.Tensor.numpy = _tensor, _numpy
+        torch.nn.functional.scaled_dot_product_attention = _attention
+        self.fake.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.fake.__exit__(*error)
+        torch.tensor, torch.Tensor.numpy = _real_tensor, _real_numpy
+        torch.nn.functional.scaled_dot_product_attention = _real_attention
+        _ON.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        ins = _tensors((args, kwargs))
+        if name == "_local_scalar_dense":
+            return self._item(ins[0])
+        if name.startswith("prim::") or any(is_traceable_wrapper_subclass(t) for t in ins):
+            return func(*args, **kwargs)
+        _refuse_unordered(name, ins, kwargs)
+        for t in ins if name in COPIES else ():
+            t.constant = None  # else the copy of a constant would be carried out on a real device
+        out = func(*args, **kwargs)
+        outs = _tensors(out)
+        if any(t.device.type == "cuda" for t in (*ins, *outs)) and not any(map(is_traceable_wrapper_subclass, outs)):
+            self._count(func, name, ins, outs, (args, kwargs, out))
+        return out
+
+    def _item(self, source: Tensor) -> float | bool:
+        if source.device.type == "cuda":
+            self._wait("item")
+        if source.dtype == torch.bool:
+            return bool(self.scalar)
+        return self.scalar if source.dtype.is_floating_point else int(self.scalar)
+
+    def _wait(self, what: str) -> None:
+        self.syncs += 1
+        self.sync_places[f"{what} {_place()}"] += 1
+
+    def _count(self, func: Any, name: str, ins: list[Tensor], outs: list[Tensor], call: tuple[Any, Any, Any]) -> None:
+        known = {t.untyped_storage()._cdata for t in ins}
+        for t in outs:
+            storage = t.untyped_storage()
+            if t.device.type == "cuda" and storage not in self.sizes:
+                self.know(storage, storage.nbytes())
+        if not func._schema.is_mutable and outs and all(t.untyped_storage()._cdata in known for t in outs):
+            return  # a view
+        if name in COPIES and len({t.device.type for t in (*ins, *outs)}) == 2:
+            if outs[0].device.type == "cpu":
+                self._wait("copy to host")
+            else:
+                self.h2d += 1
+        if name in WAITS:
+            self._wait(name)
+        if name in MAKERS:
+            return
+        args, kwargs, out = call
+        counter = flop_registry.get(func._overloadpacket)
+        flops = 0 if counter is None else counter(*args, **kwargs, out_val=out)
+        moved = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in (*ins, *outs))
+        dtype = next((t.dtype for t in ins if t.dtype.is_floating_point), torch.float32)
+        took = max(flops / PEAK.get(dtype, SLOW_PEAK), moved / BANDWIDTH, LAUNCH)
+        self.kernels, self.flops, self.moved = self.kernels + 1, self.flops + flops, self.moved + moved
+        self.seconds += took
+        self.by_place[_place(), name, dtype] += 1
+        entry = self.by_op[f"{name} {str(dtype)[6:]}" if flops else name]
+        entry[:] = (a + b for a, b in zip(entry, (1, took, flops, moved), strict=True))
+
+    def know(self, storage: Any, nbytes: int) -> None:
+        """A storage has this size now."""
+        size = -(-nbytes // 512) * 512
+        if storage not in self.sizes:
+            box = self.sizes[storage] = [0]
+            weakref.finalize(storage, self._forget, box)
+        box = self.sizes[storage]
+        self.live += size - box[0]
+        box[0] = size
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, box: list[int]) -> None:
+        self.live -= box[0]
+
+    def report(self, title: str, top: int = 12) -> str:
+        """What was measured since `reset`, for people."""
+        lines = [
+            f"{title}: peak {self.peak / GIB:.1f} GiB, live {self.live / GIB:.1f} GiB, {self.kernels} kernels, "
+            f"{self.flops / 1e12:.1f} TFLOP, {self.moved / 1e9:.0f} GB moved, roofline {self.seconds * 1e3:.0f} ms, "
+            f"{self.syncs} synchronisations, {self.h2d} copies to the device, {dict(self.attention)}"
+        ]
+        for name, (count, took, flops, moved) in sorted(self.by_op.items(), key=lambda x: -x[1][1])[:top]:
+            lines.append(f"  {name:<46} x{count:<6} {took * 1e3:8.1f} ms {flops / 1e12:8.2f} TF {moved / 1e9:8.1f} GB")
+        return "\n".join([*lines, f"  waits: {dict(self.sync_places.most_common(8))}"])
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def _place() -> str:
+    """Line of ours that is being run."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("embodyrl."):
+        frame = frame.f_back
+    return "elsewhere" if frame is None else f"{frame.f_globals['__name__']}:{frame.f_lineno}"
+
+
+def _refuse_unordered(name: str, ins: Iterable[Tensor], kwargs: dict[str, Any]) -> None:
+    if not torch.are_deterministic_algorithms_enabled() or not any(t.device.type == "cuda" for t in ins):
+        return
+    first = next(iter(ins))
+    adds_floats = name in ("cumsum", "cumsum_") and (kwargs.get("dtype") or first.dtype).is_floating_point
+    weighted = name == "bincount" and len(list(ins)) > 1
+    if name in UNORDERED.split() or adds_floats or weighted:
+        raise RuntimeError(f"{name} does not have a deterministic implementation on CUDA, at {_place()}")
+
+
+# --- what torch does differently where there is a device, or where tensors have no data ---
+
+_real_tensor, _real_numpy = torch.tensor, torch.Tensor.numpy
+_real_attention = torch.nn.functional.scaled_dot_product_attention
+_real_apply, _real_resize = torch.nn.Module._apply, torch.UntypedStorage.resize_
+
+
+def _tensor(data: Any, *, dtype: Any = None, device: Any = None, **more: Any) -> Tensor:
+    made = data.detach().clone() if isinstance(data, FakeTensor) else _real_tensor(data, dtype=dtype, **more)
+    if isinstance(made, FakeTensor):
+        made.constant = None  # else the copy would be carried out on a real device
+    return made if device is None else made.to(device)
+
+
+def _numpy(self: Tensor, *args: Any, **more: Any) -> np.ndarray:
+    if not isinstance(self, FakeTensor):
+        return _real_numpy(self, *args, **more)
+    if self.device.type != "cpu":
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
+    if self.requires_grad:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+    if self.dtype == torch.bfloat16:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+    return np.zeros(tuple(self.shape), dtype=str(self.dtype).removeprefix("torch."))
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention without a mask, the memory-efficient one with it."""
+    if not (isinstance(q, FakeTensor) and q.device.type == "cuda"):
+        return _real_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if torch.is_autocast_enabled("cuda"):  # as the real one, which autocast brings to the lower precision
+        q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
+        attn_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(q.dtype)
+    assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    if enable_gqa:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    aten = torch.ops.aten
+    if attn_mask is None and q.dtype in PEAK:
+        _ON[-1].attention["flash"] += 1
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
+    _ON[-1].attention["efficient"] += 1
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(~attn_mask, float("-inf"))
+        if rest := attn_mask.shape[-1] % 16:
+            attn_mask = torch.nn.functional.pad(attn_mask, (0, 16 - rest))[..., : attn_mask.shape[-1]]
+        attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, grad, 0.0, is_causal, scale=scale)[0]
+
+
+def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    """`Module._apply` that makes new parameters: fake ones cannot be changed in place."""
+    if not _ON:
+        return _real_apply(self, fn, recurse)
+    for child in self.children():
+        child._apply(fn)
+    with torch.no_grad():
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                moved = fn(parameter.detach())
+                self._parameters[name] = torch.nn.Parameter(moved, requires_grad=parameter.requires_grad)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+    return self
+
+
+def _resize(self: Any, size: int) -> Any:
+    out = _real_resize(self, size)
+    if _ON and self in _ON[-1].sizes:
+        _ON[-1].know(self, size)
+    return out
+
+
+class _Stream(torch.cpu.Stream):
+    priority, device = 0, torch.device("cuda", 0)
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__()
+
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *args: Any, **more: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+def _pretend() -> None:
+    """Put the above in place, and the rest of what says that there are devices."""
+    stream, state = _Stream(), _real_tensor([0] * 16, dtype=torch.uint8)
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": DEVICES,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "current_device": 0,
+        "get_device_name": "a GPU that is not there",
+        "mem_get_info": (MEMORY, MEMORY),
+        "current_stream": stream,
+        "default_stream": stream,
+        "get_rng_state": state,
+        "get_rng_state_all": [],
+        **dict.fromkeys(("set_device", "synchronize", "empty_cache", "set_rng_state", "_lazy_init")),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *args, _answer=answer, **more: _answer)
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    fake_tensor.init_gpu_context = lambda device: None
+    torch.Tensor.record_stream = lambda self, stream: None
+    torch.nn.Module._apply, torch.UntypedStorage.resize_ = _apply, _resize
+
+
+_pretend()
