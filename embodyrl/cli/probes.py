@@ -1,6 +1,5 @@
 """What `doctor` looks at: one function per fact about this machine."""
 
-import os
 import platform
 import re
 import resource

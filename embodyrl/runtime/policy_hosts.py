@@ -88,9 +88,7 @@ def plan_hosts(
         _spec(
             f"rollout_{i}",
             "rollout",
-            replace(
-                common, seat=RankSeat(rank=i, world=count), trains=False, request=request, sharded=sharded
-            ),
+            replace(common, seat=RankSeat(rank=i, world=count), trains=False, request=request, sharded=sharded),
             blueprint.devices.of_policy(ranks + i),
         )
         for i in range(count)
