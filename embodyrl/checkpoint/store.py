@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -162,6 +163,24 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
+def read_loop(folder: Path) -> tuple[int, list[float] | None, int | None]:
+    """Where the loop stood that wrote a checkpoint: its step, the best score so far, and the step that reached it.
+
+    Raises:
+        CheckpointError: the file is missing or holds something else.
+    """
+    try:
+        loop = json.loads((folder / LOOP_FILE).read_text(encoding="utf-8"))
+        step, best, best_step = loop["step"], loop["best"], loop["best_step"]
+        best = [best] if isinstance(best, float) else best  # as older versions wrote it
+        numbers = all(type(number) is int for number in (step, 0 if best_step is None else best_step))
+        if not numbers or not all(type(score) is float for score in ([] if best is None else best)):
+            raise ValueError("it holds values of wrong kinds")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder / LOOP_FILE} is not usable: {error}; use another checkpoint.") from error
+    return step, best, best_step
+
+
 class CheckpointStore:
     """Checkpoints `root/step_000200/`, each with a manifest of sizes and sha256."""
 
@@ -172,12 +191,24 @@ class CheckpointStore:
         """Folder of a step, whether it exists or not."""
         return self.root / f"step_{step:06d}"
 
-    def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending."""
+    def folders(self) -> list[int]:
+        """Steps that have a folder, ascending; one without a manifest is damaged, for none is ever written so."""
         if not self.root.is_dir():
             return []
-        found = {int(match[1]) for entry in self.root.iterdir() if (match := _STEP.fullmatch(entry.name))}
-        return sorted(step for step in found if (self.path(step) / MANIFEST_NAME).is_file())
+        return sorted(int(match[1]) for entry in self.root.iterdir() if (match := _STEP.fullmatch(entry.name)))
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, ascending."""
+        return [step for step in self.folders() if (self.path(step) / MANIFEST_NAME).is_file()]
+
+    def set_aside(self) -> list[str]:
+        """Rename folders without a manifest, so that their steps can be written again; one line for each."""
+        said: list[str] = []
+        for step in {*self.folders()} - {*self.steps()}:
+            aside = self.path(step).with_name(f"damaged-{time.strftime('%Y%m%d-%H%M%S')}-{self.path(step).name}")
+            os.replace(self.path(step), aside)
+            said.append(f"{self.path(step)} is damaged ({MANIFEST_NAME} is missing); it is now {aside.name}")
+        return said
 
     def latest(self) -> Path | None:
         """Newest complete checkpoint, not verified yet."""
@@ -193,7 +224,7 @@ class CheckpointStore:
         newest = self.latest()
         if newest is None or not (newest / LOOP_FILE).is_file():
             return None
-        step = json.loads((newest / LOOP_FILE).read_text(encoding="utf-8")).get("best_step")
+        step = read_loop(newest)[2]
         return step if step in self.steps() else None
 
     def stage(self, step: int, fill: Callable[[Path], None]) -> None:
@@ -310,6 +341,8 @@ def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
     manifest = Manifest(step=step, version=__version__, created=created, files=files, meta=meta)
     (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
     _sync(folder / MANIFEST_NAME)
+    for name in files:  # safetensors makes its files for their owner only, whatever the umask says
+        (folder / name).chmod((folder / MANIFEST_NAME).stat().st_mode)
     _sync(folder)
 
 
@@ -341,6 +374,8 @@ def _is_full_disk(error: BaseException) -> bool:
 def _full_disk(target: Path, *, needed: int, free: int, cause: BaseException | None = None) -> str:
     reason = f"No space left on device for {target}" + (f" ({cause})" if cause else "")
     need = f"needs {'more than ' if cause else ''}{needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
+    if needed <= free:
+        need = "a quota or a limit on file sizes is reached, for the disk itself has room"
     return f"{reason}: {need}; older checkpoints are intact. Free some space, or set checkpoint.keep=1."
 
 

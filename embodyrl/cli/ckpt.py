@@ -105,6 +105,6 @@ def _target(word: str) -> tuple[CheckpointStore, list[int]]:
             raise CheckpointError(f"{path}: no such checkpoint; there are {store.steps() or 'none'}.")
         return store, [int(step)]
     store = CheckpointStore(find_run(word) / "checkpoints")
-    if not store.steps():
+    if not store.folders():
         raise CheckpointError(f"{word}: this run has no complete checkpoint.")
-    return store, store.steps()
+    return store, store.folders()

@@ -6,6 +6,7 @@ Nothing heavy is imported here: each command imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -36,19 +37,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 ok, 1 failed, 2 usage or configuration, 3 a check failed, 4 workers beyond their restart
         budget, 5 non-finite, 6 unusable checkpoint, 128 + n on signal n.
     """
+    if argv is None:
+        _open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        return _run(arguments)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # the terminal is gone, the disk full: the interpreter must not fail over it at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _run(arguments: list[str]) -> int:
+    try:
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        sys.stdout.flush()  # here a reader that is gone is no error
     except BrokenPipeError:
         # The reader of our output (head, less) is gone; keep the interpreter from complaining at exit as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("embodyrl: interrupted.", file=sys.stderr)
+        _tell("embodyrl: interrupted.")
         return 130
     except Interrupted as error:
-        print(f"embodyrl: {error}.", file=sys.stderr)
+        _tell(f"embodyrl: {error}.")
         return error.exit_code
     except EmbodyError as error:
         _report(str(error).splitlines() or [type(error).__name__], arguments)
@@ -112,9 +126,25 @@ def _report(lines: list[str], arguments: list[str]) -> None:
     if not has_room(sys.stderr, 10.0):
         return  # nobody reads
     if "--traceback" in arguments:
-        traceback.print_exc()
+        _tell(traceback.format_exc().rstrip())
     for line in lines:
-        print(f"embodyrl: error: {line}", file=sys.stderr)
+        _tell(f"embodyrl: error: {line}")
+
+
+def _tell(line: str) -> None:
+    """Write a line to standard error, if anybody is there."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _open_streams() -> None:
+    """Open streams that the caller closed: the next file would get their numbers, and what is printed land in it."""
+    for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))
 
 
 if __name__ == "__main__":

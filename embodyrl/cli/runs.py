@@ -6,8 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from embodyrl.config.load import read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import read_rows
 from embodyrl.registry import closest
@@ -31,7 +30,7 @@ def run_folders(output_dir: Path) -> list[Path]:
 def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
     """Return the newest training run of an experiment, or None if there is none."""
     for folder in run_folders(output_dir):
-        saved = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        saved = read_plain_yaml(folder / "config.yaml")
         # An evaluation leaves a run folder too, but nothing to go on from.
         if saved["runner"]["experiment_name"] == experiment_name and (folder / "checkpoints").is_dir():
             return folder

@@ -28,6 +28,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import write_atomically
 from embodyrl.registry import closest
 
+_YAML_LIMIT = 1 << 20
+"""Characters of a saved config."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
@@ -70,7 +73,7 @@ def load_config(
 
 
 def _inherit(base: Path, sections: list[str], composed: Sequence[_Setting]) -> list[_Setting]:
-    saved = list(_flatten(_read_plain_yaml(base), "", f"{base}: "))
+    saved = list(_flatten(read_plain_yaml(base), "", f"{base}: "))
     if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
         sections += ["data", "reward"]  # they are a part of the text task that the run was about
     kinds = [next((s.value for s in some if s.key == "env.env_type"), None) for some in (saved, composed)]
@@ -92,7 +95,7 @@ def load_saved_config(path: Path, overrides: Sequence[str]) -> Config:
             f"{path}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs of the output folder."
         )
     problems: list[str] = []
-    base = list(_flatten(_read_plain_yaml(file), "", f"{file}: "))
+    base = list(_flatten(read_plain_yaml(file), "", f"{file}: "))
     groups, settings = _split("train", overrides, (), problems)
     problems += [
         f"{group}: a saved run has no groups to choose from; override single keys, for example env.reward_coef=2."
@@ -306,21 +309,28 @@ def _is_loose(key: Key, value: object) -> bool:
     return key.base is str and isinstance(value, bool)
 
 
-def _read_plain_yaml(file: Path) -> dict[Any, Any]:
+def read_plain_yaml(file: Path) -> dict[Any, Any]:
     """Read YAML that holds nothing but mappings, lists and scalars.
 
     Raises:
-        ConfigError: broken YAML, an explicit tag such as `!!python/object`, or no mapping at the top.
+        ConfigError: broken YAML, an explicit tag such as `!!python/object`, an alias (a few can stand for
+            gigabytes), a huge file, or no mapping at the top.
     """
     try:
         text = file.read_text(encoding="utf-8")
+        if len(text) > _YAML_LIMIT:
+            raise ConfigError(f"{file}: {len(text)} characters; a config has fewer than {_YAML_LIMIT}.")
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError(
+                    f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (they can grow without bound)."
+                )
             tag = getattr(event, "tag", None)
             if tag is not None:
                 line = event.start_mark.line + 1
                 raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")

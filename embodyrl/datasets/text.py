@@ -13,6 +13,7 @@ import numpy as np
 from embodyrl.config.schema import DataConfig
 from embodyrl.conversation import Message, TextRow, join_messages
 from embodyrl.errors import ConfigError
+from embodyrl.files import available_bytes
 from embodyrl.registry import Registry, takes
 from embodyrl.types import IntArray
 
@@ -131,7 +132,7 @@ def _read_file(file: Path) -> list[Any]:
         from pyarrow import ArrowInvalid, parquet
 
         try:
-            return parquet.read_table(file).to_pylist()
+            return _read_packed(parquet.ParquetFile(file), file)
         except (ArrowInvalid, OSError) as error:
             raise ConfigError(f"{file} is no readable Parquet file: {error}.") from error
     rows = []
@@ -142,6 +143,21 @@ def _read_file(file: Path) -> list[Any]:
         except ValueError as error:
             raise ConfigError(f"{file}, row {number}: not JSON ({error}): {line[:60]!r}.") from error
     return rows
+
+
+def _read_packed(source: Any, file: Path) -> list[Any]:
+    """Rows of a Parquet file, a few at a time: some kilobytes can be packed to fill any memory."""
+    limit = available_bytes() // 4  # as Python objects they take a multiple
+    size = sum(source.metadata.row_group(i).total_byte_size for i in range(source.num_row_groups))
+    rows: list[Any] = []
+    batches = source.iter_batches(64)
+    while size <= limit:
+        batch = next(batches, None)
+        if batch is None:
+            return rows
+        rows += batch.to_pylist()
+        size += batch.nbytes
+    raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory; split it.")
 
 
 def _row(raw: Any, cfg: DataConfig, where: str) -> TextRow:

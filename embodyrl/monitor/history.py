@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from embodyrl.config.load import read_plain_yaml
 from embodyrl.errors import ConfigError
 
 EVENTS_FILE = Path("logs") / "events.log"
 EPISODES_FILE = "episodes.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,21 +79,32 @@ class History:
         return [(int(row["step"] or 0), float(row[name] or 0)) for row in self.rows if row.get(name) is not None]
 
     def find_video(self, stored: str) -> Path | None:
-        """Where a recording lies, also after the folders were moved together; None if it is gone."""
-        base = self.config.get("video_cfg", {}).get("base_dir", "videos")
-        places = [Path(stored), *(p / base / self.name / Path(stored).name for p in (Path(), *self.folder.parents))]
-        return next((path for path in places if path.is_file()), None)
+        """Where a recording lies, also after the folders were moved together; None if it is gone.
+
+        The run's files may be somebody else's: only MP4 files in a folder of the run's name are taken.
+        """
+        base, name = self.config.get("video_cfg", {}).get("base_dir", "videos"), Path(stored).name
+        places = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
+        return next((path for path in places if path.suffix == ".mp4" and _is_video(path)), None)
+
+
+def _is_video(path: Path) -> bool:
+    if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
+        return False
+    with path.open("rb") as file:
+        return file.read(12)[4:8] == b"ftyp"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file; empty if there is none. The last line of a killed run may be cut: it is left out."""
+    """Objects of a JSON lines file; empty if there is none. What a kill or a bad disk left of a line is left out."""
     rows: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step", 0), int):
+            rows.append(row)
     return rows
 
 
@@ -108,11 +119,14 @@ def read_history(folder: Path) -> History:
         raise ConfigError(f"{folder}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs.")
     evaluations = []
     for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}")):
-        episodes = sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
+        try:
+            episodes = sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{path}: a row has no usable {error}; the file is damaged, move it away.") from error
         evaluations.append(Evaluation(step=int(path.parent.name.removeprefix("step_")), episodes=tuple(episodes)))
     return History(
         folder=folder,
-        config=yaml.safe_load(file.read_text(encoding="utf-8")),
-        rows=tuple(read_rows(folder / "metrics.jsonl")),
+        config=read_plain_yaml(file),
+        rows=tuple(read_rows(folder / METRICS_FILE)),
         evaluations=tuple(evaluations),
     )

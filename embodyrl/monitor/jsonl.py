@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from embodyrl.files import write_atomically
-from embodyrl.monitor.history import EVENTS_FILE, read_rows
+from embodyrl.monitor.history import EVENTS_FILE, METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import Monitor, RunInfo
 
 _log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class JsonlMonitor(Monitor):
     """Rows `{"step": 3, "train/return": 0.25, ...}`; a value that is not finite is written as null and named once."""
 
     prompt = True
-    file_name = "metrics.jsonl"
+    file_name = METRICS_FILE
 
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None
@@ -36,7 +36,7 @@ class JsonlMonitor(Monitor):
         self._events = run_dir / EVENTS_FILE
         if info.resume_step is not None and path.exists():
             # Rows of this and later steps are void, and a crash may have torn the last line.
-            kept = [row for row in read_rows(path) if row["step"] < info.resume_step]
+            kept = [row for row in read_rows(path) if row.get("step", info.resume_step) < info.resume_step]
             write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._file = path.open("a", buffering=1, encoding="utf-8")
         else:

@@ -70,6 +70,9 @@ class Fleet:
             WorkerError: a worker died that is not restarted, or its budget is used up.
         """
         self._check_stop()
+        if self._stop.looked():
+            doing = (f"{n} {'starting' if n in self._starting else self.timeline.waiting_for(n)}" for n in self._specs)
+            self.say(f"SIGUSR1: {', '.join(doing)}; {self.restarts} restarts")
         now = time.monotonic()
         for name in [n for n, due in self._restart_at.items() if due <= now]:
             del self._restart_at[name]

@@ -21,6 +21,8 @@ def rollout_metrics(
     their end, although they are the shorter ones, and else those that were cut.
     """
     tally = collection.tally
+    # Work that went on beside an earlier update counts as far as this step waited for it.
+    share = tally.wall_s / tally.span_s if tally.span_s else 1.0
     every = collection.episodes + collection.filtered
     finished = [e for e in every if e.unhurried] or [e for e in every if not e.cut] or every
     metrics = {
@@ -33,10 +35,10 @@ def rollout_metrics(
         "rollout/infer_batch_size": tally.inferred / tally.inferences if tally.inferences else 0.0,
         "time/rollout": tally.wall_s,
         # Seconds of the average env worker, so that they compare with wall time.
-        "time/simulate": tally.sim_s / num_workers,
-        "time/render": tally.render_s / num_workers,
-        "time/reset": tally.reset_s / num_workers,
-        "time/infer": tally.infer_s,
+        "time/simulate": tally.sim_s * share / num_workers,
+        "time/render": tally.render_s * share / num_workers,
+        "time/reset": tally.reset_s * share / num_workers,
+        "time/infer": tally.infer_s * share,
     }
     if finished:
         metrics |= _episode_metrics(finished)

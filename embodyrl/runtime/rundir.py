@@ -166,15 +166,19 @@ def _describe_machine() -> str:
 def resolve_weights(ckpt: str) -> Path:
     """Find the policy folder that `ckpt` names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
 
+    Whatever lies in a checkpoint is compared with its manifest first.
+
     Raises:
-        CheckpointError: nothing usable is there.
+        CheckpointError: nothing usable is there; names a damaged file.
     """
     path = resolve_asset(ckpt)
     if (path / "checkpoints").is_dir():
-        latest = CheckpointStore(path / "checkpoints").latest()
-        if latest is None:
+        steps = (store := CheckpointStore(path / "checkpoints")).folders()
+        if not steps:
             raise CheckpointError(f"ckpt={ckpt}: this run has no complete checkpoint yet.")
-        return latest / POLICY_FOLDER
+        path = store.path(steps[-1])
+    elif path.name == POLICY_FOLDER and path.parent.parent.name == "checkpoints":
+        path = path.parent
     if (path / POLICY_FOLDER).is_dir():
         CheckpointStore(path.parent).verify(path)
         return path / POLICY_FOLDER

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl import __version__
-from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore
+from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.config.schema import Config, OnSaveError
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import CheckpointError, Interrupted
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
+from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.runtime.rundir import RunFolder
 
@@ -64,10 +65,13 @@ class Session:
         self.step = 0
         self.total = 0
         self._command = command
-        self._best: float | None = None
+        self._best: list[float] | None = None
         self._best_step: int | None = None
         self._store = CheckpointStore(folder.checkpoints)
         self._store.clean_stale()
+        self._damaged = self._store.set_aside()
+        self.restarts = 0
+        """Restarts of env workers before this process took over."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
@@ -75,23 +79,30 @@ class Session:
         """Find the newest complete checkpoint of a resumed run and take over its counters.
 
         Raises:
-            CheckpointError: the newest checkpoint is damaged; older ones are never taken silently.
+            CheckpointError: the newest checkpoint is damaged (older ones are never taken silently), or all are gone.
         """
-        latest = self._store.latest()
+        latest, rows = self._store.latest(), read_rows(self.folder.root / METRICS_FILE)
         if latest is None:
+            interval = self.cfg.runner.save_interval
+            if self._damaged or (interval != -1 and any(row.get("step", 0) >= interval for row in rows)):
+                raise CheckpointError(
+                    f"{self.folder.root} has {len(rows)} rows of metrics but no checkpoint in {self._store.root} to go "
+                    f"on from{''.join(f'; {line}' for line in self._damaged)}. Put the checkpoints back; or start over "
+                    f"with a new runner.experiment_name, or here after deleting {METRICS_FILE}."
+                )
             return None
         self._store.verify(latest)
-        try:
-            loop = json.loads((latest / LOOP_FILE).read_text(encoding="utf-8"))
-            self.step, self._best, self._best_step = int(loop["step"]), loop["best"], loop["best_step"]
-        except (OSError, KeyError, ValueError) as error:
-            raise CheckpointError(f"{latest / LOOP_FILE} is not usable: {error}.") from error
+        self.step, self._best, self._best_step = read_loop(latest)
+        before = [row.get("env/restarts") or 0 for row in rows if row.get("step", 0) <= self.step]
+        self.restarts = int(before[-1]) if before else 0
         return latest
 
     def announce(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
         """Open the monitor for `total` steps."""
         self.total = total
         announce(self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step)
+        for line in self._damaged:
+            self.monitor.text(f"warning: {line}; training goes on from step {self.step}")
         if self.step >= total:
             self.monitor.text(f"nothing is left to train: this is step {self.step} of {total}; raise runner.max_steps")
 
@@ -99,10 +110,13 @@ class Session:
         """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
 
-    def judge(self, score: float) -> None:
-        """Remember the step with the best validation score; more is better."""
-        if self._best is None or score > self._best:
-            self._best, self._best_step = score, self.step
+    def judge(self, *score: float) -> None:
+        """Remember the step with the best validation score; more is better, and later numbers decide among equals.
+
+        The start is left out: there is no checkpoint of it to keep.
+        """
+        if self.step and (self._best is None or [*score] > self._best):
+            self._best, self._best_step = [*score], self.step
 
     def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
         """Write a checkpoint of the current step, once, and drop old ones.
@@ -111,7 +125,7 @@ class Session:
         """
         self._tolerate(self.settle)
         path = self._store.path(self.step)
-        if path.is_dir():
+        if self.step in self._store.steps():
             return path
         loop = {"step": self.step, "best": self._best, "best_step": self._best_step, "version": __version__}
 

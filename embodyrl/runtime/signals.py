@@ -12,6 +12,12 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._signum: int | None = None
+        self._looked = False
+
+    def looked(self) -> bool:
+        """Whether SIGUSR1 has asked for the state since the last call."""
+        looked, self._looked = self._looked, False
+        return looked
 
     def check(self) -> None:
         """Call between steps.
@@ -24,7 +30,10 @@ class StopRequest:
 
     @contextmanager
     def listening(self, on_second: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Take SIGINT, SIGTERM and SIGHUP as requests; a second one acts at once, after `on_second`."""
+        """Take SIGINT, SIGTERM and SIGHUP as requests; a second one acts at once, after `on_second`.
+
+        SIGHUP stays ignored where it is (nohup). SIGUSR1 is remembered for `looked`.
+        """
 
         def note(signum: int, frame: object) -> None:
             if self._signum is not None:
@@ -33,7 +42,13 @@ class StopRequest:
             # A lost terminal means the same as a request to terminate.
             self._signum = signal.SIGTERM if signum == signal.SIGHUP else signum
 
-        previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        def look(signum: int, frame: object) -> None:
+            self._looked = True
+
+        wanted = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: note, signal.SIGUSR1: look}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            del wanted[signal.SIGHUP]
+        previous = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
         try:
             yield
         finally:

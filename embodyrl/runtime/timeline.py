@@ -85,6 +85,11 @@ class Timeline:
         self._add(Span(worker, name, max(asked, self._free_since.get(worker, 0.0)), now, size, detail))
         self._free_since[worker] = now
 
+    def waiting_for(self, worker: str) -> str:
+        """What a worker is doing and for how long, for people."""
+        name, asked, _ = next(iter(self._open.get(worker, ())), ("", 0.0, 0))
+        return f"{name} since {self._now() - asked:.1f} s" if name else "idle"
+
     def died(self, worker: str) -> None:
         """A worker is gone, and its orders with it."""
         for name, asked, size in self._open.pop(worker, ()):

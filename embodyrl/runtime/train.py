@@ -141,7 +141,7 @@ class _Training:
             metrics = rollout_metrics(
                 rollout,
                 num_workers=len(self.blueprint.seats),
-                restarts=crew.fleet.restarts,
+                restarts=session.restarts + crew.fleet.restarts,
                 components=self.blueprint.env.components,
             )
             metrics |= crew.fleet.timeline.metrics() | batch.metrics
@@ -192,7 +192,7 @@ class _Training:
             self.monitor.video(session.step, Path(path))
         if result.videos:
             self.monitor.text(f"step {session.step}: {len(result.videos)} recordings in {session.folder.videos}")
-        session.judge(result.overall.success_once)
+        session.judge(result.overall.success_once, result.overall.mean_return)
         return result
 
     def _dump(self, crew: Crew, rollout: Collection, batch: PreparedBatch) -> None:

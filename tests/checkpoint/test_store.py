@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import embodyrl
-from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.checkpoint.store import CheckpointStore, read_loop
 from embodyrl.errors import CheckpointError
 
 KILL_AT = {
@@ -317,8 +317,7 @@ def test_a_file_limit_reached_while_writing_is_reported_as_a_full_disk(writer: s
     )
     assert child.returncode == 1, (child.returncode, child.stderr)
     assert "No space left on device" in child.stderr
-    assert "needs more than" in child.stderr
-    assert "MiB are free" in child.stderr
+    assert "a limit on file sizes is reached, for the disk itself has room" in child.stderr
     assert list(tmp_path.iterdir()) == [previous]
 
 
@@ -344,3 +343,26 @@ def test_a_really_full_disk_is_reported(tmp_path: Path):
         store.verify(previous)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "[]",
+        "{}",
+        "nonsense",
+        '{"step": "3", "best": null, "best_step": null}',
+        '{"step": true, "best": null, "best_step": null}',
+        '{"step": 3, "best": "a", "best_step": 1}',
+        '{"step": 3, "best": [1.0], "best_step": [1]}',
+    ],
+)
+def test_a_loop_file_of_wrong_kinds_is_named(loop: str, tmp_path: Path):
+    (tmp_path / "loop.json").write_text(loop)
+    with pytest.raises(CheckpointError, match=r"loop\.json is not usable"):
+        read_loop(tmp_path)
+
+
+def test_a_loop_file_of_an_older_version_is_read(tmp_path: Path):
+    (tmp_path / "loop.json").write_text('{"step": 3, "best": 0.5, "best_step": 2}')
+    assert read_loop(tmp_path) == (3, [0.5], 2)

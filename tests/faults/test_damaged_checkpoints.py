@@ -8,7 +8,11 @@ import shutil
 import pytest
 from toy_runs import resume_toy, rows, train_toy
 
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.cli.main import main
 from embodyrl.errors import CheckpointError
+from embodyrl.monitor.history import read_rows
+from embodyrl.runtime.rundir import resolve_weights
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +91,49 @@ def test_half_a_checkpoint_does_not_count_and_is_cleaned_up(healthy, tmp_path):
     assert [row["step"] for row in rows(run)] == [1, 2]
     assert rows(run)[1]["train/return"] == rows(healthy)[1]["train/return"]
     assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]
+
+
+def test_a_folder_without_manifest_is_named_set_aside_and_written_anew(healthy, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(healthy, run)
+    newest = run / "checkpoints" / "step_000002"
+    (newest / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        resolve_weights(str(run))
+    assert main(["ckpt", "verify", str(run)]) == 6
+    assert f"FAIL  {newest}" in capsys.readouterr().out
+    resume_toy(run)
+    assert f"{newest} is damaged" in (run / "logs" / "events.log").read_text()
+    CheckpointStore(run / "checkpoints").verify(newest)
+    (aside,) = (run / "checkpoints").glob("damaged-*-step_000002")
+    assert (aside / "loop.json").is_file()
+    assert [row["step"] for row in rows(run)] == [1, 2]
+
+
+def test_a_run_without_its_checkpoints_does_not_start_over_by_itself(healthy, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(healthy, run)
+    shutil.rmtree(run / "checkpoints")
+    before = rows(run)
+    with pytest.raises(CheckpointError, match=r"2 rows of metrics but no checkpoint .* start over"):
+        resume_toy(run)
+    assert rows(run) == before
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints/step_000002", "checkpoints/step_000002/policy"])
+def test_flipped_bytes_are_found_however_the_weights_are_named(healthy, tmp_path, part):
+    run = tmp_path / "run"
+    shutil.copytree(healthy, run)
+    said = flip_a_bit(run / "checkpoints" / "step_000002")
+    with pytest.raises(CheckpointError, match=said):
+        resolve_weights(str(run / part))
+
+
+def test_rows_that_a_bad_disk_left_are_passed_over(healthy, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(healthy, run)
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'\xff\xfe{"step"\n[1, 2]\n"three"\n{"step": "four"}\n')
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2]
+    resume_toy(run, "runner.max_steps=3")
+    assert [row["step"] for row in rows(run)] == [1, 2, 3]

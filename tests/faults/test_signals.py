@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 import signal
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
 
 import pytest
-from processes import Command, listening, start_cli, wait_until, workers_of
+from processes import Command, command_environment, listening, start_cli, wait_until, workers_of
 from toy_gates import GATE
-from toy_runs import toy_words
+from toy_runs import rows, toy_words
 
 from embodyrl.checkpoint.store import CheckpointStore
 
@@ -220,3 +227,57 @@ def test_a_rank_that_dies_in_an_update_ends_the_others_at_once(start, tmp_path):
     assert command.wait() == 4
     assert "worker policy_1 died with SIGKILL" in command.err.read_text()
     assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_sigusr1_says_what_is_going_on_and_the_run_goes_on(start, tmp_path):
+    gate = tmp_path / "gate"
+    command = start(*hold_in_rollout(gate), "runner.max_steps=3")
+    command.wait_for(gate)
+    os.kill(command.pid, signal.SIGUSR1)
+    events = tmp_path / "run" / "logs" / "events.log"
+    assert wait_until(lambda: events.is_file() and "SIGUSR1: " in events.read_text(), 60)
+    assert "env_0 chunk since" in events.read_text()
+    open_gate(gate)
+    assert command.wait() == 0
+
+
+def test_closed_streams_do_not_disturb_a_run(tmp_path):
+    words = toy_words(tmp_path, "launcher=inline", "runner.save_interval=1")
+    script = f'exec "{sys.executable}" -m embodyrl.cli.main train "$@" <&- >&- 2>&-'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *words],
+        cwd=tmp_path,
+        env=command_environment(tmp_path, None),
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert_saved(tmp_path / "run")
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_a_lost_terminal_saves_a_checkpoint_and_ends_like_a_request_to_terminate(tmp_path):
+    gate = tmp_path / "gate"
+    words = toy_words(tmp_path, "launcher.env_workers=1", "runner.max_steps=50", *hold_in_rollout(gate))
+    terminal, ours = os.openpty()
+    streams = {"stdin": ours, "stdout": ours, "stderr": ours}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "embodyrl.cli.main", "train", *words],
+        **streams, cwd=tmp_path, env=command_environment(tmp_path, None), start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(ours)
+    reader = threading.Thread(target=_drain, args=(terminal, gate))
+    reader.start()
+    assert wait_until(gate.exists, 60)
+    reader.join()
+    os.close(terminal)  # the kernel sends SIGHUP, and whatever is written from now on fails
+    open_gate(gate)
+    assert child.wait(60) == 143
+    assert_saved(tmp_path / "run")
+
+
+def _drain(terminal: int, until: Path) -> None:
+    while not until.exists():
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 1 << 16)

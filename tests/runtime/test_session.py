@@ -21,6 +21,7 @@ def session(folder: Path, *words: str) -> Session:
 
 def fill(folder: Path) -> None:
     (folder / "weights.bin").write_bytes(bytes(1000))
+    (folder / "weights.bin").chmod(0o600)  # as safetensors does
 
 
 def test_an_asynchronous_save_returns_before_the_checkpoint_is_complete(tmp_path):
@@ -39,6 +40,19 @@ def test_an_asynchronous_save_returns_before_the_checkpoint_is_complete(tmp_path
     one.save(fill, {})
     one.settle()
     assert store.steps() == [2]
+
+
+def test_the_best_of_runs_that_never_succeed_is_the_one_with_the_best_return(tmp_path):
+    one = session(tmp_path, "checkpoint.keep=1", "runner.save_interval=1")
+    one.judge(0.0, 99.0)  # of the start, which has no checkpoint
+    for mean_return in (-3.0, -1.0, -2.0):
+        one.step += 1
+        one.judge(0.0, mean_return)
+        one.save(fill, {})
+    store = CheckpointStore(one.folder.checkpoints)
+    assert store.steps() == [2, 3]
+    assert store.best() == 2
+    assert {f.stat().st_mode & 0o777 for f in store.path(3).iterdir()} == {0o644}
 
 
 def test_a_synchronous_save_returns_with_a_complete_checkpoint(tmp_path):

@@ -14,6 +14,7 @@ from embodyrl.config.schema import ModelConfig
 from embodyrl.errors import CheckpointError
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+_ADAPTER_CONFIG = "adapter_config.json"
 CHARACTERS = "0123456789abcx=+-*/() .,:?|;"
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -63,6 +64,9 @@ def load(cfg: ModelConfig, *, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
         tokenizer = tiny_tokenizer()
         return nn.Module.to(tiny_model(len(tokenizer), seed), dtype), tokenizer
     folder = resolve_asset(cfg.path)
+    if not (folder / "config.json").is_file() or (folder / _ADAPTER_CONFIG).is_file():
+        # The library would look for it, or for what the adapter names, in its cache of the hub.
+        raise CheckpointError(f"{folder} is no folder of a whole model; an adapter goes to model.lora.path.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -87,7 +91,11 @@ def add_adapters(model: nn.Module, cfg: ModelConfig, *, trainable: bool) -> Any:
 
     lora = cfg.lora
     if lora.path is not None:
-        adapted = PeftModel.from_pretrained(model, str(resolve_asset(lora.path)), is_trainable=trainable)  # type: ignore[arg-type]
+        folder = resolve_asset(lora.path)
+        for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
+            if not (folder / name).is_file():  # or the library would ask the hub, or take a pickle
+                raise CheckpointError(f"{folder}: {name} is missing; it is no complete adapter folder.")
+        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)  # type: ignore[arg-type]
         return adapted if cfg.is_lora else adapted.merge_and_unload()  # type: ignore[operator]
     names = lora.target_modules if lora.target_modules == "all-linear" else lora.target_modules.split(",")
     config = LoraConfig(
