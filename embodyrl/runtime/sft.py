@@ -132,7 +132,8 @@ class _Sft:
             raise ConfigError(problems)
         self.train, self.validation = load_samples(cfg, env, spec)
         demos, steps = self.train.demos, self.train.steps
-        entry = data_statistics(self.train.actions[:, 0], demos.state[steps], env, demos.num_episodes)
+        episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
+        entry = data_statistics(self.train.actions[:, 0], demos.state[steps], env, episodes)
         model = with_statistics(cfg.model, source, target, key, entry)
         request = PolicyRequest(env=env, device=str(self.device), seed=cfg.seed, fresh_heads=True)
         return factory.build(model, request)

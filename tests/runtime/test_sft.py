@@ -30,6 +30,15 @@ MODEL = ("model.num_action_chunks=4", "model.num_images_in_input=1", "model.use_
 SMALL = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "actor.optim.warmup_steps=2", "data.image_aug=false")
 
 
+TOY_POLICY = PolicySpec(
+    name="p",
+    num_action_chunks=4,
+    action_dim=7,
+    tokens_per_chunk=28,
+    gripper=GripperConvention(open=1.0, closed=0.0),
+)
+
+
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twenty demonstrations."""
@@ -93,7 +102,9 @@ def test_an_l1_head_learns_the_same_demonstrations(demos: Path, tmp_path: Path) 
     assert success(tmp_path / "run", f"ckpt={result.run}", l1) == 1.0
 
 
-def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_data(trained: SftResult, demos: Path) -> None:
+def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_training_data(
+    trained: SftResult, demos: Path, tmp_path: Path
+) -> None:
     policy = trained.checkpoint / "policy"
     assert {"config.json", "model.safetensors", "tokenizer.json", "dataset_statistics.json"} <= {
         p.name for p in policy.iterdir()
@@ -104,16 +115,19 @@ def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_data(tra
     entry = statistics["libero_10_no_noops"]
     assert entry["action"]["mask"] == [True] * 6 + [False]
     assert (entry["action"]["q01"][0], entry["action"]["q99"][0]) == (-0.5, 0.5)
-    assert entry["num_trajectories"] == 20
+    assert entry["num_trajectories"] == 18, "two of twenty are held out"
+    held_in = load_samples(config(tmp_path, demos), toy_spec(2), TOY_POLICY)[0]
+    seen = held_in.demos.state[held_in.steps].astype(np.float64)
+    assert entry["num_transitions"] == len(seen) < len(held_in.demos.state)
+    assert entry["proprio"]["mean"] == pytest.approx(seen.mean(axis=0).tolist(), rel=1e-6)
+    assert entry["proprio"]["mean"] != pytest.approx(held_in.demos.state.mean(axis=0).tolist(), rel=1e-3)
     assert entry["action"]["mean"][6] == 0.5, "the toy's gripper is half open: 0.5 in the policy's convention"
     assert len(entry["proprio"]["q99"]) == 1
 
 
 def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:
     cfg = config(tmp_path, demos, "data.val_share=0.25")
-    gripper = GripperConvention(open=1.0, closed=0.0)
-    spec = PolicySpec(name="p", num_action_chunks=4, action_dim=7, tokens_per_chunk=28, gripper=gripper)
-    training, validation = load_samples(cfg, toy_spec(2), spec)
+    training, validation = load_samples(cfg, toy_spec(2), TOY_POLICY)
     assert validation is not None
     assert not set(training.steps) & set(validation.steps)
     both = np.sort(np.concatenate([training.steps, validation.steps]))
@@ -123,7 +137,7 @@ def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:
     assert not set(episode) & set(np.searchsorted(training.demos.stop, training.steps, side="right"))
     np.testing.assert_array_equal(training.actions[..., 6], 0.5)
     np.testing.assert_array_equal(training.actions[:, 0, :6], training.demos.action[training.steps, :6])
-    whole, none = load_samples(config(tmp_path, demos, "data.val_share=0"), toy_spec(2), spec)
+    whole, none = load_samples(config(tmp_path, demos, "data.val_share=0"), toy_spec(2), TOY_POLICY)
     assert none is None
     assert len(whole.steps) == len(whole.demos.action)
 
