@@ -101,6 +101,11 @@ class EnvSpec:
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
     prompt_bytes: int = 0
     """UTF-8 bytes of the longest instruction; 0: those of `tasks`."""
+    seeded_tasks: tuple[int, ...] = ()
+    """Tasks whose episodes depend on their seed beyond the reset id; of all others a reset id decides everything, so
+    that a policy without noise repeats an episode exactly."""
+    reports_success: bool = True
+    """False: no step says that a goal is reached, so the return is what counts."""
     held_out: int = 0
     """The last so many initial states of each task are for evaluation, unless `state_ids` says otherwise."""
     components: tuple[str, ...] = ()
@@ -156,6 +161,8 @@ class PolicySpec:
     """The same with actor.gradient_checkpointing."""
     has_logprobs: bool = True
     """Actions are sampled tokens with probabilities; RL needs them."""
+    takes_noise: bool = True
+    """Sampling differs from acting greedily."""
     scripted: bool = False
     """The environment's own demonstrator chooses the actions, step by step; the policy only marks the wish."""
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})

@@ -162,6 +162,7 @@ def toy_spec(tasks: int = 1) -> EnvSpec:
         unnorm_key="libero_10_no_noops",
         max_episode_steps=32,
         expert_tasks=tuple(range(tasks)),
+        seeded_tasks=tuple(range(tasks)),
     )
     return replace(spec, tasks=spec.tasks[:tasks], states_per_task=spec.states_per_task[:tasks])
 

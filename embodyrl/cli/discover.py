@@ -35,9 +35,14 @@ def list_things(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_line(*, started: str, path: str, step: int | None, success: float | None, **_: object) -> str:
-    rate = "-" if success is None else f"{success:.3f}"
-    return f"{started}  step {'-' if step is None else step:>6}  success {rate:>5}  {path}"
+def _run_line(*, started: str, path: str, step: int | None, success: float | None, **more: object) -> str:
+    earned = more["return"]
+    score = f"return {earned:>6.4g}" if success is None and earned is not None else f"success {_rate(success):>5}"
+    return f"{started}  step {'-' if step is None else step:>6}  {score}  {path}"
+
+
+def _rate(success: float | None) -> str:
+    return "-" if success is None else f"{success:.3f}"
 
 
 def show(args: argparse.Namespace) -> int:

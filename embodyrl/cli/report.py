@@ -11,7 +11,7 @@ from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run, is_running
 from embodyrl.config.trust import TRUST
 from embodyrl.errors import CheckFailedError, ConfigError
-from embodyrl.monitor.history import EVENTS_FILE, History, read_history
+from embodyrl.monitor.history import EVENTS_FILE, History, read_history, score_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,14 +64,14 @@ def picture(history: History) -> RenderableType:
 
     from embodyrl.monitor.dashboard import replay
     from embodyrl.monitor.protocol import RunInfo
-    from embodyrl.monitor.report.tables import rate_of
 
     episodes = [e for evaluation in history.evaluations for e in evaluation.episodes]
     names = {e.task_id: e.task for e in episodes}
     if not history.rows:
-        table = Table("task", "success, 95 % interval", title=history.name)
+        known = any(e.success_once is not None for e in episodes)
+        table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=history.name)
         for task in [*dict.fromkeys(names.values()), None]:
-            table.add_row(task or "all tasks", str(rate_of(episodes, task)))
+            table.add_row(task or "all tasks", str(score_of([e for e in episodes if task in (None, e.task)])))
         return table
     tasks = tuple(names.get(k, "") for k in range(max(names, default=-1) + 1))
     total = int(history.config["runner"]["max_steps"])

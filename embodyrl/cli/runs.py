@@ -13,12 +13,14 @@ from embodyrl.registry import closest
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
-    """Name, place, local start time, last logged step and newest success rate (0 to 1); None before the first."""
-    step, success = None, None
+    """Name, place, local start time, last step, newest success rate (0 to 1) and return; None before the first."""
+    step, success, earned = None, None, None
     for row in read_rows(folder / "metrics.jsonl"):
         step, success = row.get("step", step), row.get("eval/success_once", success)
+        earned = row.get("eval/return", earned)
     started = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
-    return {"id": folder.name, "path": str(folder), "started": started, "step": step, "success": success}
+    names = {"id": folder.name, "path": str(folder), "started": started}
+    return names | {"step": step, "success": success, "return": earned}
 
 
 def run_folders(output_dir: Path) -> list[Path]:

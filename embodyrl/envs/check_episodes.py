@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -73,13 +74,18 @@ def check_instruction(rig: Rig) -> Iterator[Violation]:
 
 
 def check_reset_repeats(rig: Rig) -> Iterator[Violation]:
-    """Reset id and seed fix what is seen first, also after other episodes."""
+    """Reset id and seed fix what is seen first, also after other episodes; the seed only where the spec says so."""
     start = rig.first_start()
     first = rig.play(0, start, rig.actions(0)).seen[0]
     for reset_id in rig.reset_ids(rig.tasks()[-1]):
         rig.play(0, rig.start(reset_id), rig.actions(CHUNK))
     if difference := seen_difference(first, rig.play(0, start, rig.actions(0)).seen[0]):
         yield Violation(f"reset {start.reset_id}", "the same first observation", difference)
+    task = rig.spec.task_of(start.reset_id)[0]
+    other = rig.play(0, replace(start, seed=start.seed + 1), rig.actions(0)).seen[0]
+    if task not in rig.spec.seeded_tasks and (difference := seen_difference(first, other)):
+        rule = f"the same first observation, or task {task} in spec.seeded_tasks"
+        yield Violation(f"reset {start.reset_id} with another seed", rule, difference)
 
 
 def check_reset_ids_differ(rig: Rig) -> Iterator[Violation]:

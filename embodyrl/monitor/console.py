@@ -12,7 +12,7 @@ from rich.live import Live
 
 from embodyrl.files import has_room
 from embodyrl.monitor.dashboard import Dashboard
-from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import Monitor, RunInfo
 from embodyrl.monitor.timing import PHASES, step_seconds
 
@@ -27,6 +27,7 @@ _PIECE = 1024
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
     ("eval/success_once", "eval {:.3f}"),
+    ("eval/return", "eval return {:.4g}"),
     ("eval/loss", "val loss {:.4f}"),
     ("eval/token_accuracy", "val acc {:.3f}"),
     ("train/token_accuracy", "train acc {:.3f}"),
@@ -47,10 +48,17 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
     'step 3/100 | 12.4 s | success 0.250'
     """
     parts = [f"step {step}/{total}" if total else f"step {step}"]
-    parts += [form.format(metrics[name]) for name, form in _FIELDS if name in metrics]
+    parts += [
+        form.format(metrics[name]) for name, form in _FIELDS if name in metrics and not _says_nothing(name, metrics)
+    ]
     if shares := _time_shares(metrics):
         parts.append(shares)
     return " | ".join(parts)
+
+
+def _says_nothing(name: str, metrics: Mapping[str, float]) -> bool:
+    """The return of a validation is told where success is not."""
+    return name == "eval/return" and "eval/success_once" in metrics
 
 
 def _time_shares(metrics: Mapping[str, float]) -> str:
@@ -121,11 +129,8 @@ class ConsoleMonitor(Monitor):
         elif self._clock() - self._quiet_since >= PROGRESS_PERIOD_S:
             self._write(f"{what}: {done}/{total}")
 
-    def results(self, rows: Sequence[tuple[str, Rate, Rate]]) -> None:
+    def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
         self._freeze()
-        if len(rows) > 1:
-            first, last = sum((row[1] for row in rows), Rate(0, 0)), sum((row[2] for row in rows), Rate(0, 0))
-            rows = [*rows, ("all tasks", first, last)]
         table = [("task", "first validation", "last validation", "change")]
         table += [(task, str(first), str(last), first.change(last)) for task, first, last in rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]

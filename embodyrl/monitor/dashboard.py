@@ -12,7 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.monitor.timing import duration, step_seconds, time_tree
 
@@ -156,9 +156,9 @@ class Dashboard:
             repeated = what == "return" and self._values.get(metric) == self._values.get(f"{kind}/success_once")
             if metric in self._values and not repeated:
                 text = form.format(self._last[metric])
-                episodes = self._last.get(f"{kind}/episodes")
+                episodes = self._last.get(f"{kind}/effective_episodes", self._last.get(f"{kind}/episodes"))
                 if metric.endswith("/success_once") and episodes:
-                    low, high = Rate(round(self._last[metric] * episodes), round(episodes)).interval
+                    low, high = wilson(min(1.0, self._last[metric]) * episodes, episodes)
                     text += f" [dim]±{(high - low) / 2:.2f}[/]"
                 table.add_row(name, text, Text(sparkline(self._values[metric], width), style="green"))
         return table

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from embodyrl.errors import ConfigError, UnknownNameError
 from embodyrl.monitor.background import BackgroundMonitor
-from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo
 
 _log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Fanout(Monitor):
     def progress(self, done: int, total: int, what: str) -> None:
         self._each(lambda monitor: monitor.progress(done, total, what))
 
-    def results(self, rows: Sequence[tuple[str, Rate, Rate]]) -> None:
+    def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
         self._each(lambda monitor: monitor.results(rows))
 
     def close(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.load import read_plain_yaml
 from embodyrl.errors import ConfigError
+from embodyrl.monitor.intervals import Mean, Rate, Score
 
 EVENTS_FILE = Path("logs") / "events.log"
 EPISODES_FILE = "episodes.jsonl"
@@ -25,8 +26,9 @@ class EpisodeRow:
     task: str
     reset_id: int
     seed: int
-    success_once: bool
-    success_at_end: bool
+    success_once: bool | None
+    """None: the environment says nothing of success."""
+    success_at_end: bool | None
     episode_return: float
     steps: int
     terminated: bool
@@ -46,12 +48,23 @@ class EpisodeRow:
         return {name: getattr(self, f.name) for name, f in zip(names, fields(self), strict=True)}
 
 
+def score_of(episodes: Sequence[EpisodeRow]) -> Score:
+    """Success of episodes, or their return where success is not known."""
+    if episodes and all(e.success_once is None for e in episodes):
+        return Mean.of((e.reset_id, e.episode_return) for e in episodes)
+    return Rate.of((e.reset_id, bool(e.success_once)) for e in episodes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """The episodes of one validation, by episode number."""
 
     step: int
     episodes: tuple[EpisodeRow, ...]
+
+    def score(self, task: str | None = None) -> Score:
+        """Success of the episodes of one task, or of all; their return where success is not known."""
+        return score_of([e for e in self.episodes if task in (None, e.task)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

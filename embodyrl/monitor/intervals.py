@@ -1,12 +1,17 @@
-"""Success rates with their confidence intervals, and a test of their difference."""
+"""Estimates with their 95 % intervals, and tests of their difference; what repeats a state is no new evidence."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+Outcomes = Iterable[tuple[Hashable, float]]
+"""Initial state and outcome of each episode."""
 
-def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
+
+def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
     """Wilson score interval of a proportion (Wilson 1927); z = 1.96 gives 95 %.
 
     Centre (p + z^2 / 2n) / (1 + z^2 / n), half width z / (1 + z^2 / n) sqrt(p (1 - p) / n + z^2 / 4n^2).
@@ -25,29 +30,80 @@ def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, (centre - half) / (1 + z2 / n)), min(1.0, (centre + half) / (1 + z2 / n))
 
 
-def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided p value of the exact McNemar test: pairs in which only one of the two succeeded, binomial with 1/2.
+def student_t(freedom: int) -> float:
+    """Two-sided 95 % quantile of Student's t, within 1 % (Fisher and Cornish 1960).
 
-    >>> mcnemar(1, 9)
-    0.021484375
+    >>> [round(student_t(n), 2) for n in (1, 2, 4, 9, 99)]
+    [12.71, 4.3, 2.77, 2.26, 1.98]
     """
-    n, k = only_first + only_second, min(only_first, only_second)
-    return min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n)
+    if freedom <= 2:
+        return (math.inf, 12.706, 4.303)[max(freedom, 0)]
+    z = 1.96
+    terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + sum(term / freedom**k for k, term in enumerate(terms, 1))
+
+
+def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
+    """How many independent episodes say as much as these, grouped by initial state.
+
+    Episodes over the design effect (Kish 1965), with the variance of a ratio over clusters and Student's t (Korn and
+    Graubard 1998); at most all episodes, at least the number of states, also where nothing differs.
+
+    >>> effective_episodes([[1, 1, 1, 1], [0, 0, 0, 0]]), effective_episodes([[1], [0], [0]])
+    (2, 3)
+    """
+    n, states = sum(map(len, groups)), len(groups)
+    if n == states:
+        return n
+    p = sum(map(sum, groups)) / n
+    spread = sum((sum(group) - p * len(group)) ** 2 for group in groups)
+    if not 0 < p < 1 or not spread:
+        return states if not 0 < p < 1 else n
+    found = p * (1 - p) * n * n * (states - 1) / (states * spread) * (1.96 / student_t(states - 1)) ** 2
+    return max(states, min(n, found))
+
+
+def mcnemar(differences: Sequence[int]) -> float:
+    """Two-sided p value of a comparison in pairs: exact McNemar test, by initial state.
+
+    `differences` has one number per initial state: pairs that only the second won, less those that only the first won.
+    If nothing differs, each could as well have the other sign, so states and not pairs are drawn; with one pair per
+    state that is the binomial with 1/2.
+
+    >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
+    (0.021484375, 0.5)
+    """
+    ways = Counter({0: 1})
+    for size, times in Counter(abs(d) for d in differences if d).items():
+        grown: Counter[int] = Counter()
+        for total, count in ways.items():
+            for k in range(times + 1):
+                grown[total + size * (2 * k - times)] += count * math.comb(times, k)
+        ways = grown
+    return sum(n for total, n in ways.items() if abs(total) >= abs(sum(differences))) / ways.total()
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
     """Successes of some episodes; `episodes` may be 0.
 
-    >>> str(Rate(8, 10) + Rate(0, 10))
-    '40.0 % [21.9, 61.3] (8/20)'
+    >>> str(Rate(8, 20)), str(Rate.of([("a", 1)] * 10 + [("b", 0)] * 10))
+    ('40.0 % [21.9, 61.3] (8/20)', '50.0 % [9.5, 90.5] (10/20, 2 states)')
     """
 
     successes: int
     episodes: int
+    states: int | None = None
+    """Different initial states; None: one for each episode."""
+    effective: float | None = None
+    """Independent episodes that say as much; None: all of them."""
 
-    def __add__(self, other: Rate) -> Rate:
-        return Rate(self.successes + other.successes, self.episodes + other.episodes)
+    @classmethod
+    def of(cls, outcomes: Outcomes) -> Rate:
+        """Count episodes by initial state."""
+        groups = _by_state(outcomes)
+        successes = sum(map(sum, groups))
+        return cls(round(successes), sum(map(len, groups)), len(groups), effective_episodes(groups))
 
     @property
     def value(self) -> float:
@@ -55,15 +111,72 @@ class Rate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson, 95 %."""
-        return wilson(self.successes, self.episodes)
+        """Wilson, 95 %, over states where episodes repeat them."""
+        n = self.episodes if self.effective is None else self.effective
+        return wilson(self.value * n, n)
+
+    @property
+    def counts(self) -> str:
+        repeated = self.states is not None and self.states < self.episodes
+        return f"{self.successes}/{self.episodes}" + (f", {self.states} states" if repeated else "")
 
     def __str__(self) -> str:
         if not self.episodes:
             return "-"
         low, high = self.interval
-        return f"{100 * self.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}] ({self.successes}/{self.episodes})"
+        return f"{100 * self.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}] ({self.counts})"
 
-    def change(self, later: Rate) -> str:
+    def change(self, later: Score) -> str:
         """Return the difference to a later rate in percentage points."""
         return f"{100 * (later.value - self.value):+.1f}" if self.episodes and later.episodes else "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Mean of a number per episode, the return for example, where no success is known.
+
+    >>> str(Mean.of([("a", 1.0), ("b", 2.0), ("c", 3.0)]))
+    '2 [-0.4843, 4.484] (3 episodes)'
+    """
+
+    value: float
+    interval: tuple[float, float]
+    episodes: int
+    states: int
+
+    @classmethod
+    def of(cls, outcomes: Outcomes) -> Mean:
+        """Student's t over the sums of initial states, as for a ratio."""
+        groups = _by_state(outcomes)
+        n, states = sum(map(len, groups)), len(groups)
+        value = sum(map(sum, groups)) / n if n else 0.0
+        if states < 2:
+            return cls(value, (-math.inf, math.inf), n, states)
+        spread = sum((sum(group) - value * len(group)) ** 2 for group in groups)
+        half = student_t(states - 1) * math.sqrt(states / (states - 1) * spread) / n
+        return cls(value, (value - half, value + half), n, states)
+
+    @property
+    def counts(self) -> str:
+        return f"{self.episodes} episodes" + (f", {self.states} states" if self.states < self.episodes else "")
+
+    def __str__(self) -> str:
+        if not self.episodes:
+            return "-"
+        low, high = self.interval
+        return f"{self.value:.4g} [{low:.4g}, {high:.4g}] ({self.counts})"
+
+    def change(self, later: Score) -> str:
+        """Return the difference to a later mean."""
+        return f"{later.value - self.value:+.4g}" if self.episodes and later.episodes else "-"
+
+
+Score = Rate | Mean
+"""What an evaluation is judged by: success, or the return where the environment knows no success."""
+
+
+def _by_state(outcomes: Outcomes) -> list[list[float]]:
+    groups: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for state, outcome in outcomes:
+        groups[state].append(float(outcome))
+    return list(groups.values())

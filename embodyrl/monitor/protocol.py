@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.intervals import Score
 from embodyrl.registry import Registry
 
 
@@ -53,8 +53,8 @@ class Monitor:
     def progress(self, done: int, total: int, what: str) -> None:
         """`done` of `total` parts of a long phase are finished; called often."""
 
-    def results(self, rows: Sequence[tuple[str, Rate, Rate]]) -> None:
-        """Success in the first and the last validation by task, at the end."""
+    def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
+        """Success, or return, in the first and the last validation by task, at the end."""
 
     def close(self) -> None:
         """Flush and end; idempotent."""

@@ -83,6 +83,7 @@ class UntrainedFactory:
             tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
             gripper=env.gripper,
             scripted=self.scripted,
+            takes_noise=not self.scripted or cfg.expert_noise > 0,
             has_logprobs=False,
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )

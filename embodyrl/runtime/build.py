@@ -101,8 +101,8 @@ def _with_protocol(cfg: Config, env: EnvSpec) -> Config:
     split = cfg.env.eval
     chosen = {"eval.episodes": cfg.eval.episodes, "env.eval.task_ids": split.task_ids}
     chosen["env.eval.state_ids"] = split.state_ids
-    if wrong := [name for name, value in chosen.items() if value is not None]:
-        raise ConfigError(f"eval.standard=true runs every initial state of every task; leave out {', '.join(wrong)}.")
+    if wrong := [f"{name}=null" for name, value in chosen.items() if value is not None]:
+        raise ConfigError(f"eval.standard=true runs every initial state of every task; set {', '.join(wrong)}.")
     split = replace(split, max_episode_steps=env.max_episode_steps)
     counts = replace(cfg.eval, episodes_per_task=max(env.states_per_task))
     return replace(cfg, eval=counts, env=replace(cfg.env, eval=split))
@@ -144,7 +144,7 @@ def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
         raise ConfigError(problems)
     for split in (cfg.env.train, cfg.env.eval):
         selected_reset_ids(env, split)
-    slots = _count_slots(cfg, env, training=training)
+    slots = _count_slots(cfg, env, policy, training=training)
     devices = plan_devices(cfg, training=training)
     seats = deal_slots(slots, count_env_workers(cfg, env, devices, slots))
     samples = _max_samples(cfg, algorithm)
@@ -280,9 +280,9 @@ def deal_slots(num_slots: int, num_workers: int) -> tuple[EnvSeat, ...]:
     return tuple(seats)
 
 
-def _count_slots(cfg: Config, env: EnvSpec, *, training: bool) -> int:
+def _count_slots(cfg: Config, env: EnvSpec, policy: PolicySpec, *, training: bool) -> int:
     evaluating = not training or cfg.runner.val_check_interval != -1
-    eval_slots = eval_plan(cfg, env).num_slots if evaluating else 0
+    eval_slots = eval_plan(cfg, env, policy).num_slots if evaluating else 0
     return max(eval_slots, cfg.env.train.total_num_envs if training else 0)
 
 

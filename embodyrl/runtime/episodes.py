@@ -11,7 +11,7 @@ import numpy as np
 from embodyrl.config.schema import Config, EnvSplitConfig
 from embodyrl.errors import ConfigError
 from embodyrl.runtime.seeds import derive, derive_small
-from embodyrl.types import EnvSpec, EpisodeSpec
+from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
 
 _EVAL_SEED = 1000
 
@@ -135,15 +135,30 @@ def greedy_plan(cfg: Config, plan: RolloutPlan) -> RolloutPlan:
     return _list_plan(cfg, cfg.env.train, [first[group] for group in sorted(first)])
 
 
-def eval_plan(cfg: Config, env: EnvSpec) -> RolloutPlan:
-    """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed."""
+def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
+    """Whether an evaluation that starts twice from a reset id of this task plays the same episode twice."""
+    noisy = policy.takes_noise and (policy.scripted or cfg.eval.sampling_params.do_sample)
+    return not noisy and task not in env.seeded_tasks
+
+
+def count_asked(cfg: Config, env: EnvSpec) -> int:
+    """Episodes that an evaluation is asked for."""
+    return cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval))
+
+
+def eval_plan(cfg: Config, env: EnvSpec, policy: PolicySpec) -> RolloutPlan:
+    """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed.
+
+    An episode that would be an exact copy of another is left out.
+    """
     split = cfg.env.eval
     tasks = selected_tasks(env, split)
-    total = cfg.eval.episodes if cfg.eval.episodes is not None else cfg.eval.episodes_per_task * len(tasks)
     episodes = []
-    for i in range(total):
+    for i in range(count_asked(cfg, env)):
         task, trial = tasks[i % len(tasks)], i // len(tasks)
         ids = reset_ids_of(env, split, task)
+        if trial >= len(ids) and repeats_exactly(cfg, env, policy, task):
+            continue
         episodes.append(
             EpisodeSpec(
                 episode_id=i,

@@ -13,6 +13,7 @@ from embodyrl.errors import ConfigError, Interrupted, WorkerError
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.runtime.build import draw_blueprint, start_crew
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
+from embodyrl.runtime.held_out import evaluation_facts
 from embodyrl.runtime.planning import facts
 from embodyrl.runtime.rundir import open_run, resolve_weights
 from embodyrl.runtime.session import LOOP_FILE, announce, screen_only
@@ -37,7 +38,12 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     folder = open_run(cfg, "eval", overrides, resume)
     monitor = screen_only(cfg)
     try:
-        lines = [*facts(blueprint), ("weights", str(cfg.ckpt or cfg.model.path)), ("output", str(folder.root))]
+        lines = [
+            *facts(blueprint),
+            *evaluation_facts(blueprint),
+            ("weights", str(cfg.ckpt or cfg.model.path)),
+            ("output", str(folder.root)),
+        ]
         announce(monitor, cfg, folder, "eval", lines)
         crew = start_crew(blueprint, folder.logs, monitor.text, start_from=weights)
         try:
@@ -76,18 +82,16 @@ def _step_of(weights: Path | None) -> int:
 
 def _print_table(result: EvalResult, monitor: Fanout) -> None:
     if result.dropped:
-        lost, planned = result.dropped, result.dropped + result.overall.episodes
-        monitor.text(
-            f"  INCOMPLETE: {lost} of {planned} episodes killed their simulator again and again and are not counted; "
-            "long and failing ones do so more often, so success may read too high"
-        )
-    width = max(len(row.task) for row in (*result.tasks, result.overall))
-    monitor.text(f"  {'task':<{width}}   success          95 % interval    mean steps  mean return")
-    for row in (*result.tasks, result.overall):
-        share = f"{row.successes}/{row.episodes}"
-        interval = f"[{100 * row.low:.1f}, {100 * row.high:.1f}]"
-        rate = f"{share:>7} {100 * row.success_once:5.1f} %"
-        monitor.text(f"  {row.task:<{width}}   {rate}  {interval:<15}  {row.mean_steps:10.0f}  {row.mean_return:11.4g}")
+        monitor.text(f"  {result.losses}")
+    known = result.overall.success_once is not None
+    table = [("task", f"{'success' if known else 'return'}, 95 % interval", "steps", "return" if known else "")]
+    table += [
+        (row.task, str(row.score), f"{row.mean_steps:.0f}", f"{row.mean_return:.4g}" if known else "")
+        for row in (*result.tasks, result.overall)
+    ]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        monitor.text("  " + "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
     speed = result.env_steps / result.wall_s if result.wall_s else 0.0
     monitor.text(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")
     monitor.text(f"  results  {result.folder}/eval.json, episodes.jsonl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,8 +13,8 @@ from pathlib import Path
 from embodyrl.config.schema import OnVideoError
 from embodyrl.errors import EmbodyError, WorkerError
 from embodyrl.files import write_atomically
-from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_rows
-from embodyrl.monitor.intervals import Rate, wilson
+from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_rows, score_of
+from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.monitor.side_by_side import join_side_by_side
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.episodes import RolloutPlan, eval_plan
@@ -23,23 +24,36 @@ from embodyrl.types import Episode, EpisodeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult:
-    """Success of one task (or of all) with its Wilson 95 % interval."""
+    """Success of one task (or of all) and mean return, with 95 % intervals over initial states."""
 
     task_id: int
     """-1: all tasks together."""
     task: str
     episodes: int
-    successes: int
-    success_once: float
-    low: float
-    high: float
-    success_at_end: float
+    states: int
+    """Different initial states among them."""
+    effective_episodes: float
+    """Independent episodes that say as much."""
+    successes: int | None
+    """None, like the next four: the environment says nothing of success."""
+    success_once: float | None
+    low: float | None
+    high: float | None
+    success_at_end: float | None
     mean_return: float
+    return_low: float | None
+    """None, like the next: a single state has no interval."""
+    return_high: float | None
     mean_steps: float
 
     @property
-    def rate(self) -> Rate:
-        return Rate(self.successes, self.episodes)
+    def score(self) -> Score:
+        """Success, or the return where success is not known."""
+        if self.successes is not None:
+            return Rate(self.successes, self.episodes, self.states, self.effective_episodes)
+        low = -math.inf if self.return_low is None else self.return_low
+        high = math.inf if self.return_high is None else self.return_high
+        return Mean(self.mean_return, (low, high), self.episodes, self.states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +80,15 @@ class EvalResult:
         """Paths of the recordings."""
         return tuple(path for _, path in self.recordings)
 
+    @property
+    def losses(self) -> str:
+        """What to think of episodes that were given up."""
+        planned = self.dropped + self.overall.episodes
+        return (
+            f"INCOMPLETE: {self.dropped} of {planned} episodes killed their simulator again and again and are not "
+            "counted; long and failing ones do so more often, so success may read too high"
+        )
+
     def metrics(self) -> dict[str, float]:
         """Flat metrics for the monitor."""
         rows = {
@@ -74,8 +97,11 @@ class EvalResult:
             "eval/return": self.overall.mean_return,
             "eval/episode_len": self.overall.mean_steps,
             "eval/episodes": float(self.overall.episodes),
+            "eval/effective_episodes": self.overall.effective_episodes,
+            "eval/dropped_episodes": float(self.dropped),
         }
-        return rows | {f"eval/task_{row.task_id}/success_once": row.success_once for row in self.tasks}
+        rows |= {f"eval/task_{row.task_id}/success_once": row.success_once for row in self.tasks}
+        return {name: value for name, value in rows.items() if value is not None}
 
 
 def run_evaluation(
@@ -97,7 +123,7 @@ def run_evaluation(
         EmbodyError: recordings failed and `faults.on_video_error=stop`, or no episode could be finished.
     """
     cfg = blueprint.cfg
-    plan = eval_plan(cfg, blueprint.env)
+    plan = eval_plan(cfg, blueprint.env, blueprint.policy)
     folder.mkdir(parents=True, exist_ok=True)
     if cfg.video != "none":
         _check_writable(videos)
@@ -107,7 +133,7 @@ def run_evaluation(
     with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log:
 
         def note(episode: Episode) -> None:
-            rows.append(_episode_row(episode))
+            rows.append(_episode_row(episode, known=blueprint.env.reports_success))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             log.flush()
             progress(len(rows), plan.num_episodes, "eval")
@@ -155,19 +181,23 @@ def video_choice(pattern: str, plan: RolloutPlan, blueprint: Blueprint, videos: 
 
 
 def _summarise_task(task_id: int, task: str, episodes: Sequence[EpisodeRow]) -> TaskResult:
-    count = len(episodes)
-    successes = sum(e.success_once for e in episodes)
-    low, high = wilson(successes, count)
+    count, score = len(episodes), score_of(episodes)
+    rate = score if isinstance(score, Rate) else None
+    earned = Mean.of((e.reset_id, e.episode_return) for e in episodes)
     return TaskResult(
         task_id=task_id,
         task=task,
         episodes=count,
-        successes=successes,
-        success_once=successes / count,
-        low=low,
-        high=high,
-        success_at_end=sum(e.success_at_end for e in episodes) / count,
-        mean_return=sum(e.episode_return for e in episodes) / count,
+        states=earned.states,
+        effective_episodes=rate.effective if rate and rate.effective is not None else count,
+        successes=rate.successes if rate else None,
+        success_once=rate.value if rate else None,
+        low=rate.interval[0] if rate else None,
+        high=rate.interval[1] if rate else None,
+        success_at_end=sum(bool(e.success_at_end) for e in episodes) / count if rate else None,
+        mean_return=earned.value,
+        return_low=earned.interval[0] if earned.states > 1 else None,
+        return_high=earned.interval[1] if earned.states > 1 else None,
         mean_steps=sum(e.steps for e in episodes) / count,
     )
 
@@ -185,15 +215,17 @@ def _summarise(rows: Sequence[EpisodeRow], collection: Collection, tasks: Sequen
     )
 
 
-def _episode_row(episode: Episode) -> EpisodeRow:
+def _episode_row(episode: Episode, *, known: bool) -> EpisodeRow:
+    # What is not announced may come all the same: some environments only speak of success at the end.
+    known = known or episode.success_once
     return EpisodeRow(
         episode=episode.spec.episode_id,
         task_id=episode.spec.task_id,
         task=episode.instruction,
         reset_id=episode.spec.reset_id,
         seed=episode.spec.seed,
-        success_once=episode.success_once,
-        success_at_end=episode.success_at_end,
+        success_once=episode.success_once if known else None,
+        success_at_end=episode.success_at_end if known else None,
         episode_return=episode.episode_return,
         steps=episode.length,
         terminated=episode.terminated,
@@ -216,10 +248,11 @@ def _check_writable(folder: Path) -> None:
         ) from error
 
 
-def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Rate, Rate]]:
-    """Success per task, before and after; both validations ran the same episodes."""
-    before = {row.task_id: row.rate for row in first.tasks}
-    return [(row.task, before[row.task_id], row.rate) for row in last.tasks if row.task_id in before]
+def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
+    """Score per task and of all of them, before and after; both validations ran the same episodes."""
+    before = {row.task_id: row.score for row in first.tasks}
+    found = [(row.task, before[row.task_id], row.score) for row in last.tasks if row.task_id in before]
+    return [*found, ("all tasks", first.overall.score, last.overall.score)] if len(found) > 1 else found
 
 
 def compare_recordings(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from embodyrl.monitor.intervals import Rate
 from embodyrl.runtime.jobs import Collection
 from embodyrl.runtime.timeline import CLOCK_METRICS
 from embodyrl.types import Episode
@@ -13,7 +14,12 @@ _CLOCK_DEPENDENT = CLOCK_METRICS | {"env/steps_per_s", "rollout/infer_batch_size
 
 
 def rollout_metrics(
-    collection: Collection, *, num_workers: int, restarts: int, components: Sequence[str] = ()
+    collection: Collection,
+    *,
+    num_workers: int,
+    restarts: int,
+    components: Sequence[str] = (),
+    reports_success: bool = True,
 ) -> dict[str, float]:
     """Success, return and length of episodes; how fast and where the time went.
 
@@ -41,7 +47,7 @@ def rollout_metrics(
         "time/infer": tally.infer_s * share,
     }
     if finished:
-        metrics |= _episode_metrics(finished)
+        metrics |= _episode_metrics(finished, reports_success)
     if collection.greedy:
         metrics["train/greedy_return"] = float(np.mean([e.episode_return for e in collection.greedy.values()]))
     if finished and components:
@@ -50,13 +56,19 @@ def rollout_metrics(
     return metrics
 
 
-def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+def _episode_metrics(episodes: Sequence[Episode], reports_success: bool) -> dict[str, float]:
     count = len(episodes)
     metrics = {
-        "train/success_once": sum(e.success_once for e in episodes) / count,
-        "train/success_at_end": sum(e.success_at_end for e in episodes) / count,
         "train/return": sum(e.episode_return for e in episodes) / count,
         "train/episode_len": sum(e.length for e in episodes) / count,
+    }
+    if not reports_success and not any(e.success_once for e in episodes):
+        return metrics
+    rate = Rate.of((e.spec.reset_id, e.success_once) for e in episodes)
+    metrics |= {
+        "train/success_once": rate.value,
+        "train/success_at_end": sum(e.success_at_end for e in episodes) / count,
+        "train/effective_episodes": rate.effective or 0.0,
     }
     for task in sorted({e.spec.task_id for e in episodes}):
         own = [e.success_once for e in episodes if e.spec.task_id == task]

@@ -12,7 +12,8 @@ from embodyrl.envs.memory import tasks_in_memory
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.runtime.build import Blueprint, draw_blueprint
-from embodyrl.runtime.episodes import eval_plan, train_plan
+from embodyrl.runtime.episodes import train_plan
+from embodyrl.runtime.held_out import evaluation_facts
 from embodyrl.runtime.policy_hosts import is_apart
 from embodyrl.types import EnvSpec
 
@@ -174,9 +175,7 @@ def describe(cfg: Config, command: str = "train") -> str:
     lines = facts(blueprint)
     if training:
         lines += _training_facts(blueprint)
-    plan = eval_plan(blueprint.cfg, blueprint.env)
-    lines.append(("validation", f"{plan.num_episodes} episodes in {plan.num_slots} slots"))
-    return _layout(lines)
+    return _layout([*lines, *evaluation_facts(blueprint)])
 
 
 def _layout(lines: list[tuple[str, str]]) -> str:

@@ -15,6 +15,7 @@ from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
 from embodyrl.runtime.dump import write_dump
 from embodyrl.runtime.evaluation import EvalResult, changes, compare_recordings, run_evaluation
+from embodyrl.runtime.held_out import evaluation_facts
 from embodyrl.runtime.jobs import Collection
 from embodyrl.runtime.metrics import rollout_metrics, settle
 from embodyrl.runtime.planning import facts
@@ -79,7 +80,10 @@ class _Training:
         start = session.find_start()
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
         where = [("output", f"{folder.root}{validation}"), ("logs", f"tail -F {folder.logs}/*.log")]
-        session.announce([*facts(self.blueprint), *where], self.blueprint.total_steps, self.blueprint.env.tasks)
+        held_out = evaluation_facts(self.blueprint) if self._validates else []
+        session.announce(
+            [*facts(self.blueprint), *held_out, *where], self.blueprint.total_steps, self.blueprint.env.tasks
+        )
         try:
             # Of a resumed run too, for the reference policy; the checkpoint is loaded over them.
             crew = start_crew(self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
@@ -143,6 +147,7 @@ class _Training:
                 num_workers=len(self.blueprint.seats),
                 restarts=session.restarts + crew.fleet.restarts,
                 components=self.blueprint.env.components,
+                reports_success=self.blueprint.env.reports_success,
             )
             metrics |= crew.fleet.timeline.metrics() | batch.metrics
             metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}
@@ -188,11 +193,13 @@ class _Training:
             progress=self.monitor.progress,
             warn=self.monitor.text,
         )
+        if result.dropped:
+            self.monitor.text(f"step {session.step}: {result.losses}")
         for path in result.videos:
             self.monitor.video(session.step, Path(path))
         if result.videos:
             self.monitor.text(f"step {session.step}: {len(result.videos)} recordings in {session.folder.videos}")
-        session.judge(result.overall.success_once, result.overall.mean_return)
+        session.judge(result.overall.success_once or 0.0, result.overall.mean_return)
         return result
 
     def _dump(self, crew: Crew, rollout: Collection, batch: PreparedBatch) -> None:
@@ -211,7 +218,7 @@ class _Training:
         if self.first is not None and self.last is not None:
             self.monitor.results(changes(self.first, self.last))
             before, after = self.first.overall, self.last.overall
-            if after.mean_return != after.success_once:
+            if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
             videos = compare_recordings(
                 self.first,

@@ -240,6 +240,11 @@ def test_without_a_limit_of_its_own_the_horizon_is_the_runs():
     assert ENVS.get("gym").spec(config("Pendulum-v1")).max_episode_steps == 200
 
 
+@pytest.mark.parametrize(("env_id", "known"), [("CartPole-v1", False), ("pixel_env:PixelEnv", True), (COUNTER, True)])
+def test_whether_success_is_known_is_asked(env_id, known):
+    assert ENVS.get("gym").spec(config(env_id)).reports_success == known
+
+
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "pixel_env:PixelEnv", COUNTER])
 def test_the_contract_of_environments_holds(env_id):
     cfg = load_config("train", ["env=gym", f"env.id={env_id}"]).env

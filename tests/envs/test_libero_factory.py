@@ -125,3 +125,12 @@ def test_another_libero_package_is_refused_before_it_can_ask_on_the_terminal(mon
     monkeypatch.setattr(install.metadata, "version", version)
     with pytest.raises(MissingDependencyError, match="Another LIBERO is installed"):
         FACTORY.spec(EnvConfig(task_suite_name="libero_goal"))
+
+
+@pytest.mark.sim
+def test_the_seed_matters_where_furniture_stands_around():
+    """Drawers, stoves and racks; what lies on a bare floor or table comes from the initial state."""
+    assert install.seeded_tasks("libero_object") == ()
+    assert install.seeded_tasks("libero_spatial") == install.seeded_tasks("libero_goal") == tuple(range(10))
+    found = install.seeded_tasks("libero_10")
+    assert 0 < len(found) < 10

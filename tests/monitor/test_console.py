@@ -29,6 +29,7 @@ LINE = (
     "step 3/100 | 12.4 s | success 0.250 | return 0.25 | loss 0.0123 | kl 0.0004 | gn 0.91 | 45 env steps/s"
     " | restarts 0 | simulate 75% update 20% render 4%"
 )
+TOTAL = ("all tasks", Rate(2, 20), Rate(8, 10))
 INFO = RunInfo(run_id="r", total_steps=100)
 
 
@@ -43,7 +44,12 @@ def test_the_share_of_a_validation_longer_than_its_step_stays_below_100_percent(
 
 
 def test_step_line_of_a_validation_without_training():
-    assert step_line(0, 0, {"eval/success_once": 0.45}) == "step 0 | eval 0.450"
+    assert step_line(0, 0, {"eval/success_once": 0.45, "eval/return": 3.0}) == "step 0 | eval 0.450"
+
+
+def test_where_no_success_is_known_the_return_is_told():
+    row = {"eval/return": 475.25, "train/return": 31.5, "time/step": 1.0}
+    assert step_line(3, 9, row) == "step 3/9 | 1.0 s | eval return 475.2 | return 31.50"
 
 
 def test_off_tty_lines_are_plain_and_never_wrapped(tmp_path: Path):
@@ -135,11 +141,11 @@ def test_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert LINE in text
 
 
-def test_results_add_a_total_over_tasks(tmp_path: Path):
+def test_results_stand_below_each_other(tmp_path: Path):
     out = StringIO()
     monitor = ConsoleMonitor(out)
     monitor.open(tmp_path, INFO)
-    monitor.results([("pick", Rate(2, 10), Rate(8, 10)), ("place", Rate(0, 10), Rate(0, 0))])
+    monitor.results([("pick", Rate(2, 10), Rate(8, 10)), ("place", Rate(0, 10), Rate(0, 0)), TOTAL])
     lines = [line.split("  ") for line in out.getvalue().splitlines()]
     table = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert table == [

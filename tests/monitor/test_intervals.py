@@ -1,6 +1,7 @@
+import numpy as np
 import pytest
 
-from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.intervals import Mean, Rate, mcnemar, student_t, wilson
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,50 @@ def test_nothing_known_without_trials():
 def test_impossible_counts():
     with pytest.raises(ValueError, match="3 successes of 2"):
         wilson(3, 2)
+
+
+def test_one_episode_per_state_is_the_wilson_interval():
+    rate = Rate.of((state, state < 8) for state in range(10))
+    assert rate.interval == wilson(8, 10)
+    assert str(rate) == str(Rate(8, 10))
+
+
+def test_exact_copies_count_once():
+    rate = Rate.of((state, state < 5) for _ in range(10) for state in range(15))
+    assert rate.interval == pytest.approx(wilson(5, 15))
+    assert str(rate) == "33.3 % [15.2, 58.3] (50/150, 15 states)"
+    assert Rate.of((state, False) for _ in range(10) for state in range(5)).interval == wilson(0, 5)
+
+
+@pytest.mark.parametrize(("states", "alike"), [(10, 0.3), (20, 0.05), (20, 0.999)])
+def test_intervals_over_states_hold_what_they_promise(states: int, alike: float):
+    """600 evaluations of five episodes per state, whose success rates differ between states (beta-binomial, 70 %)."""
+    rng, held, naive = np.random.default_rng(0), 0, 0
+    for _ in range(600):
+        chance = rng.beta(0.7 * (1 - alike) / alike, 0.3 * (1 - alike) / alike, states)
+        rate = Rate.of((s, rng.random() < chance[s]) for s in range(states) for _ in range(5))
+        held += rate.interval[0] <= 0.7 <= rate.interval[1]
+        low, high = wilson(rate.successes, rate.episodes)
+        naive += low <= 0.7 <= high
+    assert held / 600 >= 0.92
+    assert alike < 0.1 or naive / 600 < 0.85, "or the test shows nothing"
+
+
+def test_means_over_states():
+    once = Mean.of((s, float(s)) for s in range(10))
+    half = student_t(9) * np.std(range(10), ddof=1) / np.sqrt(10)
+    assert once.interval == pytest.approx((4.5 - half, 4.5 + half))
+    copied = Mean.of((s, float(s)) for _ in range(7) for s in range(10))
+    assert copied.interval == pytest.approx(once.interval)
+    assert student_t(3) == pytest.approx(3.182, rel=0.01)
+    assert student_t(30) == pytest.approx(2.042, rel=0.002)
+
+
+def test_pairs_of_one_state_are_compared_together():
+    assert mcnemar([1] * 4 + [-1]) == pytest.approx(12 / 32)  # one pair per state: the binomial, 2 * (1 + 5) / 2^5
+    assert mcnemar([10] * 5) == pytest.approx(2 / 32)
+    assert mcnemar([]) == mcnemar([0, 0]) == 1.0
+    assert mcnemar([3, 1, -2]) == pytest.approx(sum(abs(a * 3 + b + c * 2) >= 2 for a, b, c in SIGNS) / 8)
+
+
+SIGNS = [(a, b, c) for a in (1, -1) for b in (1, -1) for c in (1, -1)]

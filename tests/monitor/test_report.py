@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from run_files import TASKS, write_run
 
+from embodyrl.cli.discover import _run_line
 from embodyrl.cli.main import main
-from embodyrl.monitor.history import read_history
-from embodyrl.monitor.intervals import mcnemar, wilson
+from embodyrl.cli.runs import describe_run
+from embodyrl.monitor.history import EpisodeRow, Evaluation, read_history
+from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.report import media
 from embodyrl.monitor.report.charts import Line, line_chart, stacked_bars, ticks
 from embodyrl.monitor.report.page import write_report
-from embodyrl.monitor.report.tables import curve, differing, paired, rate_of
+from embodyrl.monitor.report.tables import compare, curve, differing
 from embodyrl.monitor.timing import time_tree
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -58,9 +60,63 @@ def test_success_has_a_wilson_band_and_pools_episodes_of_many_steps(tmp_path: Pa
 
 def test_pairs_agree_in_task_state_and_seed(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
-    assert paired(*history.evaluations) == (6, 1, 4)
-    assert mcnemar(1, 4) == pytest.approx(12 / 32)  # 2 * (1 + 5) / 2^5
-    assert str(rate_of(history.evaluations[1].episodes, TASKS[0])) == "66.7 % [20.8, 93.9] (2/3)"
+    first, last = history.evaluations
+    line = compare(first, last, ("A", "B"))
+    assert line == (  # 2 * (1 + 5) / 2^5
+        "paired on 6 episodes with the same initial state and seed: only A succeeds 1, only B 4; McNemar p = 0.375 "
+        "(no significant difference)"
+    )
+    assert str(last.score(TASKS[0])) == "66.7 % [20.8, 93.9] (2/3)"
+
+
+def played(*episodes: tuple[int, int, bool | None, float]) -> Evaluation:
+    """An evaluation of episodes of one task: initial state, seed, success, return."""
+    rows = (
+        EpisodeRow(
+            episode=k,
+            task_id=0,
+            task="go",
+            reset_id=state,
+            seed=seed,
+            success_once=success,
+            success_at_end=success,
+            episode_return=earned,
+            steps=5,
+            terminated=bool(success),
+            truncated=not success,
+            seconds=0.1,
+            video=None,
+        )
+        for k, (state, seed, success, earned) in enumerate(episodes)
+    )
+    return Evaluation(step=0, episodes=tuple(rows))
+
+
+def test_episodes_of_one_state_pair_by_their_seed() -> None:
+    """Without the seed, the last of them would stand for all."""
+    first = played((3, 1000, True, 1.0), (3, 1001, False, 0.0))
+    assert compare(first, first, ("A", "B")).startswith("paired on 2 episodes")
+    assert "only A succeeds 0, only B 0;" in compare(first, first, ("A", "B"))
+    assert "only A succeeds 1, only B 0;" in compare(first, played((3, 1000, False, 0.0)), ("A", "B"))
+    assert "no paired test" in compare(first, played((3, 1002, True, 1.0)), ("A", "B"))
+
+
+def test_copies_of_an_episode_are_no_evidence() -> None:
+    """Five states ten times each: five states are compared, not fifty episodes."""
+    before = played(*((s, 1000 + k, False, 0.0) for k in range(10) for s in range(5)))
+    after = played(*((s, 1000 + k, True, 1.0) for k in range(10) for s in range(5)))
+    assert str(after.score()) == f"100.0 % [{100 * wilson(5, 5)[0]:.1f}, 100.0] (50/50, 5 states)"
+    line = compare(before, after, ("A", "B"))
+    assert "only B 50; McNemar over 5 states p = 0.0625 (no significant difference)" in line
+
+
+def test_returns_stand_for_success_where_it_is_not_known() -> None:
+    before = played(*((s, 1000, None, 10.0 * s) for s in range(6)))
+    after = played(*((s, 1000, None, 10.0 * s + 4 + s % 2) for s in range(6)))
+    assert str(before.score()).startswith("25 [")
+    line = compare(before, after, ("A", "B"))
+    assert "return of B less that of A 4.5 [" in line
+    assert line.endswith("(differ)")
 
 
 def test_the_time_tree_explains_the_whole_step() -> None:
@@ -177,3 +233,22 @@ def test_videos_play_and_filters_work_in_chromium(tmp_path: Path, embed_bytes: i
     assert seen["outcomes"] == ["success"] * 8
     assert seen["dead"] == 0
     assert seen["wide"] <= 0
+
+
+def test_a_run_without_success_is_reported_by_its_return(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "a")
+    for path in run.glob("eval/*/episodes.jsonl"):
+        path.write_text(re.sub(r'"success_(once|at_end)": \w+', r'"success_\1": null', path.read_text()))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(re.sub(r'"(eval|train)/success_once": [\d.]+', r'"\1/return": 7.5', metrics.read_text()))
+    (line,) = write_report([run], tmp_path / "report.html")
+    assert re.fullmatch(r"a: step 3: 0\.6667 \[0\.12\d*, 1\.2\d*\] \(6 episodes\)", line)
+    page = (tmp_path / "report.html").read_text()
+    assert "<small>return</small><b>0.1667 → 0.6667</b>" in page
+    assert "<small>success</small>" not in page
+    assert "Failed episodes" not in page
+    assert "return 7.5" in describe(run) or "return    7.5" in describe(run)
+
+
+def describe(run: Path) -> str:
+    return _run_line(**describe_run(run))

@@ -20,9 +20,11 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.runtime.checks import check_components
 from embodyrl.runtime.collect import CollectResult, collect
 from embodyrl.runtime.episodes import RolloutPlan, demonstration_plan, eval_plan, train_plan
+from embodyrl.types import PolicySpec
 
 ENV = tuple(word for word in TOY if word.startswith("env."))
 TASKS = "env.kwargs.tasks=2"
+POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_chunk=28)
 
 
 def words(folder: Path, *overrides: str) -> list[str]:
@@ -166,13 +168,13 @@ def test_splits_use_only_their_initial_states() -> None:
         return [e.reset_id for plan in plans for wave in plan.waves for e in wave.queues[0]]
 
     training = reset_ids(*(train_plan(cfg, env, step, counts_chunk_steps=False) for step in range(9)))
-    judging = reset_ids(eval_plan(cfg, env))
+    judging = reset_ids(eval_plan(cfg, env, POLICY))
     demos = reset_ids(demonstration_plan(cfg, env, [(task, i) for task in (0, 1) for i in range(6)]))
     assert set(training) == set(demos) == {2, 3, 6, 7}
     assert sorted(demos) == [2] * 3 + [3] * 3 + [6] * 3 + [7] * 3, "each state equally often"
     assert set(judging) == {0, 1, 4, 5}
     with pytest.raises(ConfigError, match=r"state_ids \[2,4\]: task 0 of env 'toy' has initial states 0 to 3"):
-        eval_plan(load_config("eval", [*TOY, "env.eval.state_ids=[2,4]"]), env)
+        eval_plan(load_config("eval", [*TOY, "env.eval.state_ids=[2,4]"]), env, POLICY)
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from toy_env import toy_spec
 from toy_runs import toy_config
 
+from embodyrl.config.load import load_config
 from embodyrl.config.schema import Config
+from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
+from embodyrl.policies import POLICIES
 from embodyrl.runtime.episodes import RolloutPlan, eval_plan, selected_reset_ids, train_plan
-from embodyrl.types import EpisodeSpec
+from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
 
 ENV = toy_spec(3)  # reset ids 0..11, four per task
+POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_chunk=28)
 
 
 @pytest.fixture
@@ -128,7 +133,7 @@ def test_free_reset_ids_vary_within_a_slot(config):
 
 
 def test_an_evaluation_covers_tasks_and_states_evenly(config):
-    plan = eval_plan(config("eval.episodes_per_task=6"), ENV)
+    plan = eval_plan(config("eval.episodes_per_task=6"), ENV, POLICY)
     episodes = episodes_of(plan)
     assert plan.num_slots == 2
     assert Counter(e.task_id for e in episodes) == {0: 6, 1: 6, 2: 6}
@@ -140,17 +145,50 @@ def test_an_evaluation_covers_tasks_and_states_evenly(config):
 
 
 def test_a_total_of_evaluation_episodes_is_spread_over_the_tasks(config):
-    episodes = episodes_of(eval_plan(config("eval.episodes=5", "env.eval.task_ids=[1,2]"), ENV))
+    episodes = episodes_of(eval_plan(config("eval.episodes=5", "env.eval.task_ids=[1,2]"), ENV, POLICY))
     assert Counter(e.task_id for e in episodes) == {1: 3, 2: 2}
     assert plan_slots(config("eval.episodes=1")) == 1
 
 
 def plan_slots(cfg: Config) -> int:
-    return eval_plan(cfg, ENV).num_slots
+    return eval_plan(cfg, ENV, POLICY).num_slots
 
 
 def test_evaluations_of_different_seeds_start_from_the_same_states(config):
     def starts(cfg):
-        return [(e.episode_id, e.reset_id, e.seed) for e in episodes_of(eval_plan(cfg, ENV))]
+        return [(e.episode_id, e.reset_id, e.seed) for e in episodes_of(eval_plan(cfg, ENV, POLICY))]
 
     assert starts(config()) == starts(config("seed=7"))
+
+
+def eval_starts(cfg: Config, env: EnvSpec, policy: PolicySpec = POLICY) -> list[tuple[int, int]]:
+    return [(e.reset_id, e.seed) for e in episodes_of(eval_plan(cfg, env, policy))]
+
+
+def test_an_evaluation_never_plays_an_exact_copy(config):
+    """Where a reset id decides everything and the policy takes no noise, a second time would show nothing new."""
+    fixed = replace(ENV, seeded_tasks=(1,))
+    greedy = config("eval.episodes_per_task=6")
+    starts = eval_starts(greedy, fixed)
+    assert Counter(reset_id // 4 for reset_id, _ in starts) == {0: 4, 1: 6, 2: 4}
+    assert [reset_id for reset_id, _ in starts if reset_id < 4] == [0, 1, 2, 3]
+    assert len(eval_starts(config("eval.episodes=50", "env.eval.state_ids=[1,2]", "env.eval.task_ids=[0]"), fixed)) == 2
+    sampled = config("eval.episodes_per_task=6", "eval.sampling_params.do_sample=true")
+    assert len(eval_starts(sampled, fixed)) == 18
+    assert len(eval_starts(sampled, fixed, replace(POLICY, takes_noise=False))) == 14, "L1 regression does not sample"
+    expert = replace(POLICY, scripted=True)
+    assert len(eval_starts(greedy, fixed, expert)) == 18, "its actions are disturbed"
+    assert len(eval_starts(sampled, fixed, replace(expert, takes_noise=False))) == 14
+
+
+def test_which_policies_take_noise():
+    for words, takes in (
+        (["model=scripted"], False),
+        (["model=scripted", "model.expert_noise=0.1"], True),
+        (["model=random"], True),
+        (["model=openvla_oft_tiny"], True),
+        (["model=openvla_oft_tiny", "model.action_head=l1"], False),
+    ):
+        cfg = load_config("eval", ["env=tabletop", *words])
+        env = ENVS.get("tabletop").spec(cfg.env)
+        assert POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0).takes_noise == takes, words

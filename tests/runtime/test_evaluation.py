@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
 
 import imageio.v2 as imageio
+import numpy as np
 import pytest
 from toy_runs import toy_config, train_toy
 
 from embodyrl.errors import ConfigError
-from embodyrl.monitor.intervals import wilson
-from embodyrl.runtime.evaluate import evaluate
+from embodyrl.monitor.console import ConsoleMonitor
+from embodyrl.monitor.fanout import Fanout
+from embodyrl.monitor.history import EpisodeRow
+from embodyrl.monitor.intervals import Rate
+from embodyrl.runtime.evaluate import _print_table, evaluate
+from embodyrl.runtime.evaluation import EvalResult, _episode_row, _summarise
+from embodyrl.runtime.jobs import Collection
+from embodyrl.types import Episode, EpisodeSpec
 
 WORDS = (
     "env.kwargs.tasks=2",
@@ -50,7 +60,10 @@ def test_the_table_agrees_with_the_episodes(recorded):
         successes = sum(row["success_once"] for row in own)
         assert (task["episodes"], task["successes"]) == (len(own), successes)
         assert task["success_once"] == successes / len(own)
-        assert (task["low"], task["high"]) == wilson(successes, len(own))
+        rate = Rate.of((row["reset_id"], row["success_once"]) for row in own)
+        assert (task["low"], task["high"], task["states"]) == (*rate.interval, rate.states)
+        assert task["states"] < task["episodes"], "two episodes of some initial states"
+        assert task["success_at_end"] == sum(row["success_at_end"] for row in own) / len(own)
         assert task["mean_steps"] == sum(row["steps"] for row in own) / len(own)
     assert table["dropped"] == 0
     assert table["env"] == "toy"
@@ -165,5 +178,60 @@ def test_the_standard_protocol_runs_every_initial_state_once(tmp_path):
     result = evaluate(toy_config(tmp_path, *words, command="eval"))
     assert sorted(row["reset_id"] for row in episode_rows(result)) == list(range(8))
     assert max(row["steps"] for row in episode_rows(result)) > 3  # the horizon is the benchmark's
-    with pytest.raises(ConfigError, match=r"leave out eval.episodes, env.eval.task_ids"):
+    with pytest.raises(ConfigError, match=r"set eval.episodes=null, env.eval.task_ids=null"):
         evaluate_toy(tmp_path, "eval.standard=true", "eval.episodes=3", "env.eval.task_ids=[0]", name="other")
+
+
+def played(*success: bool) -> Episode:
+    """An episode of single-action chunks with these successes."""
+    column = np.asarray(success, np.bool_)[:, None]
+    return Episode(
+        spec=EpisodeSpec(episode_id=0, reset_id=3, task_id=0, group_id=0, member=0, seed=1000, noise_seed=1),
+        records=np.arange(len(column)),
+        reward=np.full(column.shape, 2.5, np.float32),
+        valid=np.ones(column.shape, np.bool_),
+        success=column,
+        value=np.zeros((len(column), 0), np.float32),
+        bootstrap_value=np.zeros(0, np.float32),
+        terminated=False,
+        truncated=True,
+    )
+
+
+def test_success_at_the_end_is_the_last_step_s() -> None:
+    """Where episodes go on after success, what was reached may be lost again."""
+    lost, kept = (_episode_row(played(*steps), known=True) for steps in ((False, True, False), (False, True, True)))
+    assert (lost.success_once, lost.success_at_end) == (True, False)
+    assert (kept.success_once, kept.success_at_end) == (True, True)
+    overall = _summarise([lost, kept], Collection(), ["go"], Path()).overall
+    assert (overall.success_once, overall.success_at_end) == (1.0, 0.5)
+
+
+def rows_of(*known: bool) -> list[EpisodeRow]:
+    return [_episode_row(played(False, False), known=k) for k in known]
+
+
+def test_without_a_success_signal_there_is_no_success() -> None:
+    result = _summarise(rows_of(False, False), Collection(), ["go"], Path())
+    assert {name for name in result.metrics() if "success" in name} == set()
+    assert result.metrics()["eval/return"] == result.overall.score.value == 5.0
+    assert result.overall.success_once is result.overall.low is result.overall.return_low is None
+    json.dumps(asdict(result), allow_nan=False, default=str)
+    said = table_of(result)
+    assert said[0].split() == ["task", "return,", "95", "%", "interval", "steps"]
+    assert said[1].split()[:2] == ["go", "5"]
+    late = [*rows_of(False), _episode_row(played(False, True), known=False)]
+    assert _summarise(late, Collection(), ["go"], Path()).overall.success_once == 0.5, "some only speak at the end"
+
+
+def table_of(result: EvalResult) -> list[str]:
+    out = StringIO()
+    _print_table(result, Fanout({"console": ConsoleMonitor(out)}))
+    return out.getvalue().splitlines()
+
+
+def test_lost_episodes_are_counted_and_told() -> None:
+    result = _summarise(rows_of(True, True), Collection(dropped=3), ["go"], Path())
+    assert (result.dropped, result.overall.episodes) == (3, 2)
+    assert result.metrics()["eval/dropped_episodes"] == 3.0
+    assert "INCOMPLETE: 3 of 5 episodes" in table_of(result)[0]

@@ -43,6 +43,8 @@ class Probe:
     """The environment's own time limit, env steps; 0: none known."""
     kwargs: dict[str, Any]
     """Arguments of its constructor: `env.kwargs`, and a render mode for people where it has one."""
+    reports_success: bool
+    """The `info` of its first step says something of success."""
     vector: bool
     """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
 
@@ -70,10 +72,17 @@ def probe(cfg: EnvConfig) -> Probe:
             action_space=env.single_action_space if vector else env.action_space,
             max_episode_steps=(env.spec.max_episode_steps or 0) if env.spec is not None else 0,
             kwargs=kwargs,
+            reports_success=_reports_success(env),
             vector=vector,
         )
     finally:
         env.close()
+
+
+def _reports_success(env: Any) -> bool:
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    return not {"success", "is_success"}.isdisjoint(env.step(env.action_space.sample())[4])
 
 
 def create(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int = 1) -> Any:

@@ -69,6 +69,7 @@ def _spec(cfg: EnvConfig, found: Probe) -> EnvSpec:
         max_episode_steps=found.max_episode_steps or max(cfg.train.max_episode_steps, cfg.eval.max_episode_steps),
         action_space=actions,
         may_truncate=True,
+        reports_success=found.reports_success,
         lockstep=found.vector,
     )
 

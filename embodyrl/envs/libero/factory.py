@@ -81,6 +81,7 @@ class LiberoFactory:
             task_bytes=TASK_BYTES[cfg.render_profile],
             on_gpu=on_gpu,
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
+            seeded_tasks=install.seeded_tasks(suite),
         )
 
     def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:

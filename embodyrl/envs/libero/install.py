@@ -136,6 +136,18 @@ def suite_tasks(suite: str) -> list[Any]:
 
 
 @functools.cache
+def seeded_tasks(suite: str) -> tuple[int, ...]:
+    """Tasks with furniture that stands on the floor or table: the seed draws its poses, no initial state holds them."""
+    found = []
+    for number, task in enumerate(suite_tasks(suite)):
+        text = (libero_path("bddl_files") / task.problem_folder / task.bddl_file).read_text(encoding="utf-8")
+        fixtures = re.search(r"\(:fixtures([^)]*)\)", text)
+        if fixtures is not None and len(re.findall(r" - ", fixtures[1])) > 1:
+            found.append(number)
+    return tuple(found)
+
+
+@functools.cache
 def suite_init_states(suite: str, task_id: int) -> Any:
     """Initial states of a task, [50, 1 + nq + nv] float64 (time, positions, velocities).
 

@@ -24,7 +24,8 @@ class Card:
 
     @property
     def outcome(self) -> str:
-        return "success" if self.episode.success_once else "failure"
+        known = self.episode.success_once
+        return "played" if known is None else "success" if known else "failure"
 
 
 @dataclass(slots=True)

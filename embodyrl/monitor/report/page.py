@@ -13,10 +13,10 @@ from embodyrl import __version__
 from embodyrl.config.keys import spell
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
-from embodyrl.monitor.intervals import Rate, mcnemar
+from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
-from embodyrl.monitor.report.tables import changed_settings, curve, differing, paired, rate_of
+from embodyrl.monitor.report.tables import changed_settings, compare, curve, differing
 from embodyrl.monitor.timing import PHASES, duration, step_seconds, time_tree
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -73,20 +73,11 @@ def _summary(histories: Sequence[History]) -> list[str]:
     lines = []
     for history in histories:
         last = history.evaluations[-1] if history.evaluations else None
-        text = f"step {last.step}: {rate_of(last.episodes)}" if last else "no evaluation"
+        text = f"step {last.step}: {last.score()}" if last else "no evaluation"
         lines.append(f"{history.name}: {text}")
     if len(histories) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        pairs, only_first, only_second = paired(first.evaluations[-1], second.evaluations[-1])
-        if pairs:
-            p_value = mcnemar(only_first, only_second)
-            lines.append(
-                f"paired on {pairs} episodes with the same initial state and seed: only {first.name} succeeds "
-                f"{only_first}, only {second.name} {only_second}; McNemar p = {p_value:.3g} "
-                f"({'differ' if p_value < 0.05 else 'no significant difference'})"
-            )
-        else:
-            lines.append("no episodes with the same task, initial state and seed: no paired test")
+        lines.append(compare(first.evaluations[-1], second.evaluations[-1], (first.name, second.name)))
     return lines
 
 
@@ -108,7 +99,7 @@ def _view(history: History) -> dict[str, Any]:
         "phases": time_tree(total) if steps else [],
         "faults": [line for line in events if _TROUBLE.search(line)],
         "tails": tails,
-        "failed": [e for e in last if not e.success_once][:_MAX_FAILED],
+        "failed": [e for e in last if e.success_once is False][:_MAX_FAILED],
         "settings": changed_settings(history.config),
         "yaml": history.text("config.yaml"),
     }
@@ -119,8 +110,12 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
     tiles = []
     if history.evaluations:
         ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))
-        rates = [rate_of(evaluation.episodes) for evaluation in ends]
-        tiles.append(("success", " → ".join(f"{r.value:.0%}" for r in rates), " → ".join(map(_counts, rates))))
+        scores = [evaluation.score() for evaluation in ends]
+        form = "{:.0%}" if isinstance(scores[-1], Rate) else "{:.4g}"
+        values = " → ".join(form.format(score.value) for score in scores)
+        name = "success" if isinstance(scores[-1], Rate) else "return"
+        notes = [f"{s.counts} [{', '.join(map(form.format, s.interval))}]" for s in scores]
+        tiles.append((name, values, " → ".join(notes)))
     if steps:
         planned = history.config.get("runner", {}).get("max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
@@ -134,11 +129,6 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
         dropped = sum(row.get("env/dropped_episodes") or 0 for row in steps)
         tiles.append(("restarts", f"{restarts:.0f}", f"{dropped:.0f} episodes dropped"))
     return tiles
-
-
-def _counts(rate: Rate) -> str:
-    low, high = rate.interval
-    return f"{rate.successes}/{rate.episodes} [{low:.0%}, {high:.0%}]"
 
 
 def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
@@ -177,7 +167,7 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
 
 
 def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
-    """Success per task below a head: first and last evaluation of one run, or the last ones of several runs."""
+    """Score per task below a head: first and last evaluation of one run, or the last ones of several runs."""
     if not tasks:
         return []
     if len(histories) > 1:
@@ -190,8 +180,8 @@ def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list
         ["task", *(name for name, _ in shown), *(["change"] if changed else []), *(["mean steps"] if single else [])]
     ]
     for task in [*tasks, None] if len(tasks) > 1 else tasks:
-        rates = [rate_of(evaluation.episodes, task) for _, evaluation in shown]
-        row = [task or "all tasks", *map(str, rates), *[rates[0].change(rates[-1])] * changed]
+        scores = [evaluation.score(task) for _, evaluation in shown]
+        row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * changed]
         if single:
             steps = [e.steps for e in shown[-1][1].episodes if task in (None, e.task)]
             row.append(number(sum(steps) / len(steps)) if steps else "-")

@@ -88,6 +88,7 @@ class OpenVlaOftFactory:
             activation_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens),
             recomputed_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens, recompute=True),
             has_logprobs=cfg.action_head == "discrete",
+            takes_noise=cfg.action_head != "l1",
         )
 
     def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
