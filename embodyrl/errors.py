@@ -2,6 +2,21 @@
 
 import signal
 
+_hidden: dict[str, str] = {}
+
+
+def hide(name: str, value: str) -> None:
+    """Keep the value of an environment variable out of all that is written and printed; a path is no secret."""
+    if len(value) >= 6 and not value.startswith(("/", "~", ".")):  # shorter ones would blot out half of every text
+        _hidden[value] = name
+
+
+def masked(text: str) -> str:
+    """The text with `${oc.env:NAME}` in place of each hidden value."""
+    for value, name in _hidden.items():
+        text = text.replace(value, f"${{oc.env:{name}}}")
+    return text
+
 
 class EmbodyError(Exception):
     """Base of all errors that are reported without a traceback."""

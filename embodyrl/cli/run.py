@@ -13,7 +13,7 @@ from embodyrl.cli.runs import find_run, newest_run
 from embodyrl.config.load import dump_config, load_config, load_saved_config
 from embodyrl.config.schema import Config
 from embodyrl.config.trust import TRUST
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, masked
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,5 +105,5 @@ def _only_look(args: argparse.Namespace, cfg: Config) -> bool:
     elif args.dry_run:
         from embodyrl.runtime.planning import describe
 
-        print(describe(cfg, args.command))
+        print(masked(describe(cfg, args.command)))
     return args.print_config or args.dry_run

@@ -4,6 +4,7 @@ Hydra composes the plain YAML groups; each leaf is then assigned to the typed sc
 file and a bad value on the command line are refused by the same code and reported together.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,14 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers.oc import env
 
 from embodyrl.config import tree
 from embodyrl.config.keys import Key, all_keys, branches, free_parent, spell, suggest_key
 from embodyrl.config.schema import Config
 from embodyrl.config.trust import distrusted
 from embodyrl.config.validate import find_conflicts, find_invalid
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, hide, masked
 from embodyrl.files import write_atomically
 from embodyrl.registry import closest
 
@@ -115,8 +117,27 @@ def save_config(cfg: Config, path: Path) -> None:
 
 
 def dump_config(cfg: Config) -> str:
-    """Return every key with its value as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    """Return every key with its value as YAML; values of environment variables stay `${oc.env:NAME}`."""
+    tree = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
+    return OmegaConf.to_yaml(OmegaConf.create(_masked(tree)))
+
+
+def _masked(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {_masked(key): _masked(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_masked(item) for item in node]
+    return masked(node) if isinstance(node, str) else node
+
+
+def _env_value(name: str, *default: str | None) -> Any:
+    value = env(name, *default)
+    if name in os.environ:
+        hide(name, os.environ[name])
+    return value
+
+
+OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
 
 
 def sources(command: str, overrides: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> dict[str, str]:

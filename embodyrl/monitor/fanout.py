@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.errors import ConfigError, UnknownNameError, masked
 from embodyrl.monitor.background import BackgroundMonitor
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo
@@ -78,10 +78,10 @@ class Fanout(Monitor):
         self._each(lambda monitor: monitor.video(step, path))
 
     def text(self, line: str) -> None:
-        self._each(lambda monitor: monitor.text(line))
+        self._each(lambda monitor: monitor.text(masked(line)))
 
     def banner(self, lines: Sequence[str]) -> None:
-        self._each(lambda monitor: monitor.banner(lines))
+        self._each(lambda monitor: monitor.banner([masked(line) for line in lines]))
 
     def progress(self, done: int, total: int, what: str) -> None:
         self._each(lambda monitor: monitor.progress(done, total, what))

@@ -12,7 +12,7 @@ from embodyrl import __version__
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.config.schema import Config, OnSaveError
 from embodyrl.config.trust import resume_word
-from embodyrl.errors import CheckpointError, Interrupted
+from embodyrl.errors import CheckpointError, Interrupted, masked
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, read_rows
@@ -47,7 +47,7 @@ def announce(
         total_steps=total,
         resume_step=resumed + 1 if resumed else (0 if total else None),
         tasks=tasks,
-        summary=dict(facts),
+        summary={name: masked(text) for name, text in facts},
     )
     monitor.open(folder.root, info)
     head = f"embodyrl {__version__} · {command} · {folder.run_id} · seed {cfg.seed}"

@@ -5,12 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from embodyrl.cli.main import main
 from embodyrl.config.load import load_config, load_saved_config, save_config
-from embodyrl.errors import ConfigError, UnknownNameError
+from embodyrl.config.schema import DataConfig, LoraConfig, ModelConfig
+from embodyrl.datasets.text import open_rows
+from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
+from embodyrl.monitor.history import read_history
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
 
@@ -128,3 +132,64 @@ def test_a_class_in_place_of_a_factory_is_no_part():
 
     with pytest.raises(UnknownNameError, match=r"is type .*TextFactory.*, not a factory"):
         ENVS.get("embodyrl.envs.text.factory:TextFactory")
+
+
+SECRET = 'hf_it\'s: "secret"'
+
+
+def test_values_of_the_environment_are_neither_written_nor_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    words = ["custom.token=${oc.env:MY_TOKEN}", "runner.logger.project_name=a/${oc.env:MY_TOKEN}"]
+    assert main(["train", *words]) == 2
+    assert main(["train", words[0], "--print-config"]) == 0
+    captured = capsys.readouterr()
+    assert "secret" not in captured.out + captured.err
+    cfg = load_config("train", words[:1])
+    assert cfg.custom == {"token": SECRET}
+    save_config(cfg, tmp_path / "config.yaml")
+    assert "token: ${oc.env:MY_TOKEN}\n" in (tmp_path / "config.yaml").read_text()
+    assert load_saved_config(tmp_path, []) == cfg
+
+
+def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text("custom: &a [1, 1]\nvideo: [*a, *a]\n")
+    for command in (["train", "--resume"], ["report"], ["view"]):
+        assert main([*command, str(tmp_path)]) == 2
+        assert "config.yaml:2: YAML aliases are refused" in capsys.readouterr().err
+
+
+def test_a_report_takes_recordings_and_no_other_file(tmp_path):
+    run = foreign_run(tmp_path / "theirs", "env.env_type", "tabletop")
+    (tmp_path / "secret.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    videos = tmp_path / "videos" / "theirs"
+    videos.mkdir(parents=True)
+    (videos / "good.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    (videos / "text.mp4").write_text("no video")
+    (videos / "link.mp4").symlink_to(tmp_path / "secret.mp4")
+    history = read_history(run)
+    for stored in ("/etc/hostname", str(tmp_path / "secret.mp4"), "text.mp4", "link.mp4", "../../secret.mp4"):
+        assert history.find_video(stored) is None, stored
+    assert history.find_video("elsewhere/good.mp4") == videos / "good.mp4"
+
+
+def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+
+    text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(200_000, np.int32)), pa.array(["x" * 1_000_000]))
+    table = pa.table({"prompt": text, "answer": text})
+    parquet.write_table(table, tmp_path / "bomb.parquet", store_schema=False)
+    assert (tmp_path / "bomb.parquet").stat().st_size < 4_000_000
+    with pytest.raises(ConfigError, match="unpacks to more than"):
+        open_rows(DataConfig(path=str(tmp_path / "bomb.parquet")), tokenizer=None)
+
+
+def test_a_folder_without_weights_does_not_lead_to_the_hub(tmp_path):
+    loading = pytest.importorskip("embodyrl.policies.causal_lm.loading")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
+        loading.add_adapters(None, ModelConfig(lora=LoraConfig(path=str(tmp_path))), trainable=False)
+    (tmp_path / "config.json").write_text("{}")
+    for folder in (tmp_path, tmp_path / "gpt2"):
+        with pytest.raises(CheckpointError, match="no folder of a whole model"):
+            loading.load(ModelConfig(path=str(folder)), seed=0, dtype=None)
