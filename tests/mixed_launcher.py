@@ -34,6 +34,9 @@ class MixedLauncher:
         events = self._inline.wait(0.0)
         return events + self._local.wait(0.0 if events else timeout_s)
 
+    def interrupt(self) -> None:
+        self._inline.interrupt()
+
     def stop(self, *, grace_s: float = 10.0) -> None:
         self._local.stop(grace_s=grace_s)
         self._inline.stop(grace_s=grace_s)

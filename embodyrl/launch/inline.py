@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.schema import ClusterConfig
+from embodyrl.launch.deadline import Abandoned, Deadline
 from embodyrl.launch.protocol import Event, WorkerDied
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure
 
@@ -17,22 +18,27 @@ class InlineLauncher:
 
     def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None:
         self._workers: dict[str, Worker] = {}
-        self._orders: deque[tuple[str, Any]] = deque()
+        self._restartable: set[str] = set()
+        self._orders: deque[tuple[str, Any, float]] = deque()
         self._events: deque[Event] = deque()
+        self._deadline = Deadline()
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         for key, value in spec.environ.items():
             os.environ.setdefault(key, value)
         try:
-            worker = spec.build()
-        except Exception as error:
+            with self._deadline.limit(timeout_s, stoppable=spec.restartable):
+                worker = spec.build()
+        except (Exception, Abandoned) as error:
             self._died(spec.name, error)
             return
+        if spec.restartable:
+            self._restartable.add(spec.name)
         self._workers[spec.name] = worker
         self._events.append(Event(worker=spec.name, message=worker.ready()))
 
     def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
-        self._orders.append((worker, order))
+        self._orders.append((worker, order, timeout_s))
 
     def wait(self, timeout_s: float) -> list[Event]:
         if not self._events and self._orders:
@@ -41,25 +47,32 @@ class InlineLauncher:
         self._events.clear()
         return events
 
-    def _run(self, name: str, order: Any) -> None:
+    def interrupt(self) -> None:
+        """Leave a simulator at once; an update or a checkpoint comes to its end."""
+        self._deadline.interrupt()
+
+    def _run(self, name: str, order: Any, timeout_s: float) -> None:
         worker = self._workers[name]
         try:
-            self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(order))
-        except Exception as error:
+            with self._deadline.limit(timeout_s, stoppable=name in self._restartable):
+                self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(order))
+        except (Exception, Abandoned) as error:
             del self._workers[name]
             # Its restarted successor must not be asked for orders that died with it.
             self._orders = deque(waiting for waiting in self._orders if waiting[0] != name)
             worker.close()
             self._died(name, error)
 
-    def _died(self, name: str, error: Exception) -> None:
+    def _died(self, name: str, error: BaseException) -> None:
         told = describe_failure(error)
-        died = WorkerDied(reason=f"raised {told.error}", log="", traceback=told.traceback, exit_code=told.exit_code)
+        reason = str(error) if isinstance(error, Abandoned) else f"raised {told.error}"
+        died = WorkerDied(reason=reason, log="", traceback=told.traceback, exit_code=told.exit_code)
         self._events.append(Event(worker=name, message=died))
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+        self._deadline.close()
         self._orders.clear()
         self._events.clear()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.channel import PipeChannel
+from embodyrl.clock import RunClock
 from embodyrl.config.schema import ClusterConfig
 from embodyrl.errors import ChannelClosed, ChannelTimeout, WorkerError
 from embodyrl.launch.protocol import Event, WorkerDied
@@ -52,6 +53,7 @@ class LocalLauncher:
 
     def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None:
         self._log_dir = log_dir
+        self._clock = RunClock()
         self._context = multiprocessing.get_context("spawn")
         self._seats: dict[str, _Seat] = {}
         self._events: deque[Event] = deque()
@@ -86,7 +88,7 @@ class LocalLauncher:
                 else:
                     os.environ[key] = value
         theirs.close()
-        seat = _Seat(process, PipeChannel(ours), log, time.monotonic(), open_limits=deque([timeout_s]))
+        seat = _Seat(process, PipeChannel(ours), log, self._clock.now(), open_limits=deque([timeout_s]))
         self._seats[spec.name] = seat
         for descriptor in seat.descriptors:
             self._watched[descriptor] = spec.name
@@ -97,7 +99,7 @@ class LocalLauncher:
         if seat is None:
             raise WorkerError(f"worker {worker} is not running.")
         if not seat.open_limits:
-            seat.since = time.monotonic()
+            seat.since = self._clock.now()
         seat.open_limits.append(timeout_s)
         try:
             seat.channel.put(order)
@@ -105,12 +107,12 @@ class LocalLauncher:
             pass  # its sentinel reports the death, with the reason, at the next wait
 
     def wait(self, timeout_s: float) -> list[Event]:
-        now = time.monotonic()
+        now = self._clock.now()
         due = min((seat.due for seat in self._seats.values()), default=float("inf"))
-        timeout = max(0.0, min(timeout_s, due - now)) if not self._events else 0.0
+        timeout = max(0.0, min(timeout_s, due - now, 1.0)) if not self._events else 0.0
         for name in sorted({self._watched[descriptor] for descriptor, _ in self._poll.poll(timeout * 1000)}):
             self._drain(name)
-        for name in [n for n, seat in self._seats.items() if seat.due <= time.monotonic()]:
+        for name in [n for n, seat in self._seats.items() if seat.due <= self._clock.now()]:
             self._hung(name)
         events = list(self._events)
         self._events.clear()
@@ -128,7 +130,7 @@ class LocalLauncher:
                 self._bury(name, f"raised {message.error}", message.traceback, message.exit_code)
                 return
             seat.ready = True
-            seat.since = time.monotonic()
+            seat.since = self._clock.now()
             if seat.open_limits:
                 seat.open_limits.popleft()
             self._events.append(Event(worker=name, message=message))
@@ -163,6 +165,9 @@ class LocalLauncher:
             self._poll.unregister(descriptor)
             del self._watched[descriptor]
         seat.channel.close()
+
+    def interrupt(self) -> None:
+        """Nothing to do: the driver only waits."""
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         seats = list(self._seats.values())

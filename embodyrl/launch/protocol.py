@@ -47,8 +47,14 @@ class Launcher(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Return replies and deaths; an empty list when nothing happened in time."""
+        """Return replies and deaths; an empty list when nothing happened in time, or for a second.
+
+        Deadlines count the time in which the driver ran: call this often.
+        """
         ...
+
+    def interrupt(self) -> None:
+        """Called by the handler of the first signal: cut a wait short that only the interrupted thread can end."""
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """End all workers, by force where they do not end by themselves; idempotent."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.gate import LOOPBACK
+from embodyrl.clock import RunClock
 from embodyrl.config.placement import parse_placement
 from embodyrl.config.schema import ClusterConfig
 from embodyrl.devices import visible_gpus
@@ -117,6 +118,7 @@ class RayLauncher:
         self._placement = parse_placement(cluster.component_placement, cluster.num_nodes)
         self._seats: dict[str, _Seat] = {}
         self._look_at = 0.0
+        self._clock = RunClock()
         self._lost: set[str] = set()
         """Nodes that could not be reached; they are not used again."""
         self._events: deque[Event] = deque()
@@ -168,7 +170,7 @@ class RayLauncher:
             pools=_open_pools(spec, mirror=False),
             beside_driver=node == self._driver_node,
             log=self._log_dir / f"{spec.name}.log",
-            since=time.monotonic(),
+            since=self._clock.now(),
             limits=deque([timeout_s]),
         )
         seat.open.append(actor.start.remote())
@@ -179,17 +181,17 @@ class RayLauncher:
         if seat is None:
             raise WorkerError(f"worker {worker} is not running.")
         if not seat.limits:
-            seat.since = time.monotonic()
+            seat.since = self._clock.now()
         seat.limits.append(timeout_s)
         rows = [] if seat.beside_driver else copy_in(seat.pools, order)
         seat.open.append(seat.actor.handle.remote(order, rows))
 
     def wait(self, timeout_s: float) -> list[Event]:
-        now = time.monotonic()
+        now = self._clock.now()
         due = min((seat.since + seat.limits[0] for seat in self._seats.values() if seat.limits), default=now)
         oldest = {seat.open[0]: name for name, seat in self._seats.items() if seat.open}
         if oldest and not self._events:
-            limit = max(0.0, min(timeout_s, due - now))
+            limit = max(0.0, min(timeout_s, due - now, 1.0))
             ready, _ = ray.wait(list(oldest), num_returns=1, timeout=limit)
             if ready:
                 ready, _ = ray.wait(list(oldest), num_returns=len(oldest), timeout=0)
@@ -198,7 +200,7 @@ class RayLauncher:
         elif not self._events:
             time.sleep(min(timeout_s, 0.01))
         self._look_at_nodes()
-        late = [n for n, s in self._seats.items() if s.limits and s.since + s.limits[0] <= time.monotonic()]
+        late = [n for n, s in self._seats.items() if s.limits and s.since + s.limits[0] <= self._clock.now()]
         for name in late:
             self._bury(name, f"gave no answer for {self._seats[name].limits[0]:g} s")
         events = list(self._events)
@@ -232,7 +234,7 @@ class RayLauncher:
             return
         seat.open.popleft()
         seat.limits.popleft()
-        seat.since = time.monotonic()
+        seat.since = self._clock.now()
         if answer.log:
             with open(seat.log, "ab") as file:
                 file.write(answer.log)
@@ -251,6 +253,9 @@ class RayLauncher:
             reason=reason, log=str(seat.log), traceback=traceback or log_tail(seat.log), exit_code=exit_code
         )
         self._events.append(Event(worker=name, message=died))
+
+    def interrupt(self) -> None:
+        """Nothing to do: the driver only waits."""
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         for seat in self._seats.values():

@@ -218,7 +218,8 @@ def start_crew(
     fleet = Fleet(launcher, cfg.faults, say, timeline)
     # One bucket is filled while the other is taken.
     mail = Arena.create(bucket_layout(), 2) if is_apart(blueprint) else None
-    meet = rendezvous(blueprint.ranks, launcher.host, timeout_s=cfg.faults.update_timeout_s)
+    # Collectives also count the time of a freeze; the driver's own deadline for an update ends them much earlier.
+    meet = rendezvous(blueprint.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
     hosts = plan_hosts(blueprint, arena, start_from, mail=mail, seat=meet.seat)
     policy = PolicyClient(fleet, hosts, timeout_s=cfg.faults.update_timeout_s, mail=mail)
     rules = RolloutRules(

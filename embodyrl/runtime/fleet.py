@@ -120,7 +120,7 @@ class Fleet:
 
     def signals(self) -> AbstractContextManager[None]:
         """Turn signals into `Interrupted` at the next safe point; a second one ends the workers at once."""
-        return self._stop.listening(on_second=lambda: self._launcher.stop(grace_s=0.0))
+        return self._stop.listening(self._launcher.interrupt, on_second=lambda: self._launcher.stop(grace_s=0.0))
 
     @contextmanager
     def shield(self) -> Iterator[None]:

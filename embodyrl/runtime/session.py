@@ -3,6 +3,7 @@
 import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from embodyrl import __version__
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
+from embodyrl.clock import RunClock
 from embodyrl.config.schema import Config, OnSaveError
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import CheckpointError, Interrupted, masked
@@ -153,13 +155,14 @@ class Session:
         if self._saving is None or not (wait or self._saving.done()):
             return
         limit, saving, self._saving = self.cfg.faults.update_timeout_s, self._saving, None
-        try:
-            saving.result(limit)
-        except TimeoutError as error:
-            raise CheckpointError(
-                f"{self._store.root}: a checkpoint is not on the disk after {limit:g} s (faults.update_timeout_s); "
-                "is the file system still there?"
-            ) from error
+        clock = RunClock()
+        while not futures.wait([saving], 1.0).done:
+            if clock.now() > limit:
+                raise CheckpointError(
+                    f"{self._store.root}: a checkpoint is not on the disk after {limit:g} s (faults.update_timeout_s); "
+                    "is the file system still there?"
+                )
+        saving.result()
 
     def save_if_due(self, save: Callable[[], Path]) -> None:
         """Save on the way; the last step, which must succeed, is the caller's."""

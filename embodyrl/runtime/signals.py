@@ -29,7 +29,9 @@ class StopRequest:
             raise Interrupted(self._signum)
 
     @contextmanager
-    def listening(self, on_second: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def listening(
+        self, on_first: Callable[[], None] = lambda: None, on_second: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Take SIGINT, SIGTERM and SIGHUP as requests; a second one acts at once, after `on_second`.
 
         SIGHUP stays ignored where it is (nohup). SIGUSR1 is remembered for `looked`.
@@ -41,6 +43,7 @@ class StopRequest:
                 raise KeyboardInterrupt
             # A lost terminal means the same as a request to terminate.
             self._signum = signal.SIGTERM if signum == signal.SIGHUP else signum
+            on_first()
 
         def look(signum: int, frame: object) -> None:
             self._looked = True

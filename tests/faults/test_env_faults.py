@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from processes import run_cli
@@ -42,6 +43,14 @@ def test_a_worker_that_always_crashes_ends_the_run_with_exit_4(tmp_path):
     assert "faults.max_restarts_per_worker" in done.stderr
     assert "env_0.log" in done.stderr
     assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_an_inline_simulator_that_hangs_is_named_and_starts_again(tmp_path):
+    words = toy_words(tmp_path, "env.kwargs.fault=hang", "env.kwargs.at=3", f"env.kwargs.once={tmp_path}/marker")
+    done = run_cli("train", *words, "launcher=inline", "faults.step_timeout_s=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"worker env_0 gave no answer for \d s; restarting it", " ".join(done.stdout.split()))
+    assert [(row["env/restarts"], row["train/episodes"]) for row in rows(tmp_path / "run")] == [(1, 4)] * 2
 
 
 def test_a_worker_that_cannot_start_ends_the_run_at_once(tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,33 @@ def test_a_signal_while_workers_start_leaves_in_order(start, tmp_path, signum, c
     assert command.wait() == code
     assert_one_line_and_no_traceback(command)
     assert not (tmp_path / "run" / "lock").exists()
+
+
+@pytest.mark.parametrize("kind", ["hang", "spin"])
+def test_one_ctrl_c_leaves_an_inline_simulator_that_hangs(start, tmp_path, kind):
+    marker = tmp_path / "marker"
+    fault = (f"env.kwargs.once={marker}", f"env.kwargs.fault={kind}", "env.kwargs.at=40")
+    command = start(*fault, "launcher=inline", "launcher.env_workers=auto")
+    command.wait_for(marker)
+    command.signal_group(signal.SIGINT)
+    assert command.wait() == 130
+    assert "--resume" in assert_one_line_and_no_traceback(command)
+    assert_saved(tmp_path / "run")
+
+
+@pytest.mark.parametrize("whole_group", [True, False], ids=["group", "driver"])
+def test_a_freeze_longer_than_the_deadline_costs_nothing(start, tmp_path, whole_group):
+    """As by Ctrl-Z and fg: the order is due after six seconds and frozen for eight."""
+    gate = tmp_path / "gate"
+    command = start(*hold_in_rollout(gate, at=20), "faults.step_timeout_s=3", "runner.max_steps=2")
+    command.wait_for(gate)
+    send = command.signal_group if whole_group else command.process.send_signal
+    send(signal.SIGSTOP)
+    time.sleep(8.0)  # the fault itself
+    send(signal.SIGCONT)
+    open_gate(gate)
+    assert command.wait() == 0, command.printed
+    assert [row["env/restarts"] for row in rows(tmp_path / "run")] == [0, 0]
 
 
 def test_a_second_ctrl_c_does_not_wait_for_anybody(start, tmp_path):

@@ -138,6 +138,21 @@ def test_a_hung_worker_is_killed_after_its_deadline_with_a_stack_dump(local):
     assert not os.path.exists(f"/proc/{pid}")
 
 
+def test_a_hung_inline_worker_is_cut_off_at_its_deadline_and_can_start_again(tmp_path):
+    launcher = InlineLauncher(tmp_path)
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "hang", timeout_s=1.0)
+    died = next_event(launcher).message
+    assert died.reason == "gave no answer for 1 s"
+    assert "in handle" in died.traceback
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "new", timeout_s=10)
+    assert next_event(launcher).message == "new!"
+    launcher.stop()
+
+
 def test_stop_leaves_no_process(local):
     for name in ("a", "b"):
         local.start(spec(name), timeout_s=60)
