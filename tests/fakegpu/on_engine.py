@@ -17,6 +17,8 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import EnvSpec, Observation
 from embodyrl.workers.training import Optimization
 
+pytestmark = pytest.mark.filterwarnings("error:CUDA reports that you have")  # fork_rng over all devices
+
 
 class Llm:
     """vLLM's own interface, as far as we call it."""

@@ -20,6 +20,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
 
+pytestmark = pytest.mark.filterwarnings("error:CUDA reports that you have")  # fork_rng over all devices
 TASKS = ("pick up the milk", "open the middle drawer of the cabinet")
 OFT: dict[str, dict[str, Any]] = {
     "official": {"image_pipeline": "official", "num_images_in_input": 1, "use_proprio": False},
