@@ -164,7 +164,13 @@ class Optimization:
             policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)
         own = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(self._ranks.shard(state["optimizer"], self.optimizer))
+        try:
+            self.optimizer.load_state_dict(self._ranks.shard(state["optimizer"], self.optimizer))
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} was written while other parameters were trained ({error}): a run goes on with its own "
+                "algorithm.adv_type and adapters. To change them, start a new run with ckpt=THIS_RUN."
+            ) from error
         for group, settings in zip(self.optimizer.param_groups, own, strict=True):
             group.update(settings)
         schedule = state["schedule"]

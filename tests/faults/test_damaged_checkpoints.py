@@ -137,3 +137,18 @@ def test_rows_that_a_bad_disk_left_are_passed_over(healthy, tmp_path):
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2]
     resume_toy(run, "runner.max_steps=3")
     assert [row["step"] for row in rows(run)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("algorithm.adv_type=gae", "algorithm.group_size=1"),
+        ("model.is_lora=true", "model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops"),
+    ],
+    ids=["values", "adapters"],
+)
+def test_going_on_with_other_trained_parameters_is_refused_in_words(healthy, tmp_path, words):
+    run = tmp_path / "run"
+    shutil.copytree(healthy, run)
+    with pytest.raises(CheckpointError, match=r"while other parameters were trained .* start a new run with ckpt="):
+        resume_toy(run, "runner.max_steps=3", *words)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from toy_runs import rows, train_toy
 
-from embodyrl.runtime.jobs import Collection
+from embodyrl.runtime.jobs import Collection, Tally
 from embodyrl.runtime.metrics import rollout_metrics
 from embodyrl.types import Episode, EpisodeSpec
 
@@ -116,3 +116,10 @@ def test_success_is_not_that_of_the_episodes_which_were_short_enough_for_the_quo
     assert counted([*failed, *won, *cut]) == (0.5, 4)
     assert counted([replace(e, unhurried=False) for e in [*failed, *won, *cut]]) == (0.9, 20), "all that can be known"
     assert counted(cut) == (0, 2)
+
+
+def test_work_beside_an_earlier_update_counts_as_far_as_the_step_waited_for_it():
+    tally = Tally(wall_s=1.0, span_s=61.0, infer_s=61.0, sim_s=30.5)
+    metrics = rollout_metrics(Collection(tally=tally), num_workers=1, restarts=0)
+    assert metrics["time/infer"] == pytest.approx(1.0)
+    assert metrics["time/simulate"] == pytest.approx(0.5)

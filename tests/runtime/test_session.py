@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
 import pytest
-from toy_runs import comparable, toy_config, train_toy, weights
+from toy_runs import comparable, resume_toy, rows, toy_config, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.errors import CheckpointError
@@ -85,3 +86,11 @@ def test_an_asynchronous_run_leaves_the_same_checkpoints(tmp_path):
     assert comparable(runs[0]) == comparable(runs[1])
     assert weights(runs[0], 2) == weights(runs[1], 2)
     assert weights(runs[0], 3) == weights(runs[1], 3)
+
+
+def test_restarts_are_counted_over_all_processes_of_a_run(tmp_path):
+    run = train_toy(tmp_path, "runner.max_steps=1")
+    row = rows(run)[0] | {"env/restarts": 4.0}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    resume_toy(run, "runner.max_steps=2")
+    assert rows(run)[1]["env/restarts"] == 4.0
