@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from toy_runs import rows, toy_config, train_toy
@@ -53,7 +54,7 @@ def test_a_run_remembers_how_it_was_started(tmp_path):
     folder = open_run(cfg, "train", ["seed=3"], None)
     folder.unlock()
     open_run(cfg, "train", ["runner.max_steps=9"], folder.root)
-    assert load_saved_config(folder.root, []) == cfg
+    assert load_saved_config(folder.root, ["trust=true"]) == replace(cfg, trust=True)
     overrides = (folder.root / "overrides.txt").read_text().splitlines()
     assert overrides == ["# attempt 1: train seed=3", "# attempt 2: train runner.max_steps=9"]
     assert f"python {sys.version.split()[0]}" in (folder.root / "env.txt").read_text()
@@ -65,7 +66,7 @@ def test_a_run_in_use_is_refused_and_left_alone(tmp_path):
     code = (
         "import sys; from pathlib import Path; from embodyrl.config.load import load_saved_config as load;"
         "from embodyrl.runtime.rundir import open_run; run = Path(sys.argv[1]);"
-        "folder = open_run(load(run, []), 'train', [], run); print('locked', flush=True); sys.stdin.read()"
+        "folder = open_run(load(run, ['trust=true']), 'train', [], run); print('locked', flush=True); sys.stdin.read()"
     )
     open_run(cfg, "train", [], None).unlock()
     run = tmp_path / "run"
