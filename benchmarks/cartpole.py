@@ -25,7 +25,7 @@ SOLVED, LOOK_EVERY, EPISODES, MOST_STEPS = 475.0, 2048, 20, 100_000
 
 
 def ours(seed: int) -> int:
-    from embodyrl.config.load import load_config
+    from embodyrl.runtime.config import load_config
     from embodyrl.runtime.train import train
 
     with tempfile.TemporaryDirectory() as folder:

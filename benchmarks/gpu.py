@@ -28,12 +28,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import BUCKET_BYTES, bucket_layout, fill_buckets
 from embodyrl.config.paths import assets_dir
-from embodyrl.config.schema import ActorConfig, LoraConfig, ModelConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY
+from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import EnvSpec, Observation
 from embodyrl.workers.messages import PublishOrder, RankSeat, TakeOrder
 from embodyrl.workers.ranks import OneRank
+from embodyrl.workers.settings import ValueOptimSettings
 from embodyrl.workers.training import Optimization
 from embodyrl.workers.weight_sync import describe_weights, publish, take
 
@@ -117,13 +120,14 @@ def build(folder: Path, mode: str, args: argparse.Namespace) -> Policy:
         image_size=(256, 256),
         unnorm_key="libero_10",
     )
-    cfg = ModelConfig(
+    cfg = OftSettings(
+        model_type="openvla_oft",
         path=str(folder),
         precision=Precision(args.dtype),
         num_images_in_input=1,
         use_proprio=False,
         is_lora=mode == "lora",
-        lora=LoraConfig(r=32, lora_alpha=32),
+        lora=LoraSettings(r=32, lora_alpha=32),
         compile=args.compile,
     )
     request = PolicyRequest(
@@ -141,7 +145,7 @@ def train_step(policy: Policy, args: argparse.Namespace) -> Callable[[], None]:
     """One optimizer step on `--global-batch` samples: the policy gradient of random advantages."""
     parts = [observe(args.micro_batch)] * (args.global_batch // args.micro_batch)
     tokens = [policy.act(part, noise=None).tokens for part in parts]
-    optimization = Optimization(policy.module, ActorConfig(), total_steps=1)
+    optimization = Optimization(policy.module, ValueOptimSettings(), total_steps=1)
     advantage = torch.linspace(-1.0, 1.0, args.micro_batch, device=args.device)[:, None]
 
     def step() -> None:

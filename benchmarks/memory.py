@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.config.load import load_config
 from embodyrl.config.paths import assets_dir
 from embodyrl.files import available_cores
 from embodyrl.runtime.build import Blueprint, draw_blueprint
+from embodyrl.runtime.config import load_config
 from embodyrl.runtime.planning import GIB, plan_memory
 from embodyrl.runtime.policy_hosts import policy_init, rendezvous
 from embodyrl.types import encode_instruction

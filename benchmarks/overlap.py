@@ -24,13 +24,16 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import EnvConfig, ModelConfig
+from embodyrl.config.settings import Seconds
 from embodyrl.envs.chunked import ChunkedEnv, SimStep
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.files import available_cores
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained import UntrainedFactory, UntrainedPolicy
 from embodyrl.runtime import build
+from embodyrl.runtime.config import load_config
 from embodyrl.runtime.episodes import RolloutPlan, Wave
 from embodyrl.runtime.jobs import Job
 from embodyrl.runtime.rollouts import Rollouts
@@ -48,7 +51,7 @@ EPISODE = 4
 
 
 class SleepySims:
-    """A simulator whose steps cost `kwargs.sim` seconds; the reset id says how often they take five times as long."""
+    """A simulator whose steps cost `step_s` seconds; the reset id says how often they take five times as long."""
 
     def __init__(self, spec: EnvSpec, cost: float) -> None:
         self.spec = spec
@@ -75,23 +78,30 @@ class SleepySims:
         pass
 
 
+class SleepySettings(EnvSettings):
+    """Keys of `SleepySims`."""
+
+    step_s: Seconds = 0.05
+    """What a step costs."""
+
+
 class SleepyEnv:
     """`EnvFactory` of `SleepySims`."""
 
-    consumes = frozenset({"kwargs"})
+    settings = SleepySettings
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: SleepySettings) -> list[str]:
         return []
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
+    def spec(self, cfg: SleepySettings, context: EnvContext) -> EnvSpec:
         return EnvSpec(
             name="sleepy", action_dim=1, tasks=("wait",), states_per_task=(3,), cameras=("front",),
             image_size=(64, 64), max_episode_steps=10**6,
         )  # fmt: skip
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
-        sims = SleepySims(self.spec(cfg), float(cfg.kwargs["sim"]))
-        return ChunkedEnv(sims, num_slots, use_rel_reward=False, reward_coef=1.0)
+    def make(self, cfg: SleepySettings, context: EnvContext) -> ChunkedEnv:
+        sims = SleepySims(self.spec(cfg, context), cfg.step_s)
+        return ChunkedEnv(sims, context.num_slots, use_rel_reward=False, reward_coef=1.0)
 
 
 class SleepyPolicy(UntrainedPolicy):
@@ -105,12 +115,12 @@ class SleepyPolicy(UntrainedPolicy):
 class SleepyPolicyFactory(UntrainedFactory):
     """Builds `SleepyPolicy`."""
 
-    def build(self, cfg: ModelConfig, request: PolicyRequest) -> SleepyPolicy:
+    def build(self, cfg: ModelSettings, request: PolicyRequest) -> SleepyPolicy:
         return SleepyPolicy(self.spec(cfg, request.env, 0), None)
 
 
 ENV = SleepyEnv()
-POLICY = SleepyPolicyFactory(name="sleepy", scripted=False, consumes=frozenset({"num_action_chunks"}))
+POLICY = SleepyPolicyFactory(name="sleepy", scripted=False)
 
 
 class LockStep(Rollouts):
@@ -127,10 +137,9 @@ def start(workers: int, sim: float) -> build.Crew:
     slots = workers * SLOTS
     words = [
         "env=libero_10", "launcher=local", f"launcher.env_workers={workers}", f"env.eval.total_num_envs={slots}",
-        f"eval.episodes={slots}",
-        f"env.train.total_num_envs={slots}", "algorithm.group_size=1", "env.env_type=overlap:ENV",
-        "env.task_suite_name=null", f"env.kwargs={{sim:{sim}}}", "model=random", "model.model_type=overlap:POLICY",
-        "model.num_action_chunks=1", "model.action_dim=1", f"env.eval.max_episode_steps={EPISODE}",
+        f"eval.episodes={slots}", "env.env_type=overlap:ENV", "env.eval.state_ids=null", f"env.step_s={sim}",
+        "model=random", "model.model_type=overlap:POLICY", "model.num_action_chunks=1",
+        f"env.eval.max_episode_steps={EPISODE}",
     ]  # fmt: skip
     blueprint = build.draw_blueprint(load_config("eval", words), training=False)
     return build.start_crew(blueprint, Path(tempfile.mkdtemp()), print)

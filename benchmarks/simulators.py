@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,11 @@ def libero_stock(cameras: tuple[str, ...], seconds: float) -> dict[str, float]:
 
 
 def libero_ours(cameras: tuple[str, ...], profile: str, fast: bool, seconds: float) -> dict[str, float]:
-    from embodyrl.config.schema import EnvConfig, InitParams, RenderProfile
+    from embodyrl.envs.libero.factory import LiberoSettings
+    from embodyrl.envs.settings import InitParams, RenderProfile
 
-    cfg = EnvConfig(
-        task_suite_name=SUITE, render_profile=RenderProfile(profile), fast_physics=fast,
+    cfg = LiberoSettings(
+        env_type="libero", task_suite_name=SUITE, render_profile=RenderProfile(profile), fast_physics=fast,
         init_params=InitParams(camera_heights=PIXELS, camera_widths=PIXELS, camera_names=list(cameras)),
     )  # fmt: skip
     return ours(cfg, seconds)
@@ -149,9 +151,10 @@ def libero_ours(cameras: tuple[str, ...], profile: str, fast: bool, seconds: flo
 def ours(cfg: Any, seconds: float, chunk_length: int = CHUNK) -> dict[str, float]:
     """Slots in one process; a chunk and one observation of its end."""
     from embodyrl.envs import ENVS
+    from embodyrl.envs.protocol import EnvContext
     from embodyrl.types import EpisodeStart, ObservationOut
 
-    env = ENVS.get(cfg.env_type).make(cfg, SLOTS)
+    env = ENVS.get(cfg.env_type).make(cfg, EnvContext(num_slots=SLOTS))
     spec = env.spec
     out = ObservationOut(
         images=np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8), state=np.zeros(spec.state_dim, np.float32)
@@ -249,11 +252,12 @@ def maniskill_stock(env_id: str, seconds: float) -> dict[str, float]:
 def maniskill_ours(env_id: str, profile: str, length: int, seconds: float) -> dict[str, float]:
     import torch
 
-    from embodyrl.config.schema import EnvConfig, InitParams, RenderProfile
+    from embodyrl.envs.maniskill.settings import ManiSkillSettings
+    from embodyrl.envs.settings import InitParams, RenderProfile
 
     torch.set_num_threads(1)
     cameras = InitParams(camera_heights=MANISKILL_PIXELS, camera_widths=MANISKILL_PIXELS, camera_names=["base_camera"])
-    cfg = EnvConfig(
+    cfg = ManiSkillSettings(
         env_type="maniskill", id=env_id, control_mode="pd_ee_delta_pose", render_profile=RenderProfile(profile),
         init_params=cameras,
     )  # fmt: skip
@@ -327,17 +331,19 @@ class OurVector:
     def __init__(self, name: str, count: int) -> None:
         from embodyrl.channels.arena import Arena
         from embodyrl.channels.layout import record_layout
-        from embodyrl.config.load import load_config
         from embodyrl.envs import ENVS
+        from embodyrl.envs.protocol import EnvContext
         from embodyrl.launch.local import LocalLauncher
         from embodyrl.policies import POLICIES
         from embodyrl.runtime.build import deal_slots
+        from embodyrl.runtime.config import load_config
         from embodyrl.workers.env_worker import EnvWorkerInit
         from embodyrl.workers.lifecycle import WorkerSpec
 
         classes = {"CartPole-v1": "CartPole-v1", "pixels 96x96": "simulators:Pixels", "2 ms of work": "simulators:Busy"}
         cfg = load_config("eval", ["env=gym", f"env.id={classes[name]}", "model=random", "model.num_action_chunks=1"])
-        spec = ENVS.get("gym").spec(cfg.env)
+        context = EnvContext(num_workers=min(CORES, count))
+        spec = ENVS.get("gym").spec(cfg.env, context)
         policy = POLICIES.get("random").spec(cfg.model, spec, 0)
         self.count = count
         self._arena = Arena.create(record_layout(spec, policy), 2 * count)
@@ -345,7 +351,10 @@ class OurVector:
         self._launcher = LocalLauncher(Path(self._folder.name))
         self._seats = {seat.name: seat.slots for seat in deal_slots(count, min(CORES, count))}
         for seat, slots in self._seats.items():
-            init = EnvWorkerInit(cfg=cfg, num_slots=len(slots), arena=self._arena.handle)
+            init = EnvWorkerInit(
+                env=cfg.env, context=replace(context, num_slots=len(slots)), video=cfg.video_cfg,
+                arena=self._arena.handle,
+            )  # fmt: skip
             worker = WorkerSpec(name=seat, entry="embodyrl.workers.env_worker:EnvWorker", init=init)
             self._launcher.start(worker, timeout_s=120.0)
         self._answers(len(self._seats))

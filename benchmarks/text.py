@@ -34,7 +34,7 @@ PEER = "TRL GRPOTrainer (transformers)"
 
 OURS = """
 import json, sys, time
-from embodyrl.config.load import load_config
+from embodyrl.runtime.config import load_config
 from embodyrl.monitor.protocol import Monitor
 from embodyrl.runtime.train import train
 folder, data, out, backend = sys.argv[1:5]

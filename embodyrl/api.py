@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import Config
-from embodyrl.errors import ConfigError
+from embodyrl.runtime.config import load_config
+from embodyrl.runtime.roots import CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
 
 if TYPE_CHECKING:
     from embodyrl.runtime.collect import CollectResult
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from embodyrl.runtime.train import TrainResult
 
 
-def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Config:
+def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:
     """Compose and check the config of `train`, `eval`, `collect` or `sft` from words as typed on the command line.
 
     Raises:
@@ -32,59 +31,57 @@ def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> 
     return load_config(command, overrides, config_dirs=config_dirs)
 
 
-def train(cfg: Config, *, resume: Path | None = None) -> TrainResult:
+def train(cfg: TrainConfig, *, resume: Path | None = None) -> TrainResult:
     """Train by reinforcement learning, or go on with the run in `resume`.
 
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    _check(cfg, "train")
+    _check(cfg)
     from embodyrl.runtime.train import train as run
 
     return run(cfg, resume=resume)
 
 
-def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
+def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
     """Measure success without training, or finish the evaluation in `resume`.
 
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    _check(cfg, "eval")
+    _check(cfg)
     from embodyrl.runtime.evaluate import evaluate as run
 
     return run(cfg, resume=resume)
 
 
-def collect(cfg: Config) -> CollectResult:
+def collect(cfg: CollectConfig) -> CollectResult:
     """Collect demonstrations into `cfg.collect.out`.
 
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    _check(cfg, "collect")
+    _check(cfg)
     from embodyrl.runtime.collect import collect as run
 
     return run(cfg)
 
 
-def sft(cfg: Config, *, resume: Path | None = None) -> SftResult:
+def sft(cfg: SftConfig, *, resume: Path | None = None) -> SftResult:
     """Train on demonstrations, or go on with the run in `resume`.
 
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    _check(cfg, "sft")
+    _check(cfg)
     from embodyrl.runtime.sft import sft as run
 
     return run(cfg, resume=resume)
 
 
-def _check(cfg: Config, command: str) -> None:
-    from embodyrl.config.validate import find_conflicts, find_invalid
+def _check(cfg: Root) -> None:
     from embodyrl.runtime.checks import check_components
+    from embodyrl.runtime.config import check_values
 
-    # A config may have been changed since it was composed.
-    if problems := find_invalid(cfg) or find_conflicts(cfg):
-        raise ConfigError(problems)
-    check_components(cfg, command)
+    check_values(cfg)  # it may have been changed since it was composed
+    check_components(cfg)

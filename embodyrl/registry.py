@@ -101,8 +101,7 @@ class Registry(Generic[T]):
         """
         value: Any = name
         if ":" not in name:
-            entries = (entry.value for entry in entry_points(group=self.group) if entry.name == name)
-            value = self._items[name] if name in self._items else next(entries, None)
+            value = self._items[name] if name in self._items else self._installed(name)
             if value is None:
                 raise UnknownNameError(
                     f"Unknown {self.kind} '{name}'.{closest(name, self.names())} Known: {', '.join(self.names())}. "
@@ -112,6 +111,10 @@ class Registry(Generic[T]):
         if not self._fits(found):
             raise UnknownNameError(f"{self.kind} '{name}' is {type(found).__name__} {found!r:.80}, not {self._wants}.")
         return found
+
+    def _installed(self, name: str) -> str | None:
+        """Where the entry point of an installed package leads; reading them all takes some milliseconds."""
+        return next((entry.value for entry in entry_points(group=self.group) if entry.name == name), None)
 
     def _load(self, target: str) -> Any:
         module_name, _, attribute = target.partition(":")

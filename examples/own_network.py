@@ -9,13 +9,15 @@ BINS = 11  # as in the generated policy.py
 class Net(nn.Module):
     """Distances between the numbers of the state help to find the way: give them to the network as well."""
 
-    def __init__(self, env, spec):
+    def __init__(self, env, spec, width):
         super().__init__()
         pairs = env.state_dim * (env.state_dim - 1) // 2
         self.index = torch.triu_indices(env.state_dim, env.state_dim, 1)
-        self.body = nn.Sequential(nn.Linear(env.state_dim + pairs, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU())
-        self.logits = nn.Linear(64, spec.tokens_per_chunk * BINS)
-        self.value_head = nn.Linear(64, spec.value_dim) if spec.value_dim else None
+        self.body = nn.Sequential(
+            nn.Linear(env.state_dim + pairs, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
+        )
+        self.logits = nn.Linear(width, spec.tokens_per_chunk * BINS)
+        self.value_head = nn.Linear(width, spec.value_dim) if spec.value_dim else None
 
     def forward(self, images, state, task):
         first, second = self.index

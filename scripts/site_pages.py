@@ -8,7 +8,8 @@ from mkdocs.structure.files import File, Files
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.config import tree
-from embodyrl.config.keys import all_keys, spell
+from embodyrl.config.settings import Key, spell
+from embodyrl.runtime.roots import all_keys
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
@@ -25,17 +26,20 @@ def configuration() -> str:
         "",
         "Type `group=option` to choose, `key=value` to change; `embodyrl show env=libero_10`",
     ]
-    lines += ["prints the same with the values after composition. Unknown keys are refused.", "", "## Options", ""]
+    lines += ["prints the keys that one choice of parts reads, with their values; it refuses the others where they are"]
+    lines += ["typed. This page has those of all parts that come with the package.", "", "## Options", ""]
     for group in tree.default_options("train"):
         lines += [f"### {group}=", "", "| option | |", "|---|---|"]
         lines += [f"| `{name}` | {_cell(tree.one_line(file))} |" for name, file in tree.options(group).items()] + [""]
-    section = None
-    for name, key in all_keys().items():
-        if (top := name.split(".")[0] if "." in name else "top level") != section:
-            section = top
-            lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        cells = (f"`{name}`", f"`{key.type_text}`", f"`{spell(key.default)}`", key.doc)
-        lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    sections: dict[str, list[Key]] = {}
+    for key in all_keys().values():
+        sections.setdefault(key.name.split(".")[0] if "." in key.name else "top level", []).append(key)
+    for section, keys in sections.items():
+        lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            default = "" if key.required else f"`{spell(key.default)}`"
+            cells = (f"`{key.name}`", f"`{key.type_text}`", default, key.doc)
+            lines.append(f"| {' | '.join(map(_cell, cells))} |")
     return "\n".join(lines) + "\n"
 
 

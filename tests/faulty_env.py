@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from toy_env import ToyFactory, ToySims
+from toy_env import ToyFactory, ToySettings, ToySims
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv, SimStep
+from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 PLANTS = {
-    "consumes_unknown_key": "factory",
+    "one_text_instead_of_lines": "factory",
     "heavy_import_in_validate": "light",
     "one_count_too_many": "spec",
     "gripper_without_place": "spec",
@@ -148,13 +148,15 @@ class FaultyEnv(ChunkedEnv):
 
 
 class FaultyFactory(ToyFactory):
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: ToySettings) -> list[str]:
         if cfg.kwargs["plant"] == "heavy_import_in_validate":
             import gymnasium  # noqa: F401
+        if cfg.kwargs["plant"] == "one_text_instead_of_lines":
+            return "colours are missing"  # type: ignore[return-value]
         return []
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
-        spec = super().spec(cfg)
+    def spec(self, cfg: ToySettings, context: EnvContext) -> EnvSpec:
+        spec = super().spec(cfg, context)
         if cfg.kwargs["plant"] == "one_count_too_many":
             spec = replace(spec, states_per_task=(*spec.states_per_task, 4))
         if cfg.kwargs["plant"] == "gripper_without_place":
@@ -162,14 +164,8 @@ class FaultyFactory(ToyFactory):
             spec = replace(spec, gripper=replace(spec.gripper, index=7))
         return spec
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
-        return FaultyEnv(FaultySims(self.spec(cfg), cfg.kwargs), num_slots)
-
-
-class ColourFactory(FaultyFactory):
-    consumes = ToyFactory.consumes | {"colour"}
+    def make(self, cfg: ToySettings, context: EnvContext) -> ChunkedEnv:
+        return FaultyEnv(FaultySims(self.spec(cfg, context), cfg.kwargs), context.num_slots)
 
 
 FACTORY = FaultyFactory()
-COLOUR = ColourFactory()
-"""The one of `consumes_unknown_key`, which is a property of the factory."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embodyrl.config.load import load_config
 from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.config import load_config
 from embodyrl.runtime.train import TrainResult, train
 
 

@@ -7,18 +7,21 @@ from typing import Any
 
 from toy_runs import toy_words
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import ClusterConfig, Config
 from embodyrl.launch.inline import InlineLauncher
 from embodyrl.launch.local import LocalLauncher
-from embodyrl.launch.protocol import Event
+from embodyrl.launch.protocol import ClusterSettings, Event, ProcessSettings
+from embodyrl.runtime.config import load_config
+from embodyrl.runtime.roots import TrainConfig
 from embodyrl.workers.lifecycle import WorkerSpec
 
 
 class MixedLauncher:
+    settings = ProcessSettings
+    section = None
+    in_process = False
     host = "127.0.0.1"
 
-    def __init__(self, log_dir: Path, cluster: ClusterConfig) -> None:
+    def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         self._local, self._inline = LocalLauncher(log_dir, cluster), InlineLauncher(log_dir, cluster)
 
     def _of(self, worker: str) -> Any:
@@ -42,8 +45,7 @@ class MixedLauncher:
         self._inline.stop(grace_s=grace_s)
 
 
-def mixed_config(folder: Path, *overrides: str, name: str = "run") -> Config:
-    """Config of a toy run with real env workers that prints and logs to files."""
-    cfg = load_config("train", toy_words(folder, "runner.logger.backends=[console,jsonl]", *overrides, name=name))
-    cfg.launcher.name = "mixed_launcher:MixedLauncher"
-    return cfg
+def mixed_config(folder: Path, *overrides: str, name: str = "run") -> TrainConfig:
+    """TrainConfig of a toy run with real env workers that prints and logs to files."""
+    words = ("runner.logger.backends=[console,jsonl]", "launcher.name=mixed_launcher:MixedLauncher", *overrides)
+    return load_config("train", toy_words(folder, *words, name=name))

@@ -8,8 +8,8 @@ from pathlib import Path
 import imageio.v2
 import numpy as np
 
-from embodyrl.config.load import load_config, save_config
 from embodyrl.monitor.history import EpisodeRow
+from embodyrl.runtime.config import load_config, save_config
 
 TASKS = ("open the drawer", "close the <drawer>")
 

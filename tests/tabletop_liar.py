@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from embodyrl.config.schema import EnvConfig
-from embodyrl.envs.tabletop.factory import TabletopFactory
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.tabletop.factory import TabletopFactory, TabletopSettings
 from embodyrl.envs.tabletop.world import BLOCK_COLOURS
 from embodyrl.types import EnvSpec
 
@@ -13,8 +13,8 @@ from embodyrl.types import EnvSpec
 class LiarFactory(TabletopFactory):
     """Tells of the next block."""
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
-        spec = super().spec(cfg)
+    def spec(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
+        spec = super().spec(cfg, context)
         return replace(spec, tasks=tuple(_lie(task) for task in spec.tasks))
 
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv, SimStep
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, GripperConvention, ObservationOut
 
 
@@ -128,21 +129,28 @@ class ToySims:
         pass
 
 
+class ToySettings(EnvSettings, RewardSettings, CameraSettings):
+    """Keys of the toy task."""
+
+    kwargs: dict[str, Any] = {}
+    """See above."""
+
+
 class ToyFactory:
     """`EnvFactory` of the toy task."""
 
-    consumes = frozenset({"kwargs", "use_rel_reward", "reward_coef", "init_params"})
+    settings = ToySettings
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: ToySettings) -> list[str]:
         return []
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
+    def spec(self, cfg: ToySettings, context: EnvContext) -> EnvSpec:
         return toy_spec(int(cfg.kwargs.get("tasks", 1)))
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
+    def make(self, cfg: ToySettings, context: EnvContext) -> ChunkedEnv:
         return ChunkedEnv(
-            ToySims(self.spec(cfg), cfg.kwargs),
-            num_slots,
+            ToySims(self.spec(cfg, context), cfg.kwargs),
+            context.num_slots,
             use_rel_reward=cfg.use_rel_reward,
             reward_coef=cfg.reward_coef,
         )

@@ -13,28 +13,29 @@ from toy_env import wait_at_gate
 
 from embodyrl.algorithms.outcome import GRPO
 from embodyrl.algorithms.protocol import Credit, Scores
-from embodyrl.config.schema import AlgorithmConfig, ModelConfig
+from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import Episode
 
 GATE = "TOY_GATE"
 """Environment variable: where `GATED_GRPO` shows that an update has begun, `GATED_OFT` a checkpoint."""
 
 
-def _gated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+def _gated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
     wait_at_gate(Path(os.environ[GATE]))
     return GRPO.compute(episodes, scores, cfg)
 
 
-def _negated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+def _negated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
     return [Credit(advantage=-c.advantage, returns=c.returns) for c in GRPO.compute(episodes, scores, cfg)]
 
 
 GATED_GRPO = replace(GRPO, compute=_gated)
 
 
-def _shuffled(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+def _shuffled(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
     credits = GRPO.compute(episodes, scores, cfg)
     order = np.random.default_rng(len(credits)).permutation(len(credits))
     return [
@@ -54,7 +55,7 @@ class _GatedFactory:
     def __getattr__(self, name: str) -> Any:
         return getattr(FACTORY, name)
 
-    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+    def build(self, cfg: ModelSettings, request: PolicyRequest) -> Policy:
         policy = FACTORY.build(cfg, request)
         save = policy.save
 

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.load import load_config, load_saved_config
-from embodyrl.config.schema import Config
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
 from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.config import load_config, load_saved_config
+from embodyrl.runtime.roots import TrainConfig
 from embodyrl.runtime.train import train
 
 TOY = (
     "env=libero_10",
     "env.env_type=toy_env:FACTORY",
-    "env.task_suite_name=null",
     "env.train.state_ids=null",
     "env.eval.state_ids=null",
     "env.train.max_episode_steps=8",
@@ -34,21 +33,27 @@ TOY = (
 )
 """Steps of four episodes of at most two chunks: a whole inline run takes a second."""
 
+FOR_TRAINING = ("env.train.", "algorithm.", "actor.", "runner.max_steps=")
+TOY_EVAL = tuple(word for word in TOY if not word.startswith(FOR_TRAINING))
+"""What `embodyrl eval` reads of them."""
+TOY_COLLECT = tuple(word for word in TOY if word.startswith("env.") and not word.startswith("env.eval."))
+"""What `embodyrl collect` reads of them."""
 
-def toy_words(folder: Path, *overrides: str, name: str = "run") -> list[str]:
+
+def toy_words(folder: Path, *overrides: str, command: str = "train", name: str = "run") -> list[str]:
     """Overrides of a run in <folder>/<name>; videos go to <folder>/videos/<name>."""
     places = (
         f"runner.output_dir={folder}",
         f"runner.experiment_name={name}",
         f"video_cfg.base_dir={folder}/videos",
     )
-    return [*TOY, *places, *overrides]
+    return [*(TOY_EVAL if command == "eval" else TOY), *places, *overrides]
 
 
-def toy_config(folder: Path, *overrides: str, command: str = "train", name: str = "run") -> Config:
+def toy_config(folder: Path, *overrides: str, command: str = "train", name: str = "run") -> Any:
     """Config of an inline run that logs to files only."""
     quiet = ("launcher=inline", "runner.logger.backends=[jsonl]")
-    cfg = load_config(command, toy_words(folder, *quiet, *overrides, name=name))
+    cfg = load_config(command, toy_words(folder, *quiet, *overrides, command=command, name=name))
     check_components(cfg)
     return cfg
 
@@ -92,7 +97,7 @@ class Stage:
 
 
 @contextmanager
-def running_crew(folder: Path, *overrides: str, cfg: Config | None = None) -> Iterator[Stage]:
+def running_crew(folder: Path, *overrides: str, cfg: TrainConfig | None = None) -> Iterator[Stage]:
     """Start the workers of a config, by default an inline one, and stop them at the end."""
     blueprint = draw_blueprint(cfg or toy_config(folder, *overrides), training=True)
     said: list[str] = []

@@ -1,9 +1,8 @@
 """Algorithms: advantage estimators and policy losses, each one file and one registry line. Needs no torch."""
 
 from embodyrl.algorithms.aggregation import merge_metrics
-from embodyrl.algorithms.checks import consumed_keys, problems, value_dim
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
 
 for _name, _attr in {
     "grpo": "outcome:GRPO",
@@ -24,4 +23,4 @@ for _name in (
 ):
     LOSSES.add(_name, f"embodyrl.algorithms.policy_losses:{_name.upper()}")
 
-__all__ = ["ADVANTAGES", "LOSSES", "Algorithm", "consumed_keys", "merge_metrics", "problems", "value_dim"]
+__all__ = ["ADVANTAGES", "LOSSES", "Algorithm", "algorithm_settings", "merge_metrics"]

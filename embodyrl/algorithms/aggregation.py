@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from embodyrl.config.schema import TokenLevel
+from embodyrl.algorithms.settings import TokenLevel
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from embodyrl.config.schema import WeightLevel, WeightMode
+from embodyrl.algorithms.settings import WeightLevel, WeightMode
 
 if TYPE_CHECKING:
     import torch

@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodyrl.algorithms.aggregation import SUM_MODES, WEIGHT_SUM, action_weights
-from embodyrl.algorithms.checks import problems
 from embodyrl.algorithms.correction import importance_weights, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.losses import IMPORTANCE_WEIGHTED, MAX_KL, MAX_LOG_RATIO, kl, value_loss
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Scores, Units
+from embodyrl.algorithms.settings import (
+    AlgorithmSettings,
+    GroupSettings,
+    OldLogprob,
+    RewardLevel,
+    TokenLevel,
+    TruncatedEpisodes,
+    ValueSettings,
+)
 from embodyrl.algorithms.shaping import adapted_beta, shape_rewards, subtract_kl
-from embodyrl.config.schema import AlgorithmConfig, OldLogprob, TokenLevel, TruncatedEpisodes
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
 
@@ -32,7 +39,7 @@ class Algorithm:
     `positive_nll_coef` adds the mean of -log pi over actions with a positive advantage (arXiv 2504.05118).
     """
 
-    def __init__(self, cfg: AlgorithmConfig, longest_episode: int = 1) -> None:
+    def __init__(self, cfg: AlgorithmSettings, longest_episode: int = 1) -> None:
         """Bind the config.
 
         Args:
@@ -42,9 +49,14 @@ class Algorithm:
         Raises:
             ConfigError: unknown names or combinations that make no sense.
         """
-        if found := problems(cfg):
+        if found := list(cfg.problems()):
             raise ConfigError(found)
         self._cfg = cfg
+        self.settings = cfg
+        self.critic_warmup = cfg.critic_warmup if isinstance(cfg, ValueSettings) else 0
+        """Training steps at the start that train nothing but the value head."""
+        self.filter_refills = cfg.filter_refills if isinstance(cfg, GroupSettings) else 0
+        """Rounds of further groups in place of filtered ones."""
         self._longest_episode = longest_episode
         self._estimator = ADVANTAGES.get(cfg.adv_type)
         self._loss = LOSSES.get(cfg.loss_type)
@@ -54,11 +66,17 @@ class Algorithm:
         self.needs_states = self._estimator.needs_states
         self.needs_greedy = self._estimator.needs_greedy
         self.needs_reference = cfg.kl_beta > 0
-        self.needs_reference_in_prepare = cfg.kl_in_reward
+        self.needs_reference_in_prepare = cfg.kl_in_reward and self.needs_reference
         """`Scores.logprob` and `Scores.ref_logprob`."""
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
         """The actor scores the batch with its own weights before it trains; those are the ratio's denominator."""
         self._reward_kl_beta = cfg.kl_beta
+
+    def value_dim(self, num_action_chunks: int) -> int:
+        """V, the value outputs that the estimator needs: 0, 1 (chunk level) or K (action level)."""
+        if not isinstance(self.settings, ValueSettings):
+            return 0
+        return num_action_chunks if self.settings.reward_type is RewardLevel.action_level else 1
 
     def state(self) -> dict[str, float]:
         """Return what changes from step to step, for a checkpoint of the loop: the adaptive KL coefficient."""
@@ -121,7 +139,7 @@ class Algorithm:
     def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes with the rewards to credit, and metrics of the KL that was taken from them."""
         cfg, shaped = self._cfg, shape_rewards(episodes, self._cfg)
-        if not cfg.kl_in_reward:
+        if not self.needs_reference_in_prepare:
             return shaped, {}
         beta = self._reward_kl_beta
         shaped, found = subtract_kl(shaped, scores, beta=beta, kind=cfg.kl_penalty_type)
@@ -227,8 +245,8 @@ class Algorithm:
             if not cfg.kl_in_reward:
                 loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
             metrics["ref_kl"] = _mean_share(ref_kl, inputs.weight)
-        if self.needs_values:
-            value = self._value_loss(scores, inputs)
+        if isinstance(cfg, ValueSettings):
+            value = _value_loss(cfg, scores, inputs)
             loss = loss + cfg.value_coef * value
             metrics["value_loss"] = value
         return loss, {name: share.detach() for name, share in {"loss": loss, **metrics}.items()}
@@ -243,17 +261,6 @@ class Algorithm:
         drift = units.mean(acted - units.logprob.detach())
         return factors * off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
 
-    def _value_loss(self, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:
-        assert scores.value.shape == inputs.returns.shape == inputs.old_value.shape == inputs.value_weight.shape
-        error = value_loss(
-            scores.value,
-            inputs.old_value,
-            inputs.returns,
-            clip=self._cfg.value_clip,
-            huber_delta=self._cfg.huber_delta,
-        )
-        return (error * inputs.value_weight).sum()
-
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Weighted sum of units [B, K, D], [B, K, 1] or [B, 1, 1]."""
         share = _mean_share(units, weight)
@@ -261,7 +268,7 @@ class Algorithm:
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
         """Return the indices of the episodes whose groups lie within `filter_rewards`."""
-        if self._cfg.filter_rewards is None:
+        if not isinstance(self._cfg, GroupSettings) or self._cfg.filter_rewards is None:
             return list(range(len(episodes)))
         low, high = self._cfg.filter_rewards
         success: dict[int, list[bool]] = defaultdict(list)
@@ -284,8 +291,14 @@ class Algorithm:
     def _has_other_terms(self) -> bool:
         """Whether a sample without advantage still has a gradient."""
         cfg = self._cfg
-        values = self.needs_values and cfg.value_coef > 0
+        values = isinstance(cfg, ValueSettings) and cfg.value_coef > 0
         return values or (cfg.kl_beta > 0 and not cfg.kl_in_reward) or cfg.entropy_bonus != 0
+
+
+def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:
+    assert scores.value.shape == inputs.returns.shape == inputs.old_value.shape == inputs.value_weight.shape
+    error = value_loss(scores.value, inputs.old_value, inputs.returns, clip=cfg.value_clip, huber_delta=cfg.huber_delta)
+    return (error * inputs.value_weight).sum()
 
 
 def _units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:

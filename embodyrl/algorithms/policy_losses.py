@@ -6,11 +6,12 @@ a chunk of actions or a text response, for the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, Field
 
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
-from embodyrl.config.schema import AlgorithmConfig
+from embodyrl.config.settings import Positive, Says, Settings, Weight
 
 if TYPE_CHECKING:
     import torch
@@ -19,14 +20,75 @@ MAX_LOG_RATIO = 20.0
 """exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
 MAX_SEQUENCE_LOG_RATIO = 10.0
 
-CLIP_KEYS = ("clip_ratio_low", "clip_ratio_high")
+
+class ClipSettings(Settings):
+    """Bounds of the ratio."""
+
+    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """PPO clip below 1."""
+    clip_ratio_high: Positive = 0.28
+    """PPO clip above 1."""
+
+
+class DualClipSettings(ClipSettings):
+    """Bounds of the ratio and of the loss."""
+
+    clip_ratio_c: Annotated[float, Field(gt=1, le=10**9)] | None = None
+    """Dual clip bound for negative advantages (> 1); null: off."""
+
+
+class SapoSettings(Settings):
+    """Gates of SAPO."""
+
+    sapo_tau_pos: Positive = 1.0
+    """sapo: steepness of the gate for positive advantages."""
+    sapo_tau_neg: Positive = 1.05
+    """sapo: steepness of the gate for the others."""
+
+
+class TruncatedRatioSettings(Settings):
+    """Truncated importance weights."""
+
+    ratio_max: Positive = 2.0
+    """aipo: upper bound of the importance weight."""
+
+
+class LogRatioSettings(Settings):
+    """A penalty on the log-ratio."""
+
+    log_ratio_coef: Weight = 1.0
+    """dro: weight of half the squared log-ratio; kl_cov: of its absolute value."""
+
+
+class CovarianceSettings(Settings):
+    """Tokens of large covariance."""
+
+    cov_share: Annotated[float, Field(gt=0, le=1)] = 2.0e-4
+    """clip_cov, kl_cov: share of the tokens that is held back."""
+
+
+def _rising(value: list[float]) -> list[float]:
+    if len(value) != 2 or value[0] >= value[1]:
+        raise ValueError
+    return value
+
+
+class ClipCovSettings(DualClipSettings, CovarianceSettings):
+    """Clip-Cov."""
+
+    cov_bounds: Annotated[list[float], AfterValidator(_rising), Says("[low,high] with low < high")] = [1.0, 5.0]
+    """clip_cov: [low, high] covariance of advantage and log-probability of the tokens to choose from."""
+
+
+class KlCovSettings(LogRatioSettings, CovarianceSettings):
+    """KL-Cov."""
 
 
 def _log_ratio(u: Units) -> torch.Tensor:
     return (u.logprob - u.old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: AlgorithmConfig) -> LossTerms:
+def _surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) -> LossTerms:
     """max(-A r, -A clip(r, 1 - low, 1 + high)); `clipped` marks entries without a gradient."""
     plain = -advantage * ratio
     bounded = -advantage * ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
@@ -37,7 +99,7 @@ def _unclipped(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
     return LossTerms(loss=loss, ratio=ratio, clipped=ratio != ratio)
 
 
-def ppo_clip(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
     """PPO (arXiv 1707.06347); high > low is clip-higher (2503.14476).
 
     `clip_ratio_c` bounds the loss of negative advantages by -A c (dual clip, 1912.09729).
@@ -50,13 +112,13 @@ def ppo_clip(u: Units, cfg: AlgorithmConfig) -> LossTerms:
     return LossTerms(loss=ceiling.where(capped, terms.loss), ratio=terms.ratio, clipped=terms.clipped | capped)
 
 
-def gspo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
     """PPO clip on the sequence ratio exp(mean d), shared by all units of the sequence (arXiv 2507.18071)."""
     ratio = u.mean(_log_ratio(u)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     return _surrogate(u.advantage, ratio.expand_as(u.logprob), cfg)
 
 
-def gmpo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
     """-A exp(mean k), k = s min(s d, s clip(d, -low, high)), s = sign A: geometric mean (arXiv 2507.20673)."""
     log_ratio, sign = _log_ratio(u), u.advantage.sign()
     inside = log_ratio.clamp(-cfg.clip_ratio_low, cfg.clip_ratio_high)
@@ -65,7 +127,7 @@ def gmpo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
     return LossTerms(loss=-u.mean(u.advantage) * ratio, ratio=ratio, clipped=kept != log_ratio)
 
 
-def sapo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def sapo(u: Units, cfg: SapoSettings) -> LossTerms:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a soft gate instead of a clip (arXiv 2511.20347)."""
     ratio = _log_ratio(u).exp()
     tau = ratio.new_tensor(cfg.sapo_tau_pos).where(u.advantage > 0, ratio.new_tensor(cfg.sapo_tau_neg))
@@ -77,38 +139,38 @@ def _weighted_likelihood(u: Units, weight: torch.Tensor) -> torch.Tensor:
     return -weight.detach() * u.advantage * u.logprob
 
 
-def cispo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def cispo(u: Units, cfg: ClipSettings) -> LossTerms:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi (arXiv 2506.13585)."""
     ratio = _log_ratio(u).exp()
     weight = ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
     return _unclipped(_weighted_likelihood(u, weight), ratio)
 
 
-def pg(u: Units, _: AlgorithmConfig) -> LossTerms:
+def pg(u: Units, _: Settings) -> LossTerms:
     """-A log pi: the plain policy gradient, for on-policy data."""
     ratio = _log_ratio(u).exp()
     return _unclipped(_weighted_likelihood(u, ratio.new_ones(())), ratio)
 
 
-def aipo(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def aipo(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
     """-sg(min(r, ratio_max)) A log pi (arXiv 2505.24034); against rollout log-probabilities this is TIS-REINFORCE."""
     ratio = _log_ratio(u).exp()
     return _unclipped(_weighted_likelihood(u, ratio.clamp(max=cfg.ratio_max)), ratio)
 
 
-def aipo_ratio(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def aipo_ratio(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
     """-min(r, ratio_max) A: the form with a gradient through the ratio, none above the bound."""
     ratio = _log_ratio(u).exp()
     return LossTerms(loss=-ratio.clamp(max=cfg.ratio_max) * u.advantage, ratio=ratio, clipped=ratio > cfg.ratio_max)
 
 
-def topr(u: Units, _: AlgorithmConfig) -> LossTerms:
+def topr(u: Units, _: Settings) -> LossTerms:
     """A > 0: -A log pi; A <= 0: -sg(clip(r, 0, 1)) A log pi (arXiv 2503.14286)."""
     ratio = _log_ratio(u).exp()
     return _unclipped(_weighted_likelihood(u, ratio.new_ones(()).where(u.advantage > 0, ratio.clamp(max=1.0))), ratio)
 
 
-def dro(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def dro(u: Units, cfg: LogRatioSettings) -> LossTerms:
     """-A log pi + log_ratio_coef / 2 d^2: DRO (arXiv 2405.19107) and Kimi k1.5 (2501.12599)."""
     log_ratio = _log_ratio(u)
     likelihood = _weighted_likelihood(u, log_ratio.new_ones(()))
@@ -122,7 +184,7 @@ def _covariance(u: Units) -> tuple[torch.Tensor, torch.Tensor]:
     return (advantage - advantage[mask].mean()) * (logprob - logprob[mask].mean()), mask
 
 
-def clip_cov(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
     """PPO clip; a random `cov_share` of the units with a covariance in `cov_bounds` loses its gradient (2505.22617).
 
     The choice follows torch's generator, which the run seeds and checkpoints; the statistics are the micro-batch's.
@@ -139,7 +201,7 @@ def clip_cov(u: Units, cfg: AlgorithmConfig) -> LossTerms:
     return LossTerms(loss=terms.loss.where(~drop, 0.0), ratio=terms.ratio, clipped=terms.clipped | drop)
 
 
-def kl_cov(u: Units, cfg: AlgorithmConfig) -> LossTerms:
+def kl_cov(u: Units, cfg: KlCovSettings) -> LossTerms:
     """-A r, plus log_ratio_coef |d| on the `cov_share` of units with the largest covariance (arXiv 2505.22617).
 
     The statistics are the micro-batch's.
@@ -154,21 +216,15 @@ def kl_cov(u: Units, cfg: AlgorithmConfig) -> LossTerms:
     return _unclipped(-u.advantage * log_ratio.exp() + penalty, log_ratio.exp())
 
 
-def _declare(
-    compute: Callable[[Units, AlgorithmConfig], LossTerms], *consumes: str, needs_all_samples: bool = False
-) -> PolicyLoss:
-    return PolicyLoss(compute=compute, consumes=frozenset(consumes), needs_all_samples=needs_all_samples)
-
-
-PPO_CLIP = _declare(ppo_clip, *CLIP_KEYS, "clip_ratio_c")
-GSPO = _declare(gspo, *CLIP_KEYS)
-GMPO = _declare(gmpo, *CLIP_KEYS)
-SAPO = _declare(sapo, "sapo_tau_pos", "sapo_tau_neg")
-CISPO = _declare(cispo, *CLIP_KEYS)
-PG = _declare(pg)
-AIPO = _declare(aipo, "ratio_max")
-AIPO_RATIO = _declare(aipo_ratio, "ratio_max")
-TOPR = _declare(topr)
-DRO = _declare(dro, "log_ratio_coef", needs_all_samples=True)
-CLIP_COV = _declare(clip_cov, *CLIP_KEYS, "clip_ratio_c", "cov_share", "cov_bounds", needs_all_samples=True)
-KL_COV = _declare(kl_cov, "log_ratio_coef", "cov_share", needs_all_samples=True)
+PPO_CLIP = PolicyLoss(compute=ppo_clip, settings=DualClipSettings)
+GSPO = PolicyLoss(compute=gspo, settings=ClipSettings)
+GMPO = PolicyLoss(compute=gmpo, settings=ClipSettings)
+SAPO = PolicyLoss(compute=sapo, settings=SapoSettings)
+CISPO = PolicyLoss(compute=cispo, settings=ClipSettings)
+PG = PolicyLoss(compute=pg)
+AIPO = PolicyLoss(compute=aipo, settings=TruncatedRatioSettings)
+AIPO_RATIO = PolicyLoss(compute=aipo_ratio, settings=TruncatedRatioSettings)
+TOPR = PolicyLoss(compute=topr)
+DRO = PolicyLoss(compute=dro, settings=LogRatioSettings, needs_all_samples=True)
+CLIP_COV = PolicyLoss(compute=clip_cov, settings=ClipCovSettings, needs_all_samples=True)
+KL_COV = PolicyLoss(compute=kl_cov, settings=KlCovSettings, needs_all_samples=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from embodyrl.config.schema import AlgorithmConfig
+from embodyrl.algorithms.settings import AlgorithmSettings, GroupSettings, ValueSettings
+from embodyrl.config.settings import Settings, join
 from embodyrl.registry import Registry
 from embodyrl.types import Episode, FloatArray, IntArray
 
@@ -90,21 +91,26 @@ class Credit:
 class AdvantageEstimator:
     """What `adv_type` names."""
 
-    compute: Callable[[Sequence[Episode], Scores, AlgorithmConfig], list[Credit]]
+    compute: Callable[[Sequence[Episode], Scores, Any], list[Credit]]
     """Credits aligned with the episodes of one training step."""
-    consumes: frozenset[str]
-    """Keys below `algorithm` that this estimator reads besides the common ones."""
-    ignores: frozenset[str] = frozenset()
-    """Common keys that it does not read."""
-    needs_groups: bool = False
-    """Members of a group must share a reset id, and the group size must exceed 1."""
-    needs_values: bool = False
+    settings: type[AlgorithmSettings] = AlgorithmSettings
+    """The keys below `algorithm` that it reads: its own beside the common ones. `compute` is given an instance."""
     counts_chunk_steps: bool = False
     """The quota of a step is chunk steps per slot (episodes are cut and bootstrapped), not a list of episodes."""
     needs_states: bool = False
     """`Scores.states`."""
     needs_greedy: bool = False
     """`Scores.greedy`."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Members of a group must share a reset id, and the group size must exceed 1."""
+        return issubclass(self.settings, GroupSettings)
+
+    @property
+    def needs_values(self) -> bool:
+        """The policy needs a value head."""
+        return issubclass(self.settings, ValueSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +147,10 @@ class LossTerms:
 class PolicyLoss:
     """What `loss_type` names."""
 
-    compute: Callable[[Units, AlgorithmConfig], LossTerms]
+    compute: Callable[[Units, Any], LossTerms]
     """Loss of each unit; sequence-level methods take a sample's units for the sequence."""
-    consumes: frozenset[str]
-    """Keys below `algorithm` that this loss reads besides the common ones."""
+    settings: type[Settings] = Settings
+    """Its own keys below `algorithm`. `compute` is given an instance."""
     needs_all_samples: bool = False
     """Samples without advantage matter as well: for a term that has no advantage in it, or for statistics."""
 
@@ -158,3 +164,12 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry(
 LOSSES: Registry[PolicyLoss] = Registry(
     "loss_type", group="embodyrl.losses", wants="a PolicyLoss", fits=lambda found: isinstance(found, PolicyLoss)
 )
+
+
+def algorithm_settings(adv_type: str, loss_type: str) -> type[AlgorithmSettings]:
+    """Return the class of the keys that an estimator and a loss read together.
+
+    Raises:
+        UnknownNameError: no such estimator or loss.
+    """
+    return join(ADVANTAGES.get(adv_type).settings, LOSSES.get(loss_type).settings, AlgorithmSettings)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from embodyrl.algorithms.advantages import grpo
 from embodyrl.algorithms.protocol import Scores
-from embodyrl.config.schema import AlgorithmConfig, RewardNorm, TruncatedEpisodes
+from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.types import Episode, FloatArray
 
 REWARD_KL: dict[str, Callable[[FloatArray], npt.NDArray[np.floating]]] = {
@@ -22,7 +22,7 @@ REWARD_KL: dict[str, Callable[[FloatArray], npt.NDArray[np.floating]]] = {
 """Estimators that can be taken from rewards, of gap = log pi - log pi_ref within +-20; see `losses.kl`."""
 
 
-def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Episode]:
+def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[Episode]:
     """Return the episodes with the rewards that estimators see.
 
     Per action r = reward_scale r; then, on the last executed action, what changes the outcome R = sum r: the bias,
@@ -37,7 +37,7 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmConfig) -> list[Epi
     return [_with_outcome(episode, float(r), cfg) for episode, r in zip(episodes, outcome, strict=True)]
 
 
-def _outcome(episode: Episode, cfg: AlgorithmConfig) -> float:
+def _outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
     if episode.truncated and not episode.cut and cfg.truncated_episodes == TruncatedEpisodes.zero_reward:
         return 0.0
     total = (episode.episode_return + cfg.reward_bias) * cfg.reward_scale
@@ -46,7 +46,7 @@ def _outcome(episode: Episode, cfg: AlgorithmConfig) -> float:
     return total
 
 
-def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmConfig) -> Episode:
+def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> Episode:
     reward = np.where(episode.valid, episode.reward * cfg.reward_scale, 0.0).astype(np.float32)
     last = np.flatnonzero(episode.valid)[-1:]
     reward.flat[last] += outcome - reward.sum()

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from embodyrl.algorithms.advantages import Float64, discounted, gae, grpo, whiten
 from embodyrl.algorithms.outcome import spread
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.settings import (
+    CreditSettings,
+    DiscountSettings,
+    GroupSettings,
+    NormalizeSettings,
+    RewardLevel,
+    ValueSettings,
+)
 from embodyrl.algorithms.shaping import shape_rewards
-from embodyrl.config.schema import AlgorithmConfig, RewardLevel
+from embodyrl.config.settings import Share
 from embodyrl.types import BoolArray, Episode
 
 
-def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
+    """Generalised advantage estimation."""
+
+    gae_lambda: Share = 1.0
+    """GAE lambda."""
+
+
+class ReturnSettings(CreditSettings, DiscountSettings):
+    """Discounted returns-to-go."""
+
+
+class RemaxSettings(CreditSettings):
+    """ReMax."""
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """A normalised return cannot be compared with the greedy one."""
+        yield from super().idle()
+        yield "algorithm.reward_norm", "adv_type 'remax' compares with the greedy episode; choose another one"
+
+
+def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
     """Estimate advantages from a value head that predicts the return of each chunk (V = 1) or action (V = K)."""
     pairs = [_one_episode(episode, cfg) for episode in episodes]
     advantages = [advantage for advantage, _ in pairs]
@@ -26,13 +54,13 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) ->
     ]
 
 
-def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:
     """Whiten discounted returns-to-go over the batch (REINFORCE++, arXiv 2501.03262)."""
     parts = [_to_go(episode, cfg, cfg.gamma) for episode in episodes]
     return _whitened_credits(episodes, parts, [_credited(episode, cfg) for episode in episodes])
 
 
-def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: RemaxSettings) -> list[Credit]:
     """Return-to-go minus the return of the greedy episode from the same initial state (ReMax, arXiv 2310.10505).
 
     An episode whose greedy one was lost to a crashed env worker has nothing to be compared with: its advantage is 0.
@@ -43,7 +71,7 @@ def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmCon
     ]
 
 
-def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: AlgorithmConfig) -> list[Credit]:
+def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: GroupSettings) -> list[Credit]:
     """Whiten R - mean_g over all executed actions of the batch: longer episodes weigh more (arXiv 2501.03262)."""
     del cfg
     groups = [episode.spec.group_id for episode in episodes]
@@ -67,25 +95,25 @@ def _whiten(parts: Sequence[Float64], masks: Sequence[BoolArray]) -> None:
         part[mask] = own
 
 
-def _to_go(episode: Episode, cfg: AlgorithmConfig, gamma: float) -> Float64:
+def _to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> Float64:
     reward = _rewards(episode, cfg)
     return discounted(reward.ravel(), _credited(episode, cfg).ravel(), gamma=gamma).reshape(reward.shape)
 
 
-def _rewards(episode: Episode, cfg: AlgorithmConfig) -> Float64:
+def _rewards(episode: Episode, cfg: CreditSettings) -> Float64:
     """Return the reward of each credited step, [T, 1] or [T, K]."""
     reward = np.where(episode.valid, episode.reward, 0.0).astype(np.float64)
     return reward.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else reward
 
 
-def _credited(episode: Episode, cfg: AlgorithmConfig) -> BoolArray:
+def _credited(episode: Episode, cfg: CreditSettings) -> BoolArray:
     """Return the mask of credited steps: chunks that ran at all [T, 1], or executed actions [T, K]."""
     if cfg.reward_type == RewardLevel.chunk_level:
         return np.asarray(episode.valid.any(axis=1, keepdims=True))
     return episode.valid
 
 
-def _one_episode(episode: Episode, cfg: AlgorithmConfig) -> tuple[Float64, Float64]:
+def _one_episode(episode: Episode, cfg: GaeSettings) -> tuple[Float64, Float64]:
     """Advantages and returns [T, V]."""
     reward = _rewards(episode, cfg)
     assert episode.value.shape == reward.shape, f"value {episode.value.shape} against rewards {reward.shape}"
@@ -100,16 +128,7 @@ def _one_episode(episode: Episode, cfg: AlgorithmConfig) -> tuple[Float64, Float
     return advantage.reshape(reward.shape), returns.reshape(reward.shape)
 
 
-GAE = AdvantageEstimator(
-    compute=gae_credits,
-    consumes=frozenset({"gamma", "gae_lambda", "reward_type", "normalize_advantages"}),
-    needs_values=True,
-    counts_chunk_steps=True,
-)
-REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, consumes=frozenset({"gamma", "reward_type"}))
-REMAX = AdvantageEstimator(
-    compute=remax_credits, consumes=frozenset({"reward_type"}), ignores=frozenset({"reward_norm"}), needs_greedy=True
-)
-REINFORCE_PP_BASELINE = AdvantageEstimator(
-    compute=reinforce_pp_baseline_credits, consumes=frozenset(), needs_groups=True
-)
+GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
+REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)
+REMAX = AdvantageEstimator(compute=remax_credits, settings=RemaxSettings, needs_greedy=True)
+REINFORCE_PP_BASELINE = AdvantageEstimator(compute=reinforce_pp_baseline_credits, settings=GroupSettings)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from embodyrl.config.load import load_config
+from embodyrl.runtime.config import load_config
 
 if TYPE_CHECKING:
     from embodyrl.envs.check import Finding
@@ -19,7 +19,7 @@ def check_env(args: argparse.Namespace) -> int:
     from embodyrl.envs.check import check_env as run
     from embodyrl.runtime.checks import check_components
 
-    check_components(cfg, "check-env")
+    check_components(cfg)
     findings: list[Finding] = []
     for finding in run(cfg.env, seed=cfg.seed, timeout_s=cfg.faults.step_timeout_s):
         findings.append(finding)

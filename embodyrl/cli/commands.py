@@ -57,7 +57,8 @@ def overview() -> str:
 def _groups_and_keys() -> str:
     """Return the sections "groups" and "common keys" of the help of a run command."""
     from embodyrl.config import tree
-    from embodyrl.config.keys import all_keys, spell
+    from embodyrl.config.settings import spell
+    from embodyrl.runtime.roots import all_keys
 
     lines = ["groups (group=option; * = default):"]
     for group, default in tree.default_options("train").items():

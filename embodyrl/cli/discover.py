@@ -1,13 +1,12 @@
 """The commands `list` and `show`."""
 
 import argparse
+import json
 from pathlib import Path
 
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.config import tree
-from embodyrl.config.keys import all_keys, branches, leaves, plain, spell, suggest_key
-from embodyrl.config.load import load_config, sources
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
@@ -21,6 +20,8 @@ def list_things(args: argparse.Namespace) -> int:
         said = f"cannot list '{what}'.{closest(what, kinds)}" if what else "list what?"
         raise ConfigError(f"{said} One of: {', '.join(kinds)}.")
     if what == "runs":
+        from embodyrl.runtime.config import load_config
+
         folder = Path(load_config("train", overrides, config_dirs=args.config_dir).runner.output_dir)
         rows = [describe_run(run) for run in run_folders(folder)]
         lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
@@ -47,24 +48,34 @@ def _rate(success: float | None) -> str:
 
 def show(args: argparse.Namespace) -> int:
     """Run `embodyrl show`."""
+    from embodyrl.config.settings import json_schema, keys_of, leaves, plain, spell
+    from embodyrl.runtime.config import load_config
+    from embodyrl.runtime.roots import ROOTS, suggest
+
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
     group, equals, _ = what.partition("=")
     if equals:
         overrides = [what, *overrides]
-    names = [n for n in all_keys() if group in ("train", "experiment") or n == group or n.startswith(f"{group}.")]
+    command = group if group in ROOTS else "train"
+    cfg = load_config(command, overrides, config_dirs=args.config_dir)
+    if args.schema:
+        print(json.dumps(json_schema(type(cfg)), indent=2))
+        return 0
+    values, keys = dict(leaves(cfg)), keys_of(type(cfg))
+    wanted = (command, "experiment")
+    names = [n for n in keys if group in wanted or n == group or n.startswith(f"{group}.")]
     if not names:
-        tops = ", ".join(b for b in branches() if "." not in b)
-        raise ConfigError(f"nothing to show for '{group}'.{suggest_key(group)} One of: train, {tops}, or a key.")
-    cfg = dict(leaves(load_config("train", overrides, config_dirs=args.config_dir)))
-    origin = sources("train", overrides, config_dirs=args.config_dir)
+        tops = ", ".join(name for name in type(cfg).model_fields)
+        hint = suggest(group)
+        raise ConfigError(f"nothing to show for '{group}'.{hint} One of: {', '.join(ROOTS)}, {tops}, or a key.")
     rows, lines = [], []
     for name in names:
-        key = all_keys()[name]
+        key = keys[name]
         # A free mapping may have been set through one of its entries.
-        places = [place for at, place in origin.items() if at == name or at.startswith(f"{name}.")]
-        row = {"key": name, "type": key.type_text, "value": plain(cfg[name]), "default": plain(key.default)}
-        rows.append(row | {"doc": key.doc, "source": places[-1] if places else "schema default"})
-        changed = "" if row["value"] == row["default"] else f" (default {spell(row['default'])})"
-        lines += [f"{name}: {key.type_text} = {spell(cfg[name])}{changed}  [{rows[-1]['source']}]", f"    {key.doc}"]
+        places = [place for at, place in cfg.sources.items() if at == name or at.startswith(f"{name}.")]
+        row = {"key": name, "type": key.type_text, "value": plain(values[name]), "default": plain(key.default)}
+        rows.append(row | {"doc": key.doc, "source": places[-1] if places else "default"})
+        changed = "" if key.required or row["value"] == row["default"] else f" (default {spell(row['default'])})"
+        lines += [f"{name}: {key.type_text} = {spell(values[name])}{changed}  [{rows[-1]['source']}]", f"    {key.doc}"]
     show_result(args, rows, lines)
     return 0

@@ -11,11 +11,12 @@ from embodyrl.cli import probes
 from embodyrl.cli.output import show_result
 from embodyrl.cli.probes import Finding, probe_rendering, probe_sandbox, probe_video, probe_vulkan
 from embodyrl.cli.runs import run_folders
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import Config
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import read_history
 from embodyrl.monitor.report.tables import changed_settings
+from embodyrl.runtime.config import load_config
+from embodyrl.runtime.roots import TrainConfig, all_keys
+from embodyrl.runtime.texts import env_spec
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -50,21 +51,21 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
     """The findings and what the newest run was started with, as one block of Markdown."""
     text = [f"embodyrl {__version__} on {platform.platform()}", "", "```text", *lines, "```"]
     for run in run_folders(runs)[:1]:
-        settings = [f"{key}={value}" for key, value, _ in changed_settings(read_history(run).config)]
+        defaults = {name: key.default for name, key in all_keys().items() if not key.required}
+        settings = [f"{key}={value}" for key, value, _ in changed_settings(read_history(run).config, defaults)]
         text += ["", f"Newest run, {run}:", "", "```text", *settings, "```"]
     return text
 
 
-def _probe_config(cfg: Config) -> list[Finding]:
+def _probe_config(cfg: TrainConfig) -> list[Finding]:
     """Let the chosen environment and policy look for what they need on this machine."""
-    from embodyrl.envs import ENVS
     from embodyrl.runtime.build import count_env_workers, plan_devices
     from embodyrl.runtime.checks import check_components
     from embodyrl.runtime.planning import memory_of_tasks
 
     try:
         check_components(cfg)
-        spec = ENVS.get(cfg.env.env_type).spec(cfg.env)
+        spec = env_spec(cfg)
     except ConfigError as error:
         fix = "what that line says, or another choice: embodyrl list envs, embodyrl list models"
         return [Finding("config", "FAIL", problem, fix) for problem in error.problems]

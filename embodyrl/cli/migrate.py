@@ -23,11 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from embodyrl.cli.output import show_result
-from embodyrl.config.keys import all_keys, spell
-from embodyrl.config.load import load_config
+from embodyrl.config.settings import spell
 from embodyrl.errors import ConfigError
 from embodyrl.files import write_atomically
 from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.config import load_config
+from embodyrl.runtime.roots import all_keys
 
 TABLES = files("embodyrl.cli").joinpath("migration")
 STATES = ("mapped", "changed", "not needed", "unsupported", "unknown")
@@ -276,7 +277,7 @@ def _chosen(value: Any, rule: Mapping[str, Any]) -> dict[str, Any] | None:
 def _typed_for(target: str, value: Any) -> Any:
     """Take the only entry of a list, and whole numbers as such, where the target wants them."""
     known = all_keys().get(target)
-    base = str if known is None else known.base
+    base = str if known is None else known.kind
     if base is str and isinstance(value, list) and len(value) == 1:
         return value[0]
     return int(value) if base is int and isinstance(value, float) and value.is_integer() else value

@@ -22,6 +22,7 @@ _SHOWN = 20
 def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`."""
     from embodyrl.monitor.report.page import write_report
+    from embodyrl.runtime.roots import all_keys
 
     runs = [find_run(word) for word in args.words]
     if not runs:
@@ -29,7 +30,8 @@ def report(args: argparse.Namespace) -> int:
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
     try:
-        lines = write_report(runs, out)
+        defaults = {name: key.default for name, key in all_keys().items() if not key.required}
+        lines = write_report(runs, out, defaults=defaults)
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another place with --out FILE.") from error
     show_result(args, {"page": out, "summary": lines}, (*lines, f"page  {out}"))

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embodyrl.cli.runs import find_run, newest_run
-from embodyrl.config.load import dump_config, load_config, load_saved_config
-from embodyrl.config.schema import Config
 from embodyrl.config.trust import TRUST
 from embodyrl.errors import ConfigError, masked
+from embodyrl.runtime.config import dump_config, load_config, load_saved_config
+from embodyrl.runtime.roots import Root, RunConfig, TrainConfig
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,7 +29,11 @@ def run(args: argparse.Namespace) -> int:
     cfg, more = _compose(args)
     if _only_look(args, cfg):
         return 0
-    name = "evaluate" if args.command == "eval" or cfg.runner.only_eval else args.command
+    name = (
+        "evaluate"
+        if args.command == "eval" or (isinstance(cfg, TrainConfig) and cfg.runner.only_eval)
+        else args.command
+    )
     start = getattr(importlib.import_module(f"embodyrl.runtime.{name}"), name)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = start(cfg, overrides=args.words, **more)
@@ -38,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
     return getattr(result, "exit_code", 0)
 
 
-def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
+def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None]]:
     """Compose the config and find the run to go on with, an argument of those functions that can."""
     words, folders = args.words, args.config_dir
     if args.command in ("train", "sft"):
         cfg, resume = _train_config(args)
-        return cfg, {} if cfg.runner.only_eval else {"resume": resume}
+        return cfg, {} if isinstance(cfg, TrainConfig) and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
         if {*words} - {TRUST} or folders:
             raise ConfigError("--resume goes on with exactly the settings of that evaluation; leave the others out.")
@@ -53,7 +57,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
                 f"{found} is a training run. Go on with it: embodyrl train --resume {found}. "
                 f"Evaluate what it learned: embodyrl eval ckpt={found}."
             )
-        return load_saved_config(found, words), {"resume": found}
+        return load_saved_config(found, words, command="eval"), {"resume": found}
     return load_config(args.command, words, config_dirs=folders, base=_config_of_ckpt(words)), {}
 
 
@@ -66,7 +70,7 @@ def _config_of_ckpt(words: Sequence[str]) -> Path | None:
     return None
 
 
-def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
+def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     """Compose the config and find the run to resume.
 
     A named run brings its own config. `auto` means "start this experiment or go on with it", so there the command
@@ -82,7 +86,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
         if any(w.startswith("ckpt=") for w in words):
             raise ConfigError("ckpt cannot be combined with --resume: a resumed run has weights of its own; drop one.")
         found = Path(resume)
-        return load_saved_config(found, words), found if found.is_dir() else found.parent
+        return load_saved_config(found, words, command=args.command), found if found.is_dir() else found.parent
     base = _config_of_ckpt(words) if args.command == "train" else None
     cfg = load_config(args.command, words, config_dirs=args.config_dir, base=base)
     if resume is None and cfg.runner.resume_dir is None:
@@ -92,11 +96,11 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
-def _only_look(args: argparse.Namespace, cfg: Config) -> bool:
+def _only_look(args: argparse.Namespace, cfg: Root) -> bool:
     """Check the config against its components and serve the flags that stop before anything runs."""
     from embodyrl.runtime.checks import check_components
 
-    check_components(cfg, args.command)
+    check_components(cfg)
     if args.print_config:
         import yaml
 
@@ -105,5 +109,5 @@ def _only_look(args: argparse.Namespace, cfg: Config) -> bool:
     elif args.dry_run:
         from embodyrl.runtime.planning import describe
 
-        print(masked(describe(cfg, args.command)))
+        print(masked(describe(cfg)))
     return args.print_config or args.dry_run

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.load import read_plain_yaml
+from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import read_rows
 from embodyrl.registry import closest

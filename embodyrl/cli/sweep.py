@@ -9,8 +9,8 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from embodyrl.config.load import load_config
 from embodyrl.errors import ConfigError
+from embodyrl.runtime.config import load_config
 
 _NAME = "runner.experiment_name="
 
@@ -26,9 +26,11 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     """
     try:
         parsed = OverridesParser.create().parse_overrides(list(words))
-    except HydraException:
-        raise ConfigError(f"Cannot parse '{' '.join(words)}'. With -m, write key=a,b or key=range(0,3).") from None
-    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+        jobs = [job for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch]
+    except (HydraException, ValueError):  # no such syntax; a range without end
+        jobs = []
+    if not jobs:
+        raise ConfigError(f"Cannot sweep '{' '.join(words)}'. With -m, write key=a,b or key=range(0,3).")
     for number, job in enumerate(jobs):
         # Runs of one name would meet in one folder.
         job[:] = [f"{word}-{number}" if word.startswith(_NAME) and len(jobs) > 1 else word for word in job]

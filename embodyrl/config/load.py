@@ -1,133 +1,65 @@
-"""Compose a typed config from YAML groups and overrides; every problem is found before anything is reported.
+"""From YAML groups and overrides to typed settings; every problem is found before anything is reported.
 
-Hydra composes the plain YAML groups; each leaf is then assigned to the typed schema one by one, so that a bad key in a
-file and a bad value on the command line are refused by the same code and reported together.
+Hydra's defaults lists say which files there are and in which order; each leaf remembers who set it. What a person
+typed must be read by the command and the chosen parts. What a file says about other parts than the chosen ones is left
+out, so that nobody is refused for what they did not type.
 """
 
+from __future__ import annotations
+
+import functools
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers.oc import env
+from pydantic import ValidationError
 
-from embodyrl.config import tree
-from embodyrl.config.keys import Key, all_keys, branches, free_parent, spell, suggest_key
-from embodyrl.config.schema import Config
-from embodyrl.config.trust import distrusted
-from embodyrl.config.validate import find_conflicts, find_invalid
-from embodyrl.errors import ConfigError, hide, masked
-from embodyrl.files import write_atomically
+from embodyrl.config import tree as groups_of
+from embodyrl.config.settings import Settings, branches_of, find_key, flat, nested, plain, spell
+from embodyrl.errors import ConfigError, hide
 from embodyrl.registry import closest
 
-_YAML_LIMIT = 1 << 20
-"""Characters of a saved config."""
+S_co = TypeVar("S_co", bound=Settings, covariant=True)
+
+COMMAND_LINE = "command line"
+_LONGEST_WORD = 4000
+"""Characters of one override; numbers of more digits than Python reads lie beyond."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Setting:
+class Setting:
     """One leaf that somebody set."""
 
     key: str
     value: Any
-    where: str
-    """Text in front of a message: the override as typed, or the file."""
+    source: str
+    """`COMMAND_LINE`, or the file."""
+    words: str = ""
+    """The override as typed."""
 
+    @property
+    def typed(self) -> bool:
+        """A person wrote it just now."""
+        return self.source == COMMAND_LINE
 
-def load_config(
-    command: str, overrides: Sequence[str], *, config_dirs: Sequence[Path] = (), base: Path | None = None
-) -> Config:
-    """Compose, type and validate the config of a command.
-
-    Args:
-        command: `train`, `eval`, ...; selects the root file of conf/.
-        overrides: `group=option` and `key=value` as typed by the user.
-        config_dirs: further folders with YAML groups, searched after the shipped one.
-        base: the config.yaml of a run whose weights are used: its model, and unless these are trained its environment
-            and algorithm, hold wherever the command line does not choose that group.
-
-    Raises:
-        ConfigError: with one line per problem: unparsable override, unknown key or option, wrong type, value out of
-            range, and, once those are clean, inconsistent combinations.
-    """
-    problems: list[str] = []
-    groups, settings = _split(command, overrides, config_dirs, problems)
-    if base is None or "experiment" in groups:  # an experiment chooses everything
-        composed, inherited = _compose(command, groups, config_dirs, problems), list[_Setting]()
-    else:
-        # What suits an environment and a shipped model says nothing about the weights of a run.
-        alone = {} if "model" in groups or tree.root_file(command) != "train" else {"start": "none"}
-        composed = _compose(command, {**groups, **alone}, config_dirs, problems)
-        wanted = ("model",) if command == "train" else ("env", "model", "algorithm")
-        inherited = _inherit(base, [section for section in wanted if section not in groups], composed)
-        problems += distrusted(_values(inherited), _values(settings), base)
-    return _finish([*composed, *inherited, *settings], problems)
-
-
-def _inherit(base: Path, sections: list[str], composed: Sequence[_Setting]) -> list[_Setting]:
-    saved = list(_flatten(read_plain_yaml(base), "", f"{base}: "))
-    if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
-        sections += ["data", "reward"]  # they are a part of the text task that the run was about
-    kinds = [next((s.value for s in some if s.key == "env.env_type"), None) for some in (saved, composed)]
-    if "model" in sections and kinds[0] == kinds[1]:
-        sections.append("env.init_params")  # the pictures that the weights know
-    return [setting for setting in saved if any(setting.key.startswith(f"{section}.") for section in sections)]
-
-
-def load_saved_config(path: Path, overrides: Sequence[str]) -> Config:
-    """Load the `config.yaml` of a run (a folder or the file) and apply typed overrides to it.
-
-    Raises:
-        ConfigError: missing file, YAML tags (they could construct objects), group overrides, and everything that
-            `load_config` refuses.
-    """
-    file = path / "config.yaml" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(
-            f"{path}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs of the output folder."
-        )
-    problems: list[str] = []
-    base = list(_flatten(read_plain_yaml(file), "", f"{file}: "))
-    groups, settings = _split("train", overrides, (), problems)
-    problems += [
-        f"{group}: a saved run has no groups to choose from; override single keys, for example env.reward_coef=2."
-        for group in groups
-    ]
-    problems += distrusted(_values(base), _values(settings), file)
-    return _finish([*(setting for setting in base if setting.key != "trust"), *settings], problems)
-
-
-def _values(settings: Sequence[_Setting]) -> dict[str, Any]:
-    return {setting.key: setting.value for setting in settings}
-
-
-def save_config(cfg: Config, path: Path) -> None:
-    """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
-    write_atomically(path, dump_config(cfg))
-
-
-def dump_config(cfg: Config) -> str:
-    """Return every key with its value as YAML; values of environment variables stay `${oc.env:NAME}`."""
-    tree = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
-    return OmegaConf.to_yaml(OmegaConf.create(_masked(tree)))
-
-
-def _masked(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {_masked(key): _masked(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_masked(item) for item in node]
-    return masked(node) if isinstance(node, str) else node
+    @property
+    def where(self) -> str:
+        """Text in front of a message."""
+        return f"{_short(self.words)}: " if self.typed else f"{self.source}: "
 
 
 def _env_value(name: str, *default: str | None) -> Any:
@@ -140,219 +72,232 @@ def _env_value(name: str, *default: str | None) -> Any:
 OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
 
 
-def sources(command: str, overrides: Sequence[str], *, config_dirs: Sequence[Path] = ()) -> dict[str, str]:
-    """Which file or override set each key; keys that nobody set (they keep the schema's default) are absent.
-
-    Call it with overrides that `load_config` accepts.
-    """
-    groups, typed = _split(command, overrides, config_dirs, [])
-    folders = tree.search_path(config_dirs)
-    found: dict[str, str] = {}
-    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        plan = loader.compute_defaults_list(
-            tree.root_file(command), _hydra_arguments(groups, folders), run_mode=RunMode.RUN
-        )
-    for entry in plan.defaults:
-        if entry.config_path is None or entry.config_path.startswith("hydra"):
-            continue
-        relative = f"{entry.config_path}.yaml"
-        file = next((d / relative for d in folders if (d / relative).is_file()), None)
-        if file is None:
-            continue
-        raw = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        body = {k: v for k, v in raw.items() if k != "defaults"}
-        prefix = f"{entry.package}." if entry.package and entry.package != "_global_" else ""
-        for setting in _flatten(body, prefix, ""):
-            found[setting.key] = f"{folders[0].name}/{relative}" if file.is_relative_to(folders[0]) else str(file)
-    return found | {s.key: "command line" for s in typed}
-
-
-def _split(
-    command: str, overrides: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
-) -> tuple[dict[str, str], list[_Setting]]:
+def split_words(
+    command: str, words: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
+) -> tuple[dict[str, str], list[Setting]]:
     """Separate `group=option` from `key=value`, and report what is neither."""
-    parser = OverridesParser.create()
     groups: dict[str, str] = {}
-    settings: list[_Setting] = []
-    for text in overrides:
+    settings: list[Setting] = []
+    for text in words:
         try:
-            override = parser.parse_override(text)
-        except HydraException:
+            if len(text) > _LONGEST_WORD:
+                raise ValueError
+            override = OverridesParser.create().parse_override(text)
+            value = None if override.is_sweep_override() or override.is_delete() else override.value()
+        except (HydraException, ValueError, RecursionError):
             problems.append(
-                f"Cannot parse '{text}'. Write key=value or group=option without spaces, and quote special characters: "
-                "'key=\"a, b\"'."
+                f"Cannot parse '{_short(text)}'. Write key=value or group=option without spaces, and quote special "
+                "characters: 'key=\"a, b\"'."
             )
             continue
         name = override.key_or_group
-        problem = _refuse_form(text, override)
-        if problem:
+        if problem := _refuse_form(text, override):
             problems.append(problem)
-        elif name in tree.default_options(command):
-            option = override.value()
-            problem = _refuse_option(command, name, option, text, config_dirs)
-            if problem:
+        elif name in groups_of.default_options(command):
+            if problem := _refuse_option(command, name, value, text, config_dirs):
                 problems.append(problem)
-            elif option is not None:  # null is only accepted where it is the default
-                groups[name] = str(option)
+            elif value is not None:  # null is only accepted where it is the default
+                groups[name] = str(value)
         else:
-            settings += _flatten_value(name, override.value(), f"{text}: ")
+            settings += [Setting(key, leaf, COMMAND_LINE, text) for key, leaf in flat({name: value}).items()]
     return groups, settings
 
 
 def _refuse_form(text: str, override: Override) -> str | None:
     name = override.key_or_group
     if override.is_add() or override.is_force_add() or override.is_delete():
-        if name in all_keys() and not override.is_delete():
-            return f"{text}: keys are never added; write it without '+': {text.lstrip('+')}"
-        hint = "" if override.is_delete() else suggest_key(name)
-        return (
-            f"{text}: keys cannot be added or removed ('+', '++', '~').{hint} "
-            "Your own values go below custom, for example custom.foo=1."
-        )
+        return f"{_short(text)}: keys are never added or removed ('+', '++', '~'); write {name}=VALUE."
     if override.is_sweep_override():
-        return f"{text}: one value per key; for a list write [a,b], for text with commas quote it: 'key=\"a,b\"'."
+        return (
+            f"{_short(text)}: one value per key; for a list write [a,b], for text with commas quote it: 'key=\"a,b\"'."
+        )
     if override.package is not None:
-        return f"{text}: '@' is not supported; write {name}=..."
+        return f"{_short(text)}: '@' is not supported; write {name}=..."
     return None
 
 
 def _refuse_option(command: str, group: str, option: object, text: str, config_dirs: Sequence[Path]) -> str | None:
-    known = tree.options(group, config_dirs)
-    nullable = tree.default_options(command)[group] is None
+    known = groups_of.options(group, config_dirs)
+    nullable = groups_of.default_options(command)[group] is None
     if (option is None and nullable) or (isinstance(option, str) and option in known):
         return None
     if not isinstance(option, str):
-        return f"{text}: {group} takes the name of one option: {', '.join(known)}."
-    return f"{text}: unknown {group} '{option}'.{closest(option, known)} Available: {', '.join(known)}."
+        return f"{_short(text)}: {group} takes the name of one option: {', '.join(known)}."
+    return f"{_short(text)}: unknown {group} '{option}'.{closest(option, known)} Available: {', '.join(known)}."
 
 
-def _hydra_arguments(groups: Mapping[str, str], folders: Sequence[Path]) -> list[str]:
-    extra = ",".join(f'"file://{d}"' for d in folders[1:])
-    return [f"{g}={o}" for g, o in groups.items()] + ([f"hydra.searchpath=[{extra}]"] if extra else [])
-
-
-def _compose(
+def compose_groups(
     command: str, groups: Mapping[str, str], config_dirs: Sequence[Path], problems: list[str]
-) -> list[_Setting]:
-    """Compose the YAML groups with Hydra and return their leaves, untyped and unresolved."""
-    folders = tree.search_path(config_dirs)
+) -> list[Setting]:
+    """Return what the files of the chosen options say, untyped and unresolved; later ones win."""
+    folders = groups_of.search_path(config_dirs)
+    extra = ",".join(f'"file://{d}"' for d in folders[1:])
+    words = [f"{g}={o}" for g, o in groups.items()] + ([f"hydra.searchpath=[{extra}]"] if extra else [])
+    # What ships does not change while the program runs.
+    compose = _compose if extra else _compose_shipped
     try:
-        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
-            composed = compose(tree.root_file(command), overrides=_hydra_arguments(groups, folders))
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        return list(compose(groups_of.root_file(command), tuple(words), tuple(folders)))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError) as error:
         reason = " ".join(str(error).split("\n\n")[0].split())
         problems.append(f"Cannot compose {', '.join(f'{g}={o}' for g, o in groups.items()) or command}: {reason}")
         return []
-    raw = OmegaConf.to_container(composed, resolve=False)
-    assert isinstance(raw, dict)
-    chosen = {**tree.default_options(command), **groups}
-    label = ", ".join(f"{g}={o}" for g, o in chosen.items() if o is not None)
-    return list(_flatten(raw, "", f"in {label}: "))
 
 
-def _flatten(raw: Mapping[Any, Any], prefix: str, where: str) -> Iterator[_Setting]:
-    for key, value in raw.items():
-        yield from _flatten_value(f"{prefix}{key}", value, where)
-
-
-def _flatten_value(name: str, value: Any, where: str) -> Iterator[_Setting]:
-    if isinstance(value, Mapping) and name in branches():
-        yield from _flatten(value, f"{name}.", where)
-    else:
-        yield _Setting(name, value, where)
-
-
-def _finish(settings: Sequence[_Setting], problems: list[str]) -> Config:
-    draft = OmegaConf.structured(Config)
-    for setting in settings:
-        problem = _assign(draft, setting)
-        if problem and problem not in problems:
-            problems.append(problem)
-    problems += _unresolved(draft, settings)
-    cfg = OmegaConf.to_object(draft)
-    assert isinstance(cfg, Config)
-    problems += find_invalid(cfg)
-    if not problems:
-        # Follow-on complaints about a value that was refused above would only distract.
-        problems += find_conflicts(cfg)
-    if problems:
-        raise ConfigError(problems)
-    return cfg
-
-
-def _unresolved(draft: DictConfig, settings: Sequence[_Setting]) -> list[str]:
-    """Report values whose `${...}` or `???` cannot be resolved, and put the default in their place."""
-    problems: list[str] = []
-    for setting in settings:
-        name = free_parent(setting.key) or setting.key
-        if name not in all_keys() or not any(mark in str(setting.value) for mark in ("${", "???")):
+def _compose(root: str, words: tuple[str, ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
+    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
+        plan = GlobalHydra.instance().config_loader().compute_defaults_list(root, list(words), run_mode=RunMode.RUN)
+    found: list[Setting] = []
+    for entry in plan.defaults:
+        if entry.config_path is None or entry.config_path.startswith("hydra"):
             continue
-        try:
-            value = OmegaConf.select(draft, name, throw_on_missing=True)
-            if OmegaConf.is_config(value):
-                OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        except OmegaConfBaseException as error:
-            problems.append(f"{setting.where}{name} cannot be resolved: {str(error).splitlines()[0]}.")
-            OmegaConf.update(draft, name, all_keys()[name].default, merge=False)
-    return problems
+        relative = f"{entry.config_path}.yaml"
+        file = next((d / relative for d in folders if (d / relative).is_file()), None)
+        if file is not None:
+            body = {k: v for k, v in groups_of.read_plain_yaml(file).items() if k != "defaults"}
+            prefix = f"{entry.package}." if entry.package and entry.package != "_global_" else ""
+            source = f"{folders[0].name}/{relative}" if file.is_relative_to(folders[0]) else str(file)
+            found += [Setting(key, value, source) for key, value in flat(body, prefix).items()]
+    return tuple(found)
 
 
-def _assign(draft: DictConfig, setting: _Setting) -> str | None:
-    """Set one typed leaf; return the problem, if any."""
-    name, value, where = setting.key, setting.value, setting.where
-    parent = free_parent(name)
-    if parent is None and name not in all_keys():
-        if name in branches():
-            return f"{where}{name} is a group of keys, not one key; `embodyrl show {name.split('.')[0]}` lists them."
-        hint = suggest_key(name) or " `embodyrl show train` lists all keys."
-        return f"{where}unknown key '{name}'.{hint}"
-    key = all_keys()[parent or name]
-    typed = where.startswith(f"{name}=")
-    wrong = (
-        f"{where}{'' if typed else f'{name}={spell(value)} '}must be {key.expectation}."
-        f"{closest(str(value), key.choices)} Default: {spell(key.default)}."
-    )
-    if parent is None and _is_loose(key, value):
-        return wrong
-    try:
-        OmegaConf.update(draft, name, value, merge=True, force_add=parent is not None)
-    except (OmegaConfBaseException, TypeError):
-        return wrong
-    return None
+_compose_shipped = functools.cache(_compose)
 
 
-def _is_loose(key: Key, value: object) -> bool:
-    """Conversions that OmegaConf would make silently and that are more likely mistakes: 3 -> true, true -> 'True'."""
-    if key.base is bool:
-        # Whether null is allowed is the schema's question.
-        return not isinstance(value, bool | None) and not (isinstance(value, str) and value.startswith("${"))
-    return key.base is str and isinstance(value, bool)
-
-
-def read_plain_yaml(file: Path) -> dict[Any, Any]:
-    """Read YAML that holds nothing but mappings, lists and scalars.
+def read_saved(file: Path) -> list[Setting]:
+    """Read the `config.yaml` of a run.
 
     Raises:
-        ConfigError: broken YAML, an explicit tag such as `!!python/object`, an alias (a few can stand for
-            gigabytes), a huge file, or no mapping at the top.
+        ConfigError: it is missing or broken, or holds YAML tags (they could construct objects).
     """
+    return [Setting(key, value, str(file)) for key, value in flat(groups_of.read_plain_yaml(file)).items()]
+
+
+class KeyTree(Protocol[S_co]):
+    """What the keys of a command are; they depend on the values of some."""
+
+    def choose(self, values: Mapping[str, Any], problems: list[str]) -> tuple[type[S_co], frozenset[str]]:
+        """Find the class for leaves by dotted name, and the groups whose keys are not known as a choice is wrong."""
+        ...
+
+    def is_known(self, name: str) -> bool:
+        """Some command or part has this key, so that a file may mention it."""
+        ...
+
+    def suggest(self, name: str) -> str:
+        """End of a message about an unknown key."""
+        ...
+
+    def reader(self, name: str, values: Mapping[str, Any]) -> str:
+        """Who would have to read a key, with these values."""
+        ...
+
+
+def build(settings: Sequence[Setting], tree: KeyTree[S_co], problems: list[str]) -> tuple[S_co, dict[str, str]]:
+    """Turn leaves into typed settings.
+
+    Args:
+        settings: who set what; later ones win.
+        tree: what keys there are.
+        problems: what was found before; grows.
+
+    Returns:
+        The settings, and where each value came from (absent: the default).
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    last: dict[str, Setting] = {}
+    for setting in settings:
+        for covered in [k for k in last if _covers(setting.key, k) or _covers(k, setting.key)]:
+            # An empty mapping says nothing; anything else replaces what was below or above it.
+            if not (_covers(setting.key, covered) and setting.value == {}):
+                del last[covered]
+        if setting.value != {} or not any(_covers(setting.key, k) for k in last):
+            last.pop(setting.key, None)
+            last[setting.key] = setting
+    values = _resolved(last, problems)
+    root, unclear = tree.choose(values, problems)
+    read: dict[str, Any] = {}
+    for name, value in values.items():
+        key = find_key(root, name)
+        if key is not None:
+            # A number is a fine text, where it was not written as one by mistake.
+            textual = key.kind is str and isinstance(value, int) and not isinstance(value, bool)
+            read[name] = str(value) if textual else value
+        elif tree.is_known(name) and _is_unclear(name.partition(".")[0], root, unclear):
+            continue
+        elif problem := _refuse_key(root, last[name], tree, values):
+            problems.append(problem)
+    text = json.dumps(nested(read), default=str)
+    problems += wrong_values(root, text, last)
+    if problems:
+        raise ConfigError(problems)
+    return root.model_validate_json(text, strict=True), {name: last[name].source for name in read}
+
+
+def _covers(name: str, other: str) -> bool:
+    return other.startswith(f"{name}.")
+
+
+def _resolved(last: Mapping[str, Setting], problems: list[str]) -> dict[str, Any]:
+    """Values with `${...}` and `???` resolved; what cannot be is reported and left out."""
+    values = {name: setting.value for name, setting in last.items()}
+    marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
+    whole = OmegaConf.create(nested(values) if marked else {})
+    for name in marked:
+        try:
+            value = OmegaConf.select(whole, name, throw_on_missing=True)
+            values[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            del values[name]
+            problems.append(f"{last[name].where}{name} cannot be resolved: {str(error).splitlines()[0]}.")
+    return values
+
+
+def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
+    """Whether a group might exist, or have other keys, if some choice were right."""
+    return group in unclear or (bool(unclear) and group not in root.model_fields)
+
+
+def _refuse_key(root: type[Settings], setting: Setting, tree: KeyTree[Any], values: Mapping[str, Any]) -> str | None:
+    name = setting.key
+    if name in branches_of(root):
+        if setting.value == {}:
+            return None
+        return f"{setting.where}{name} is a group of keys, not one key; `embodyrl show {name}` lists them."
+    if tree.is_known(name):
+        reader = tree.reader(name, values)
+        return f"{setting.where}{reader} does not read {_short(name)}; leave it out." if setting.typed else None
+    hint = tree.suggest(name) or " `embodyrl show train` lists all keys."
+    return f"{setting.where}unknown key '{_short(name)}'.{hint}"
+
+
+def wrong_values(root: type[Settings], text: str, last: Mapping[str, Setting] = MappingProxyType({})) -> list[str]:
+    """Say what is wrong with values, as JSON, one line each; `last` knows who set them."""
     try:
-        text = file.read_text(encoding="utf-8")
-        if len(text) > _YAML_LIMIT:
-            raise ConfigError(f"{file}: {len(text)} characters; a config has fewer than {_YAML_LIMIT}.")
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                raise ConfigError(
-                    f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (they can grow without bound)."
-                )
-            tag = getattr(event, "tag", None)
-            if tag is not None:
-                line = event.start_mark.line + 1
-                raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
-        raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")
-    return raw
+        root.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        return list(dict.fromkeys(_wrong_values(root, last, error)))
+    return []
+
+
+def _wrong_values(root: type[Settings], last: Mapping[str, Setting], error: ValidationError) -> Iterator[str]:
+    for one in error.errors(include_url=False):
+        parts = [str(part) for part in one["loc"]]
+        names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        name = next((n for n in names if find_key(root, n) is not None), names[0])
+        key, setting = find_key(root, name), last.get(name)
+        if key is None or one["type"] == "missing":
+            yield f"{name} is not set."
+            continue
+        value = plain(setting.value if setting else one["input"])
+        said = f"{setting.where if setting else ''}{name}={_short(spell(value))} "
+        if setting and setting.typed:
+            said = setting.where
+        default = "" if key.required else f" Default: {spell(key.default)}."
+        yield f"{said}must be {key.expectation}.{closest(str(value), key.choices)}{default}"
+
+
+def _short(text: str) -> str:
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"

@@ -8,7 +8,9 @@ from embodyrl.errors import ConfigError
 COMPONENTS = ("env", "rollout", "actor")
 
 
-def parse_placement(placement: Mapping[str, str], num_nodes: int, *, apart: bool = True) -> dict[str, tuple[int, ...]]:
+def parse_placement(
+    placement: Mapping[str, str | int], num_nodes: int, *, apart: bool = True
+) -> dict[str, tuple[int, ...]]:
     """Turn {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
 
     Of two entries for one component the later counts. Unless they are `apart`, rollout and actor need the same nodes.
@@ -36,7 +38,7 @@ def parse_placement(placement: Mapping[str, str], num_nodes: int, *, apart: bool
     return found
 
 
-def _nodes(names: str, text: str, num_nodes: int) -> tuple[int, ...]:
+def _nodes(names: str, text: str | int, num_nodes: int) -> tuple[int, ...]:
     text = str(text).strip()
     if text == "all":
         return tuple(range(num_nodes))

@@ -3,11 +3,17 @@
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from embodyrl.config.paths import conf_dir
 from embodyrl.errors import ConfigError
+
+_YAML_LIMIT = 1 << 20
+"""Characters of a saved config."""
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
@@ -57,3 +63,31 @@ def one_line(file: Path) -> str:
         if text and not text.startswith("@"):
             return text
     return ""
+
+
+def read_plain_yaml(file: Path) -> dict[Any, Any]:
+    """Read YAML that holds nothing but mappings, lists and scalars.
+
+    Raises:
+        ConfigError: broken YAML, an explicit tag such as `!!python/object`, an alias (a few can stand for
+            gigabytes), a huge file, or no mapping at the top.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        if len(text) > _YAML_LIMIT:
+            raise ConfigError(f"{file}: {len(text)} characters; a config has fewer than {_YAML_LIMIT}.")
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError(
+                    f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (they can grow without bound)."
+                )
+            tag = getattr(event, "tag", None)
+            if tag is not None:
+                line = event.start_mark.line + 1
+                raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
+        raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")
+    return raw

@@ -6,16 +6,15 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.keys import leaves, spell
 from embodyrl.config.paths import conf_dir
-from embodyrl.config.schema import Config
+from embodyrl.config.settings import Settings, leaves, spell
 
 TRUST = "trust=true"
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
 """package.module:attr, package:Id-v0 (both import code), and addresses, which are sent what the run sees."""
 _PLAIN = (
-    *("custom", "video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop"),
+    *("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop"),
     *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),
 )
 """Keys whose text names nothing."""
@@ -44,7 +43,7 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
     ]
 
 
-def resume_word(cfg: Config) -> str:
+def resume_word(cfg: Settings) -> str:
     """What `--resume` and `ckpt=` want after the run where its config names code: " trust=true", or nothing."""
     return f" {TRUST}" if distrusted(dict(leaves(cfg)), {}, Path()) else ""
 

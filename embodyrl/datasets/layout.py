@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.files import write_atomically
 from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, GripperConvention
 
@@ -85,7 +85,9 @@ def read_card(root: Path) -> Card:
         return Card.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         kind = f"no data set of `embodyrl collect` ({CARD_PATH} is missing)" if root.is_dir() else "no folder"
-        raise EmbodyError(f"{root} is {kind}. Collect one: embodyrl collect env=... collect.out={root}.") from None
+        raise ConfigError(
+            f"data.path={root} is {kind}. Collect one: embodyrl collect env=... collect.out={root}."
+        ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise EmbodyError(
             f"{path} is not usable ({error!r}). Fetch or collect the data set again, or choose another folder."

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.config.schema import DataConfig
 from embodyrl.conversation import Message, TextRow, join_messages
+from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
 from embodyrl.registry import Registry, takes
@@ -28,7 +28,7 @@ SUFFIXES = (".jsonl", ".parquet")
 class TextRows:
     """Rows of one or two sources; implements `Rows`. Another process reads the sources again."""
 
-    cfg: DataConfig
+    cfg: RowSettings
     name: str
     held_out: int
     prompt_bytes: int = 0
@@ -67,7 +67,7 @@ class TextRows:
         raise IndexError(index)
 
 
-def open_rows(cfg: DataConfig, *, tokenizer: Path | None) -> TextRows:
+def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
     """Open the rows of a run; every row of a file is checked once, here.
 
     Args:
@@ -110,7 +110,7 @@ def _is_function(path: str) -> bool:
     return ":" in path and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
 
 
-def _read(path: str, cfg: DataConfig) -> Sequence[Any]:
+def _read(path: str, cfg: RowSettings) -> Sequence[Any]:
     if _is_function(path):
         try:
             return SOURCES.get(path)(**cfg.kwargs)
@@ -160,7 +160,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
     raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory; split it.")
 
 
-def _row(raw: Any, cfg: DataConfig, where: str) -> TextRow:
+def _row(raw: Any, cfg: RowSettings, where: str) -> TextRow:
     if isinstance(raw, TextRow):
         return raw
     if not isinstance(raw, Mapping):
@@ -184,7 +184,7 @@ def _row(raw: Any, cfg: DataConfig, where: str) -> TextRow:
     return TextRow(messages=system + _messages(raw[cfg.prompt_key], cfg, where), reference=reference)
 
 
-def _messages(prompt: Any, cfg: DataConfig, where: str) -> tuple[Message, ...]:
+def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         return (Message(role="user", content=cfg.prompt_template.replace("{prompt}", prompt)),)
     try:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embodyrl.config.keys import flat
+from embodyrl.config.settings import flat
 from embodyrl.datasets import layout
 from embodyrl.datasets.frames import encode_mp4, encode_png
 from embodyrl.datasets.layout import Card, Demonstration, image_key, read_card

@@ -5,14 +5,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs import check_episodes as episodes
 from embodyrl.envs import check_rules as rules
-from embodyrl.envs.check_rig import SLOTS, Rig, Violation
+from embodyrl.envs.check_rig import Rig, Violation
 from embodyrl.envs.protocol import ENVS
+from embodyrl.envs.settings import CheckedEnv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ CHECKS: dict[str, tuple[_Check, str]] = {
 """Each check with the names of those it builds on, in the order in which they run."""
 
 
-def check_env(cfg: EnvConfig, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
+def check_env(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
     """Build the environment with two slots in this process and check its contract.
 
     Args:
@@ -73,8 +73,7 @@ def check_env(cfg: EnvConfig, *, seed: int = 0, timeout_s: float = 120.0) -> Ite
         UnknownNameError: no such environment.
     """
     # The slots here are all there are, so an environment that shares out memory may use it.
-    few = {split: replace(getattr(cfg, split), total_num_envs=SLOTS) for split in ("train", "eval")}
-    rig = Rig(factory=ENVS.get(cfg.env_type), cfg=replace(cfg, **few), seed=seed)
+    rig = Rig(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
     levels: dict[str, str] = {}
     try:
         for name, (check, needs) in CHECKS.items():

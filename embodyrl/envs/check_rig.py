@@ -1,16 +1,17 @@
 """What `check-env` works with: an environment on the bench, episodes played on it, and what differs between two."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from embodyrl.config.schema import EnvConfig
-from embodyrl.envs.protocol import Env, EnvFactory
+from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
+from embodyrl.envs.settings import CheckedEnv
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 SLOTS = 2
+CONTEXT = EnvContext(num_slots=SLOTS)
 CHUNK = 4
 """K: actions per chunk of a played episode."""
 MOST_TASKS = 3
@@ -71,7 +72,7 @@ class Rig:
     """The environment under test and what the checks learned about it so far."""
 
     factory: EnvFactory
-    cfg: EnvConfig
+    cfg: CheckedEnv
     seed: int
     note: str = ""
     """Shown behind the check that is running, when it passes."""
@@ -84,11 +85,11 @@ class Rig:
 
     @cached_property
     def spec(self) -> EnvSpec:
-        return self.factory.spec(self.cfg)
+        return self.factory.spec(self.cfg, CONTEXT)
 
     @cached_property
     def env(self) -> Env:
-        return self.factory.make(self.cfg, SLOTS)
+        return self.factory.make(self.cfg, CONTEXT)
 
     @property
     def horizon(self) -> int:
@@ -107,8 +108,7 @@ class Rig:
     @property
     def can_ignore(self) -> bool:
         """Episodes may go on after their own end; some simulators cannot, and say so in `validate`."""
-        train = replace(self.cfg.train, ignore_terminations=True)
-        return not self.factory.validate(replace(self.cfg, train=train))
+        return not self.factory.validate(self.cfg.updated({"train.ignore_terminations": True}))
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
         """Describe an episode; `ignore` holds where the environment allows it."""

@@ -1,39 +1,28 @@
 """The checks of `check-env` that look at what a factory declares; nothing is simulated."""
 
 import os
+import pickle
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 
-from embodyrl.config.load import save_config
-from embodyrl.config.schema import AlgorithmConfig, Config, EnvConfig
-from embodyrl.envs.check_rig import Rig, Violation, unless
+from embodyrl.envs.check_rig import CONTEXT, Rig, Violation, unless
 from embodyrl.types import EnvSpec
 
 HEAVY = ("torch", "mujoco", "robosuite", "libero", "sapien", "mani_skill", "gymnasium", "OpenGL", "transformers")
 """Packages that take seconds or start a renderer; the driver imports the factory in each run."""
 
 _PROBE = """
-import sys
-from pathlib import Path
-from embodyrl.config.load import load_saved_config
+import pickle, sys
 from embodyrl.envs import ENVS
-cfg = load_saved_config(Path(sys.argv[1]), ["trust=true"])
-ENVS.get(cfg.env.env_type).validate(cfg.env)
-print("imported:", *sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[2:])))
+cfg = pickle.load(sys.stdin.buffer)
+ENVS.get(cfg.env_type).validate(cfg)
+print("imported:", *sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:])))
 """
 
 
 def check_factory(rig: Rig) -> Iterator[Violation]:
-    """`consumes` names keys, `validate` returns lines."""
-    known = {f.name for f in fields(EnvConfig)} - {"env_type", "train", "eval"}
-    consumes = rig.factory.consumes
-    yield from unless(isinstance(consumes, frozenset), "consumes", "a frozenset of key names", type(consumes).__name__)
-    for name in sorted({*consumes} - known):
-        yield Violation("consumes", f"keys below env ({', '.join(sorted(known))})", repr(name))
+    """`validate` returns lines."""
     lines = rig.factory.validate(rig.cfg)
     texts = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
     yield from unless(texts, "validate", "a list of texts, empty without problems", repr(lines)[:80])
@@ -41,20 +30,17 @@ def check_factory(rig: Rig) -> Iterator[Violation]:
 
 def check_light(rig: Rig) -> Iterator[Violation]:
     """Importing the factory and validating brings in nothing heavy (looked at in a process of its own)."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
-        save_config(Config(env=rig.cfg, algorithm=AlgorithmConfig(group_size=1)), file)
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE, str(file), *HEAVY],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    last = (done.stdout.splitlines() or [""])[-1]
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, *HEAVY],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        input=pickle.dumps(rig.cfg),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    last = (done.stdout.decode().splitlines() or [""])[-1]
     if done.returncode or not last.startswith("imported:"):
-        reason = (done.stderr.strip().splitlines() or ["nothing printed"])[-1]
+        reason = (done.stderr.decode().strip().splitlines() or ["nothing printed"])[-1]
         yield Violation("validate", "to run in a fresh process", reason)
     elif heavy := last.removeprefix("imported:").split():
         yield Violation("validate", "no heavy import; import in make or later", ", ".join(heavy))
@@ -67,7 +53,7 @@ def check_spec(rig: Rig) -> Iterator[Violation]:
         yield Violation("spec", "an EnvSpec", type(spec).__name__)
         return
     yield from unless(
-        spec == rig.factory.spec(rig.cfg), "spec", "the same description in every call", "two different ones"
+        spec == rig.factory.spec(rig.cfg, CONTEXT), "spec", "the same description in every call", "two different ones"
     )
     yield from _tasks(spec)
     yield from _numbers(spec)

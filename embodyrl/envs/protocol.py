@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.conversation import Answer, Judgement, TextRow
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.registry import Registry, has
 from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
@@ -111,26 +111,32 @@ class Judge(Protocol):
         ...
 
 
-@dataclass
-class EnvSetup(EnvConfig):
-    """The keys of an environment that reads `data` and `reward`, with what these groups stand for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvContext:
+    """What an environment is given beside its keys."""
 
+    num_slots: int = 1
+    num_workers: int = 1
+    """Processes that build the environment side by side."""
     rows: Rows | None = None
+    """For an environment with `reads_rows`."""
     judge: Judge | None = None
+    """For an environment with `reads_rows`."""
 
 
 class EnvFactory(Protocol):
     """What the registry holds: checks that need no simulator first, the simulator only in a worker."""
 
-    consumes: frozenset[str]
-    """Keys below `env` that this environment reads besides `env_type`, `train` and `eval`; an environment of text also
-    names those of the groups `data` and `reward` in full and is then given an `EnvSetup`."""
+    settings: type[EnvSettings]
+    """Its keys below `env`. The methods get an instance, with the splits of the command beside them."""
+    reads_rows: bool
+    """It is about the rows of `data` and judged by `reward`: both groups exist with it. False may be left out."""
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: Any) -> list[str]:
         """Return config problems, one line each with the cure; imports nothing heavy."""
         ...
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
+    def spec(self, cfg: Any, context: EnvContext) -> EnvSpec:
         """Describe the environment without building a simulator.
 
         Raises:
@@ -138,14 +144,14 @@ class EnvFactory(Protocol):
         """
         ...
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> Env:
-        """Build the environment with `num_slots` slots in this process."""
+    def make(self, cfg: Any, context: EnvContext) -> Env:
+        """Build the environment with `context.num_slots` slots in this process."""
         ...
 
 
 ENVS: Registry[EnvFactory] = Registry(
     "env",
     group="embodyrl.envs",
-    wants="a factory with consumes, validate, spec and make (docs/add_an_env.md)",
-    fits=has("consumes", "validate", "spec", "make"),
+    wants="a factory with settings, validate, spec and make (docs/add_an_env.md)",
+    fits=has("settings", "validate", "spec", "make"),
 )

@@ -4,11 +4,14 @@ import contextlib
 import glob
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+from pydantic import Field
 
+from embodyrl.config.settings import Path as SettingsPath
+from embodyrl.config.settings import Settings
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray
 
@@ -23,6 +26,22 @@ _FAILURES = (OSError, RuntimeError, ValueError)
 """What imageio and ffmpeg raise for a missing binary, a full disk, a folder that cannot be written."""
 
 
+class FilmSettings(Settings):
+    """How films look."""
+
+    fps: Annotated[int, Field(ge=1, le=240)] = 20
+    """Frames per second of recordings."""
+    base_dir: SettingsPath = "videos"
+    """Recordings go to <base_dir>/<run id>/."""
+
+
+class VideoSettings(FilmSettings):
+    """How films look and what stands beside the picture."""
+
+    info_on_video: bool = True
+    """Overlay instruction, step and success."""
+
+
 class VideoError(EmbodyError):
     """A recording could not be written; nothing of it is left on disk."""
 
@@ -31,7 +50,8 @@ def remove_films(stem: Path) -> None:
     """Remove what earlier attempts at an episode recorded, whole or in part: it must not have two films."""
     name = glob.escape(stem.name)
     for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
-        film.unlink(missing_ok=True)
+        if not film.is_dir():  # that is somebody else's
+            film.unlink(missing_ok=True)
 
 
 class VideoRecorder:

@@ -5,18 +5,20 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.schema import ClusterConfig
 from embodyrl.launch.deadline import Abandoned, Deadline
-from embodyrl.launch.protocol import Event, WorkerDied
+from embodyrl.launch.protocol import ClusterSettings, Event, LauncherSettings, WorkerDied
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure
 
 
 class InlineLauncher:
     """Workers are objects; an order is carried out when the driver next waits."""
 
+    settings = LauncherSettings
+    section = None
+    in_process = True
     host = "127.0.0.1"
 
-    def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None:
+    def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         self._workers: dict[str, Worker] = {}
         self._restartable: set[str] = set()
         self._orders: deque[tuple[str, Any, float]] = deque()

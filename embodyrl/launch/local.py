@@ -14,9 +14,8 @@ from typing import Any
 
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.clock import RunClock
-from embodyrl.config.schema import ClusterConfig
 from embodyrl.errors import ChannelClosed, ChannelTimeout, WorkerError
-from embodyrl.launch.protocol import Event, WorkerDied
+from embodyrl.launch.protocol import ClusterSettings, Event, ProcessSettings, WorkerDied
 from embodyrl.workers.lifecycle import WorkerSpec, log_tail, worker_main
 from embodyrl.workers.messages import WorkerFailed
 
@@ -49,9 +48,12 @@ class _Seat:
 class LocalLauncher:
     """Spawned processes; a death or a missed deadline becomes an event within milliseconds."""
 
+    settings = ProcessSettings
+    section = None
+    in_process = False
     host = "127.0.0.1"
 
-    def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None:
+    def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         self._log_dir = log_dir
         self._clock = RunClock()
         self._context = multiprocessing.get_context("spawn")

@@ -2,11 +2,44 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from embodyrl.config.schema import ClusterConfig
+from pydantic import Field
+
+from embodyrl.config.settings import Says, Settings
 from embodyrl.registry import Registry
 from embodyrl.workers.lifecycle import WorkerSpec
+
+
+class LauncherSettings(Settings):
+    """What every launcher has."""
+
+    name: str
+    """inline: one process, one thread of control; local: supervised processes on this host; ray: a cluster."""
+
+
+class ProcessSettings(LauncherSettings):
+    """A launcher that starts processes."""
+
+    env_workers: Annotated[
+        Literal["auto"] | Annotated[int, Field(ge=1, le=4096)], Says("auto or an integer of at least 1")
+    ] = "auto"
+    """Number of env worker processes, or auto: one per core, at most one per slot."""
+
+
+class ClusterSettings(Settings):
+    """Hosts."""
+
+    num_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Hosts."""
+    component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
+    """Nodes of each component with launcher=ray, for example {env:1-3,rollout:0,actor:0}; 0: the driver's."""
+
+
+class ClusterSection(Settings):
+    """What a launcher on several hosts brings along."""
+
+    cluster: ClusterSettings = ClusterSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +69,14 @@ class Launcher(Protocol):
     host: str
     """Address at which workers reach the driver."""
 
-    def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None: ...
+    settings: ClassVar[type[LauncherSettings]]
+    """Its keys below `launcher`."""
+    section: ClassVar[type[Settings] | None]
+    """Further groups of keys that exist with it."""
+    in_process: ClassVar[bool]
+    """Workers are objects in the driver's process."""
+
+    def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None: ...
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """Start (or, after its death, restart) a worker; `WorkerReady` arrives as an event within `timeout_s`."""
@@ -64,8 +104,9 @@ class Launcher(Protocol):
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",
-    wants="a class with start, send, wait and stop",
+    wants="a class with settings, section, in_process, start, send, wait and stop",
     fits=lambda found: (
-        isinstance(found, type) and all(hasattr(found, name) for name in ("start", "send", "wait", "stop"))
+        isinstance(found, type)
+        and all(hasattr(found, n) for n in ("settings", "section", "in_process", "start", "send", "wait", "stop"))
     ),
 )

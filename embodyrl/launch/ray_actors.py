@@ -13,10 +13,9 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.gate import LOOPBACK
 from embodyrl.clock import RunClock
 from embodyrl.config.placement import parse_placement
-from embodyrl.config.schema import ClusterConfig
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
-from embodyrl.launch.protocol import Event, WorkerDied
+from embodyrl.launch.protocol import ClusterSection, ClusterSettings, Event, ProcessSettings, WorkerDied
 from embodyrl.launch.remote import Pools, Rows, copy_in, copy_out, paste
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log_tail
 from embodyrl.workers.messages import WorkerFailed
@@ -107,8 +106,12 @@ class _Seat:
 class RayLauncher:
     """Joins the running cluster (RAY_ADDRESS, or one on this host) or starts one here; implements `Launcher`."""
 
-    def __init__(self, log_dir: Path, cluster: ClusterConfig | None = None) -> None:
-        cluster = cluster or ClusterConfig()
+    settings = ProcessSettings
+    section = ClusterSection
+    in_process = False
+
+    def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
+        cluster = cluster or ClusterSettings()
         self._log_dir = log_dir
         self._ours = not ray.is_initialized()
         if self._ours:

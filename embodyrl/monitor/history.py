@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.load import read_plain_yaml
+from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.intervals import Mean, Rate, Score
 

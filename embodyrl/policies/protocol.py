@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from embodyrl.config.schema import ModelConfig, SamplingParams
+from embodyrl.config.shared import SamplingSettings
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.registry import Registry, has
 from embodyrl.types import (
     ActionKind,
@@ -44,7 +45,7 @@ class PolicyRequest:
     """Heads and projectors that the checkpoint lacks start at random instead of being an error."""
     backend: str = "hf"
     """Who writes replies: hf (the policy's module) or vllm."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
     """How replies in words are drawn; log-probabilities are those of all tokens at `temperature`."""
 
 
@@ -101,18 +102,18 @@ class TextPolicy(Policy, Protocol):
 class PolicyFactory(Protocol):
     """What the registry holds."""
 
-    consumes: frozenset[str]
-    """Keys below `model` that this policy reads besides `model_type`."""
+    settings: type[ModelSettings]
+    """Its keys below `model`; the methods get an instance."""
 
-    def validate(self, cfg: ModelConfig) -> list[str]:
+    def validate(self, cfg: Any) -> list[str]:
         """Return config problems, one line each with the cure; imports nothing heavy (no torch)."""
         ...
 
-    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+    def spec(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy without building it (no torch)."""
         ...
 
-    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+    def build(self, cfg: Any, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`."""
         ...
 
@@ -133,8 +134,8 @@ def weights_version(module: nn.Module) -> int:
 POLICIES: Registry[PolicyFactory] = Registry(
     "model",
     group="embodyrl.policies",
-    wants="a factory with consumes, validate, spec and build (`embodyrl new policy` writes one)",
-    fits=has("consumes", "validate", "spec", "build"),
+    wants="a factory with settings, validate, spec and build (`embodyrl new policy` writes one)",
+    fits=has("settings", "validate", "spec", "build"),
 )
 
 
@@ -145,7 +146,7 @@ def fitting_models(env: EnvSpec) -> str:
     return "model=cnn" if env.cameras else "model=mlp"
 
 
-def export_policy(cfg: ModelConfig, env: EnvSpec, folder: Path, out: Path) -> None:
+def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> None:
     """Write a folder of `Policy.save` as a checkpoint that needs no other: adapters merged, in the compute precision.
 
     Args:

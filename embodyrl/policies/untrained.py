@@ -6,9 +6,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from embodyrl.config.schema import ModelConfig
+from embodyrl.config.settings import Weight
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
 
 
@@ -62,19 +63,26 @@ class UntrainedPolicy:
     score = imitate = save = _refuse
 
 
+class ScriptedSettings(ModelSettings):
+    """The environment's own expert."""
+
+    expert_noise: Weight = 0.0
+    """model=scripted: standard deviation of the noise on executed actions; what is recorded stays clean."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UntrainedFactory:
     """Builds `UntrainedPolicy`."""
 
     name: str
     scripted: bool
-    consumes: frozenset[str]
+    settings: type[ModelSettings] = ModelSettings
 
-    def validate(self, cfg: ModelConfig) -> list[str]:
+    def validate(self, cfg: ModelSettings) -> list[str]:
         """Nothing can be wrong that the schema does not know."""
         return []
 
-    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+    def spec(self, cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy: it takes the environment's actions as they are."""
         return PolicySpec(
             name=self.name,
@@ -83,12 +91,12 @@ class UntrainedFactory:
             tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
             gripper=env.gripper,
             scripted=self.scripted,
-            takes_noise=not self.scripted or cfg.expert_noise > 0,
+            takes_noise=not self.scripted or getattr(cfg, "expert_noise", 0.0) > 0,
             has_logprobs=False,
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )
 
-    def build(self, cfg: ModelConfig, request: PolicyRequest) -> UntrainedPolicy:
+    def build(self, cfg: ModelSettings, request: PolicyRequest) -> UntrainedPolicy:
         """Build the policy.
 
         Raises:
@@ -100,5 +108,5 @@ class UntrainedFactory:
         return policy
 
 
-RANDOM = UntrainedFactory(name="random", scripted=False, consumes=frozenset({"num_action_chunks"}))
-SCRIPTED = UntrainedFactory(name="scripted", scripted=True, consumes=frozenset({"num_action_chunks", "expert_noise"}))
+RANDOM = UntrainedFactory(name="random", scripted=False)
+SCRIPTED = UntrainedFactory(name="scripted", scripted=True, settings=ScriptedSettings)

@@ -13,24 +13,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodyrl.config.schema import RewardConfig
 from embodyrl.conversation import Answer, Judgement
 from embodyrl.errors import EmbodyError, UnknownNameError
 from embodyrl.rewards.services import REWARDS, find
+from embodyrl.rewards.settings import JudgeSettings
 
 ERRORS, OVERLONG = "errors", "overlong"
 _START_S, _GRACE_S, _ATTEMPTS = 300.0, 5.0, 3
 _CHILD = "from embodyrl.rewards.child import main; main()"
 
 
-def chosen(cfg: RewardConfig) -> list[str]:
+def chosen(cfg: JudgeSettings) -> list[str]:
     """Names of the rewards, the one that decides success first."""
     first = [n for n in (cfg.name, cfg.path) if n]
     own = {*first, *(part for n in first for part in _components(n))}
     return [*first, *(n for n in cfg.weights if n not in own)]
 
 
-def problems(cfg: RewardConfig) -> list[str]:
+def problems(cfg: JudgeSettings) -> list[str]:
     """Problems below `reward`, one line each."""
     if cfg.name is None and cfg.path is None:
         return [
@@ -49,7 +49,7 @@ def _unknown(name: str) -> list[str]:
     return []
 
 
-def build_judge(cfg: RewardConfig, max_tokens: int) -> RewardJudge:
+def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
     """Bind the rewards; `max_tokens` is the length at which an answer is cut off."""
     names = tuple(chosen(cfg))
     parts = [part for name in names for part in _components(name)]
@@ -72,7 +72,7 @@ def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> 
 class RewardJudge:
     """Implements `Judge`; processes start with the first answers."""
 
-    cfg: RewardConfig
+    cfg: JudgeSettings
     names: tuple[str, ...]
     components: tuple[str, ...]
     weights: tuple[float, ...]

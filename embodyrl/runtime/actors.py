@@ -27,7 +27,7 @@ class Actors:
         self._algorithm = algorithm
         self._part_weights = blueprint.env.component_weights
         # A process that acts and trains does so between the micro-batches of an update.
-        self._in_parts = blueprint.cfg.algorithm.max_staleness > 0 and not is_apart(blueprint)
+        self._in_parts = algorithm.settings.max_staleness > 0 and not is_apart(blueprint)
 
     def score(self, collection: Collection) -> Scores:
         """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""

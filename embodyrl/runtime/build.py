@@ -6,17 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from embodyrl.algorithms import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import bucket_layout
 from embodyrl.channels.layout import RecordLayout, record_layout
-from embodyrl.config.schema import Config, RewardLevel, RolloutMode
+from embodyrl.config.load import COMMAND_LINE
+from embodyrl.config.settings import leaves
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.launch import LAUNCHERS
+from embodyrl.launch.protocol import ProcessSettings
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.runtime.dump import DUMP_LIMIT
 from embodyrl.runtime.episodes import eval_plan, groups_per_step, selected_reset_ids
@@ -24,11 +29,15 @@ from embodyrl.runtime.fleet import Callback, Fleet
 from embodyrl.runtime.policy_client import PolicyClient
 from embodyrl.runtime.policy_hosts import Rendezvous, is_apart, plan_hosts, rendezvous, shared_arena
 from embodyrl.runtime.rollouts import EnvSeat, RolloutRules, Rollouts
-from embodyrl.runtime.texts import fit_lengths, sampling_problems, with_task
+from embodyrl.runtime.roots import ActingConfig, EvalConfig, TrainConfig
+from embodyrl.runtime.settings import RolloutMode
+from embodyrl.runtime.texts import env_context, fit_lengths, sampling_problems
 from embodyrl.runtime.timeline import Timeline
 from embodyrl.types import EnvSpec, PolicySpec
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
+
+C = TypeVar("C", bound=ActingConfig)
 
 # Simulators and renderers spin up a thread per core each unless told otherwise; with several worker processes these
 # threads fight (measured: 5 to 15 times slower).
@@ -39,7 +48,8 @@ _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 class Blueprint:
     """A run, fully described but not started."""
 
-    cfg: Config
+    cfg: ActingConfig
+    context: EnvContext
     env: EnvSpec
     policy: PolicySpec
     algorithm: Algorithm | None
@@ -60,8 +70,14 @@ class Blueprint:
     single_step: bool = False
     """Every env step is a record: the policy is asked anew after each action."""
 
+    def config(self, kind: type[C]) -> C:
+        """`cfg`, of a command that is known to be this one."""
+        assert isinstance(self.cfg, kind)
+        return self.cfg
+
     @property
     def num_slots(self) -> int:
+        """Slots of all env workers."""
         return self.seats[-1].slots.stop
 
 
@@ -88,89 +104,112 @@ class Crew:
         self.arena.close()
 
 
-def _with_protocol(cfg: Config, env: EnvSpec) -> Config:
-    """Fill in what `eval.standard` stands for.
+def _with_protocol(cfg: C, env: EnvSpec) -> C:
+    """Fill in what `eval.standard` stands for; what a preset says of its own episodes does not count.
 
     Raises:
-        ConfigError: the environment declares no horizon, or a setting contradicts the protocol.
+        ConfigError: the environment declares no horizon, or something that was typed contradicts the protocol.
     """
-    if not cfg.eval.standard:
+    if not isinstance(cfg, EvalConfig) or not cfg.eval.standard:
         return cfg
     if not env.max_episode_steps:
         raise ConfigError(f"eval.standard=true: env '{env.name}' declares no protocol of its own; leave it out.")
-    split = cfg.env.eval
-    chosen = {"eval.episodes": cfg.eval.episodes, "env.eval.task_ids": split.task_ids}
-    chosen["env.eval.state_ids"] = split.state_ids
-    if wrong := [f"{name}=null" for name, value in chosen.items() if value is not None]:
-        raise ConfigError(f"eval.standard=true runs every initial state of every task; set {', '.join(wrong)}.")
-    split = replace(split, max_episode_steps=env.max_episode_steps)
-    counts = replace(cfg.eval, episodes_per_task=max(env.states_per_task))
-    return replace(cfg, eval=counts, env=replace(cfg.env, eval=split))
+    decided = {
+        "eval.episodes": None,
+        "eval.episodes_per_task": max(env.states_per_task),
+        "env.eval.task_ids": None,
+        "env.eval.state_ids": None,
+        "env.eval.max_episode_steps": env.max_episode_steps,
+    }
+    values = dict(leaves(cfg))
+    if wrong := [n for n in decided if cfg.sources.get(n) == COMMAND_LINE and values[n] != decided[n]]:
+        raise ConfigError(f"eval.standard=true runs every initial state of every task; leave out {', '.join(wrong)}.")
+    return cfg.updated(decided)
 
 
-def draw_blueprint(cfg: Config, *, training: bool) -> Blueprint:
+def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     """Describe the run.
 
     Raises:
         ConfigError: parts that do not fit together, one line each.
         MissingDependencyError: the environment's packages or libraries are missing.
     """
-    cfg = with_task(cfg)
-    env = ENVS.get(cfg.env.env_type).spec(cfg.env)
-    cfg = fit_lengths(cfg, env)
-    cfg = _with_protocol(cfg, env)
-    algorithm = Algorithm(cfg.algorithm) if training else None
-    value_dim = 0
-    if algorithm is not None and algorithm.needs_values:
-        value_dim = 1 if cfg.algorithm.reward_type == RewardLevel.chunk_level else cfg.model.num_action_chunks
+    context = env_context(cfg)
+    factory = ENVS.get(cfg.env.env_type)
+    env = factory.spec(cfg.env, context)
+    cfg = _with_protocol(fit_lengths(cfg, env), env)
+    learner = cfg if training and isinstance(cfg, TrainConfig) else None
+    algorithm = Algorithm(learner.algorithm) if learner else None
+    value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
     if 0 < policy.num_images < len(env.cameras):
         # Every camera costs rendering time and memory in each record; a policy reads the first ones.
-        cameras = list(env.cameras[: policy.num_images])
-        cfg = replace(cfg, env=replace(cfg.env, init_params=replace(cfg.env.init_params, camera_names=cameras)))
-        env = ENVS.get(cfg.env.env_type).spec(cfg.env)
-    problems = mismatches(cfg, env, policy)
-    if training and not policy.has_logprobs:
-        problems.append(
-            f"model '{policy.name}' gives no action probabilities, so RL cannot train it; choose a model with discrete "
-            "action tokens (model.action_head=discrete), or run `embodyrl sft` or `embodyrl eval`."
-        )
-    if algorithm is not None and algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
-        problems.append(
-            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
-            "reset id; set it to true."
-        )
+        cfg = cfg.updated({"env.init_params.camera_names": list(env.cameras[: policy.num_images])})
+        env = factory.spec(cfg.env, context)
+        learner = cfg if learner and isinstance(cfg, TrainConfig) else None
+    problems = [*mismatches(env, policy), *_acting_problems(cfg, env, policy)]
+    if learner and algorithm:
+        problems += _learning_problems(learner, algorithm, policy)
     if problems:
         raise ConfigError(problems)
-    for split in (cfg.env.train, cfg.env.eval):
-        selected_reset_ids(env, split)
-    slots = _count_slots(cfg, env, policy, training=training)
+    for split in cfg.env.splits.values():
+        if isinstance(split, EnvSplit):
+            selected_reset_ids(env, split)
+    slots = _count_slots(cfg, env, policy, learner)
     devices = plan_devices(cfg, training=training)
-    seats = deal_slots(slots, count_env_workers(cfg, env, devices, slots))
-    samples = _max_samples(cfg, algorithm)
+    samples = _max_samples(learner, algorithm) if learner and algorithm else 0
     layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
-    if cfg.rollout.dump and samples * layout.record_bytes > DUMP_LIMIT:
+    if learner and learner.rollout.dump and samples * layout.record_bytes > DUMP_LIMIT:
         raise ConfigError(
             f"rollout.dump=true: a step may need {samples * layout.record_bytes / 2**30:.1f} GiB, dumps hold at most "
             f"{DUMP_LIMIT / 2**30:.0f}; use fewer episodes per step."
         )
+    per_update = -(-samples // learner.actor.global_batch_size) if learner else 0
     return Blueprint(
         cfg=cfg,
+        context=context,
         env=env,
         policy=policy,
         algorithm=algorithm,
         layout=layout,
-        capacity=_capacity(cfg, env, algorithm, slots),
-        seats=seats,
-        total_steps=_total_steps(cfg, env) if training else 0,
-        optimizer_steps_per_step=cfg.algorithm.update_epoch * -(-samples // cfg.actor.global_batch_size),
+        capacity=_capacity(learner, env, algorithm, slots),
+        seats=deal_slots(slots, count_env_workers(cfg, env, devices, slots)),
+        total_steps=_total_steps(learner, env) if learner else 0,
+        optimizer_steps_per_step=learner.algorithm.update_epoch * per_update if learner else 0,
         max_samples=samples,
         ranks=count_ranks(cfg),
         devices=devices,
     )
 
 
-def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
+def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """What the command asks of environment and policy that they cannot do."""
+    problems = sampling_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
+    if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
+        problems.append(
+            f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
+            f"{cfg.rollout.pipeline_stage_num} steps some of them at a time; set it to 1."
+        )
+    return problems
+
+
+def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, policy: PolicySpec) -> list[str]:
+    """What the algorithm asks of environment and policy that they cannot do."""
+    problems = []
+    if not policy.has_logprobs:
+        problems.append(
+            f"model '{policy.name}' gives no action probabilities, so RL cannot train it; choose a model with discrete "
+            "action tokens (model.action_head=discrete), or run `embodyrl sft` or `embodyrl eval`."
+        )
+    if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
+        problems.append(
+            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
+            "reset id; set it to true."
+        )
+    return problems
+
+
+def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Compare what the environment gives with what the policy takes; one line per mismatch."""
     problems = []
     if env.action_dim != policy.action_dim:
@@ -178,9 +217,7 @@ def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
             f"env '{env.name}' takes {env.action_dim}-dimensional actions, model '{policy.name}' gives "
             f"{policy.action_dim}; set model.action_dim={env.action_dim} or choose another model."
         )
-    if env.action_kind in policy.action_kinds:
-        problems += sampling_problems(cfg, policy)
-    else:
+    if env.action_kind not in policy.action_kinds:
         can = ", ".join(sorted(policy.action_kinds))
         problems.append(
             f"env '{env.name}' takes {env.action_kind} actions, model '{policy.name}' gives {can} ones only; choose "
@@ -190,11 +227,6 @@ def mismatches(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
         problems.append(
             f"model '{policy.name}' reads {policy.num_images} camera images, env '{env.name}' gives "
             f"{len(env.cameras)} ({', '.join(env.cameras) or 'none'}); set model.num_images_in_input or the cameras."
-        )
-    if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
-        problems.append(
-            f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
-            f"{cfg.rollout.pipeline_stage_num} steps some of them at a time; set it to 1."
         )
     if policy.uses_state and not env.state_dim:
         problems.append(f"model '{policy.name}' reads proprioception, env '{env.name}' has none.")
@@ -214,7 +246,7 @@ def start_crew(
     arena = Arena.create(blueprint.layout, blueprint.capacity)
     names = [seat.name for seat in blueprint.seats]
     timeline = Timeline(num_slots=blueprint.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
-    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, cfg.cluster)
+    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
     fleet = Fleet(launcher, cfg.faults, say, timeline)
     # One bucket is filled while the other is taken.
     mail = Arena.create(bucket_layout(), 2) if is_apart(blueprint) else None
@@ -254,8 +286,10 @@ def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
     """How to start an env worker."""
     cfg, seat = blueprint.cfg, blueprint.seats[number]
     init = EnvWorkerInit(
-        cfg=cfg,
-        num_slots=len(seat.slots),
+        env=cfg.env,
+        context=replace(blueprint.context, num_slots=len(seat.slots), num_workers=len(blueprint.seats)),
+        video=cfg.video_cfg,
+        expert_noise=getattr(cfg.model, "expert_noise", 0.0),
         arena=arena.handle,
         scripted=blueprint.policy.scripted,
         single_step=blueprint.single_step,
@@ -281,50 +315,58 @@ def deal_slots(num_slots: int, num_workers: int) -> tuple[EnvSeat, ...]:
     return tuple(seats)
 
 
-def _count_slots(cfg: Config, env: EnvSpec, policy: PolicySpec, *, training: bool) -> int:
-    evaluating = not training or cfg.runner.val_check_interval != -1
-    eval_slots = eval_plan(cfg, env, policy).num_slots if evaluating else 0
-    return max(eval_slots, cfg.env.train.total_num_envs if training else 0)
+def _count_slots(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec, learner: TrainConfig | None) -> int:
+    validates = learner is None or learner.runner.val_check_interval != -1
+    eval_slots = eval_plan(cfg, env, policy).num_slots if isinstance(cfg, EvalConfig) and validates else 0
+    return max(eval_slots, learner.env.train.total_num_envs if learner else 1)
 
 
-def count_ranks(cfg: Config) -> int:
+def _is_apart(cfg: ActingConfig) -> bool:
+    return isinstance(cfg, TrainConfig) and cfg.rollout.mode is RolloutMode.disaggregated
+
+
+def _in_process(cfg: ActingConfig) -> bool:
+    return LAUNCHERS.get(cfg.launcher.name).in_process
+
+
+def count_ranks(cfg: ActingConfig) -> int:
     """Actor ranks: `actor.fsdp.size`, or one per GPU that nobody else needs where the run can be spread."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    apart = cfg.rollout.mode == RolloutMode.disaggregated
-    alone = cfg.model.compile or (not apart and (cfg.algorithm.max_staleness or cfg.rollout.backend != "hf"))
-    free = len(visible_gpus()) - (cfg.rollout.num_workers if apart else 0)
-    return 1 if alone or cfg.launcher.name == "inline" else max(1, free)
+    acting = cfg.rollout.num_workers if isinstance(cfg, TrainConfig) and _is_apart(cfg) else 0
+    asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
+    alone = cfg.model.compiled or (not acting and (asynchronous or cfg.rollout.backend != "hf"))
+    return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
 
 
-def plan_devices(cfg: Config, *, training: bool) -> Devices:
-    """Which GPU each process of the run will see; inline everything is one process, which sees them all."""
-    apart = training and cfg.rollout.mode == RolloutMode.disaggregated
-    gpus = () if cfg.launcher.name == "inline" else visible_gpus()
-    return deal_devices(gpus, count_ranks(cfg) + (cfg.rollout.num_workers if apart else 0))
+def plan_devices(cfg: ActingConfig, *, training: bool) -> Devices:
+    """Which GPU each process of the run will see; one process for everything sees them all."""
+    acting = cfg.rollout.num_workers if training and isinstance(cfg, TrainConfig) and _is_apart(cfg) else 0
+    return deal_devices(() if _in_process(cfg) else visible_gpus(), count_ranks(cfg) + acting)
 
 
-def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -> int:
+def count_env_workers(cfg: ActingConfig, env: EnvSpec, devices: Devices, slots: int) -> int:
     """Env worker processes for so many slots: one per core, or per GPU where it steps all slots of a worker at once."""
+    if not isinstance(cfg.launcher, ProcessSettings):
+        return 1
     if cfg.launcher.env_workers != "auto":
-        return min(int(cfg.launcher.env_workers), slots)
+        return min(cfg.launcher.env_workers, slots)
     batched = env.lockstep and env.on_gpu
-    places = len(devices.simulators) if batched else available_cores()
-    return 1 if cfg.launcher.name == "inline" else max(1, min(places, slots))
+    return max(1, min(len(devices.simulators) if batched else available_cores(), slots))
 
 
-def _max_samples(cfg: Config, algorithm: Algorithm | None) -> int:
+def _max_samples(cfg: TrainConfig, algorithm: Algorithm) -> int:
     """Chunk samples of one training step, at most."""
     split = cfg.env.train
     steps = split.max_episode_steps
-    if algorithm is not None and algorithm.counts_chunk_steps:
+    if algorithm.counts_chunk_steps:
         steps = split.max_steps_per_rollout_epoch or steps
     return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.model.num_action_chunks)
 
 
-def _capacity(cfg: Config, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
+def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
     in_flight = 2 * num_slots
-    if algorithm is None:
+    if cfg is None or algorithm is None:
         return in_flight
     samples = _max_samples(cfg, algorithm)
     finals = 0
@@ -336,7 +378,7 @@ def _capacity(cfg: Config, env: EnvSpec, algorithm: Algorithm | None, num_slots:
     return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight
 
 
-def _total_steps(cfg: Config, env: EnvSpec) -> int:
+def _total_steps(cfg: TrainConfig, env: EnvSpec) -> int:
     steps = cfg.runner.max_steps
     if cfg.runner.max_epochs >= 0:
         ids = len(selected_reset_ids(env, cfg.env.train))

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.config.schema import Config, EpisodeFilter, FrameFormat
 from embodyrl.datasets.layout import Card, Demonstration, Source
 from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
@@ -17,8 +16,10 @@ from embodyrl.runtime.build import Blueprint, Crew, count_env_workers, deal_slot
 from embodyrl.runtime.episodes import demonstration_plan, selected_tasks
 from embodyrl.runtime.jobs import Job
 from embodyrl.runtime.planning import facts
+from embodyrl.runtime.roots import CollectConfig
 from embodyrl.runtime.rundir import RunFolder, locked, open_run, resolve_weights
 from embodyrl.runtime.session import announce, screen_only
+from embodyrl.runtime.settings import EpisodeFilter, FrameFormat
 from embodyrl.types import Episode
 
 _HOPELESS = 20
@@ -38,7 +39,7 @@ class CollectResult:
     wall_s: float
 
 
-def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
+def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResult:
     """Fill `collect.out` up to `collect.episodes` kept episodes, as many of each task.
 
     Every env step becomes a frame: a policy that plans several actions executes the first and is asked again.
@@ -59,7 +60,7 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
             folder.unlock()
 
 
-def draw_collection(cfg: Config) -> Blueprint:
+def draw_collection(cfg: CollectConfig) -> Blueprint:
     """Describe the run: slots of the training split, one record per env step.
 
     Raises:
@@ -84,17 +85,17 @@ def draw_collection(cfg: Config) -> Blueprint:
 
 def card_of(blueprint: Blueprint) -> Card:
     """Describe the data set; two collections with equal cards hold the same episodes."""
-    cfg = blueprint.cfg
+    cfg = blueprint.config(CollectConfig)
     return Card(
         env=replace(blueprint.env, on_gpu=None, gpu_bytes=(0, 0)),  # of the machine, not of the data
         fps=cfg.video_cfg.fps,
         video=cfg.collect.images == FrameFormat.mp4,
         collected={
             "model": blueprint.policy.name,
-            "weights": cfg.ckpt or cfg.model.path,
+            "weights": cfg.ckpt or cfg.model.weights,
             "greedy": not cfg.eval.sampling_params.do_sample,
             "temperature": cfg.algorithm.sampling_params.temperature,
-            "expert_noise": cfg.model.expert_noise,
+            "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
             "filter": cfg.collect.filter.value,
             "seed": cfg.seed,
             "state_ids": cfg.env.train.state_ids,
@@ -109,7 +110,7 @@ class _Collecting:
 
     def __init__(self, blueprint: Blueprint, monitor: Fanout, weights: Path | None) -> None:
         self.blueprint = blueprint
-        self.cfg = blueprint.cfg
+        self.cfg = blueprint.config(CollectConfig)
         self.monitor = monitor
         self.weights = weights
         tasks = selected_tasks(blueprint.env, self.cfg.env.train)

@@ -8,8 +8,9 @@ from functools import partial
 
 import numpy as np
 
-from embodyrl.config.schema import Config, EnvSplitConfig
+from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
+from embodyrl.runtime.roots import ActingConfig, CollectConfig, EvalConfig, TextTask, TrainConfig
 from embodyrl.runtime.seeds import derive, derive_small
 from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
 
@@ -48,7 +49,7 @@ class RolloutPlan:
         return replace(self, waves=tuple(waves)) if episodes else self
 
 
-def selected_reset_ids(env: EnvSpec, split: EnvSplitConfig) -> list[int]:
+def selected_reset_ids(env: EnvSpec, split: EnvSplit) -> list[int]:
     """All reset ids of the selected tasks and initial states.
 
     Raises:
@@ -57,7 +58,7 @@ def selected_reset_ids(env: EnvSpec, split: EnvSplitConfig) -> list[int]:
     return [reset_id for task in selected_tasks(env, split) for reset_id in reset_ids_of(env, split, task)]
 
 
-def selected_tasks(env: EnvSpec, split: EnvSplitConfig) -> list[int]:
+def selected_tasks(env: EnvSpec, split: EnvSplit) -> list[int]:
     """Task ids of a split.
 
     Raises:
@@ -70,7 +71,7 @@ def selected_tasks(env: EnvSpec, split: EnvSplitConfig) -> list[int]:
     return tasks
 
 
-def reset_ids_of(env: EnvSpec, split: EnvSplitConfig, task: int) -> range:
+def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
     """Reset ids of one task that a split may use. Training, evaluation and collection all draw from here.
 
     Raises:
@@ -87,12 +88,12 @@ def reset_ids_of(env: EnvSpec, split: EnvSplitConfig, task: int) -> range:
     return ids[first : last + 1]
 
 
-def groups_per_step(cfg: Config) -> int:
+def groups_per_step(cfg: TrainConfig) -> int:
     """Groups that one training step draws reset ids for."""
     return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
 
 
-def train_plan(cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool) -> RolloutPlan:
+def train_plan(cfg: TrainConfig, env: EnvSpec, step: int, *, counts_chunk_steps: bool) -> RolloutPlan:
     """Plan training step `step`: a pure function of config and step, so that a resumed run sees the same episodes."""
     split, algorithm = cfg.env.train, cfg.algorithm
     slots, size = split.total_num_envs, algorithm.group_size
@@ -118,7 +119,7 @@ def train_plan(cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool
     )
 
 
-def refill_plan(cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int) -> RolloutPlan:
+def refill_plan(cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, groups: int) -> RolloutPlan:
     """Plan further groups for training step `step`, in place of those that were filtered out."""
     ids, size = selected_reset_ids(env, cfg.env.train), cfg.algorithm.group_size
     first = (attempt + 1) * groups_per_step(cfg)
@@ -129,24 +130,24 @@ def refill_plan(cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int)
     return _list_plan(cfg, cfg.env.train, episodes)
 
 
-def greedy_plan(cfg: Config, plan: RolloutPlan) -> RolloutPlan:
+def greedy_plan(cfg: TrainConfig, plan: RolloutPlan) -> RolloutPlan:
     """Plan one more episode of each group of a training step, from its initial state."""
     first = {e.group_id: e for wave in plan.waves for queue in wave.queues for e in queue}
     return _list_plan(cfg, cfg.env.train, [first[group] for group in sorted(first)])
 
 
-def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
+def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
     """Whether an evaluation that starts twice from a reset id of this task plays the same episode twice."""
     noisy = policy.takes_noise and (policy.scripted or cfg.eval.sampling_params.do_sample)
     return not noisy and task not in env.seeded_tasks
 
 
-def count_asked(cfg: Config, env: EnvSpec) -> int:
+def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
     """Episodes that an evaluation is asked for."""
     return cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval))
 
 
-def eval_plan(cfg: Config, env: EnvSpec, policy: PolicySpec) -> RolloutPlan:
+def eval_plan(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> RolloutPlan:
     """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed.
 
     An episode that would be an exact copy of another is left out.
@@ -175,8 +176,8 @@ def eval_plan(cfg: Config, env: EnvSpec, policy: PolicySpec) -> RolloutPlan:
     return _list_plan(cfg, split, episodes)
 
 
-def demonstration_plan(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> RolloutPlan:
-    """Plan demonstrations: (task id, how-manieth episode of the task) decides everything about an episode.
+def demonstration_plan(cfg: CollectConfig, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> RolloutPlan:
+    """Plan demonstrations: (task id, n-th episode of the task) decides everything about an episode.
 
     A task's trials visit seeded permutations of its initial states in `env.train`, so that all are used equally often.
     """
@@ -200,7 +201,7 @@ def demonstration_plan(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, in
     return _list_plan(cfg, split, episodes)
 
 
-def _list_plan(cfg: Config, split: EnvSplitConfig, episodes: Sequence[EpisodeSpec]) -> RolloutPlan:
+def _list_plan(cfg: ActingConfig, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> RolloutPlan:
     """Run these episodes in their order, in as many slots as there are."""
     slots = min(split.total_num_envs, len(episodes))
     wave = Wave(queues=(tuple(episodes),))
@@ -212,7 +213,7 @@ def _list_plan(cfg: Config, split: EnvSplitConfig, episodes: Sequence[EpisodeSpe
     )
 
 
-def _reset_id_stream(cfg: Config, env: EnvSpec, step: int) -> list[int]:
+def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int) -> list[int]:
     """Reset ids of the step's groups: walk through seeded permutations, so that every id is visited equally often."""
     ids = np.asarray(selected_reset_ids(env, cfg.env.train))
     count = groups_per_step(cfg)
@@ -221,12 +222,13 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int) -> list[int]:
     while len(stream) < count:
         lap, offset = divmod(position + len(stream), len(ids))
         rng = np.random.default_rng(derive(cfg.seed, "reset-ids", lap))
-        order = rng.permutation(len(ids)) if cfg.data.shuffle else np.arange(len(ids))
+        shuffle = cfg.data.shuffle if isinstance(cfg, TextTask) else True
+        order = rng.permutation(len(ids)) if shuffle else np.arange(len(ids))
         stream += ids[order[offset : offset + count - len(stream)]].tolist()
     return stream
 
 
-def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
+def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
     """Per-slot queues that outlast the quota even if every episode ended with its first chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
@@ -257,7 +259,7 @@ class _Lane(Sequence[EpisodeSpec]):
         return self._make(range(self._length)[index])
 
 
-def _train_episode(cfg: Config, env: EnvSpec, step: int, index: int, group: int, reset_id: int) -> EpisodeSpec:
+def _train_episode(cfg: TrainConfig, env: EnvSpec, step: int, index: int, group: int, reset_id: int) -> EpisodeSpec:
     return EpisodeSpec(
         episode_id=index,
         reset_id=reset_id,

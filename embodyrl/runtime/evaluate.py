@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.config.schema import Config
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import ConfigError, Interrupted, WorkerError
 from embodyrl.monitor.fanout import Fanout
@@ -15,11 +14,12 @@ from embodyrl.runtime.build import draw_blueprint, start_crew
 from embodyrl.runtime.evaluation import EvalResult, run_evaluation
 from embodyrl.runtime.held_out import evaluation_facts
 from embodyrl.runtime.planning import facts
+from embodyrl.runtime.roots import EvalConfig
 from embodyrl.runtime.rundir import open_run, resolve_weights
 from embodyrl.runtime.session import LOOP_FILE, announce, screen_only
 
 
-def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = None) -> EvalResult:
+def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> EvalResult:
     """Evaluate `ckpt`, or the model's own weights, and write results into a run folder of its own.
 
     Args:
@@ -41,7 +41,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         lines = [
             *facts(blueprint),
             *evaluation_facts(blueprint),
-            ("weights", str(cfg.ckpt or cfg.model.path)),
+            ("weights", str(cfg.ckpt or cfg.model.weights)),
             ("output", str(folder.root)),
         ]
         announce(monitor, cfg, folder, "eval", lines)

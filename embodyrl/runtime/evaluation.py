@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from embodyrl.config.schema import OnVideoError
 from embodyrl.errors import EmbodyError, WorkerError
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_rows, score_of
@@ -19,6 +18,8 @@ from embodyrl.monitor.side_by_side import join_side_by_side
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.episodes import RolloutPlan, eval_plan
 from embodyrl.runtime.jobs import Collection, Job, VideoChoice
+from embodyrl.runtime.roots import EvalConfig
+from embodyrl.runtime.settings import OnVideoError
 from embodyrl.types import Episode, EpisodeSpec
 
 
@@ -122,7 +123,7 @@ def run_evaluation(
     Raises:
         EmbodyError: recordings failed and `faults.on_video_error=stop`, or no episode could be finished.
     """
-    cfg = blueprint.cfg
+    cfg = blueprint.config(EvalConfig)
     plan = eval_plan(cfg, blueprint.env, blueprint.policy)
     folder.mkdir(parents=True, exist_ok=True)
     if cfg.video != "none":

@@ -4,18 +4,17 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from embodyrl import __version__
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.config.load import load_saved_config
-from embodyrl.config.schema import Config
 from embodyrl.datasets.layout import read_card
-from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
 from embodyrl.policies import export_policy
+from embodyrl.runtime.config import load_saved_config
+from embodyrl.runtime.roots import RunConfig, SftConfig, TrainConfig
+from embodyrl.runtime.texts import env_spec
 from embodyrl.workers.messages import POLICY_FOLDER
 
 _CARD = """---
@@ -59,8 +58,8 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     source = store.path(step) / POLICY_FOLDER
     scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        if cfg.model.is_lora:
-            _save_merged(cfg, source, scratch, demonstrations="data" in manifest.meta)
+        if cfg.model.adapted:
+            _save_merged(cfg, source, scratch)
         else:
             shutil.copytree(source, scratch)
         shutil.copyfile(run / "config.yaml", scratch / "embodyrl_config.yaml")
@@ -71,23 +70,25 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     return out
 
 
-def _save_merged(cfg: Config, source: Path, target: Path, *, demonstrations: bool) -> None:
-    env = read_card(Path(str(cfg.data.path))).env if demonstrations else ENVS.get(cfg.env.env_type).spec(cfg.env)
-    export_policy(replace(cfg.model, compile=False), env, source, target)
+def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> None:
+    env = read_card(Path(str(cfg.data.path))).env if isinstance(cfg, SftConfig) else env_spec(cfg)
+    model = cfg.model.updated({"compile": False}) if cfg.model.compiled else cfg.model
+    export_policy(model, env, source, target)
 
 
-def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
-    method = f"{cfg.algorithm.adv_type} + {cfg.algorithm.loss_type}" if "data" not in meta else "supervised"
+def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
+    trained = isinstance(cfg, TrainConfig)
+    method = f"{cfg.algorithm.adv_type} + {cfg.algorithm.loss_type}" if trained else "supervised"
     return _CARD.format(
         title=f"{run.name}, step {step}",
         version=__version__,
-        command="train" if "data" not in meta else "sft",
+        command="train" if trained else "sft",
         step=step,
         seed=cfg.seed,
-        base=cfg.model.path or cfg.model.model_type,
-        env=meta.get("env") or meta.get("data") or cfg.env.env_type,
-        trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.is_lora else ''}",
-        precision=cfg.model.precision.value,
+        base=cfg.model.weights or cfg.model.model_type,
+        env=meta.get("env") or meta.get("data"),
+        trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.adapted else ''}",
+        precision=cfg.model.precision_name,
         results=_results(run / "eval" / f"step_{step:06d}" / "eval.json"),
     )
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from embodyrl.config.schema import FaultsConfig, OnEnvCrash
 from embodyrl.errors import EmbodyError, NonFiniteError, WorkerError
 from embodyrl.launch.protocol import Launcher, WorkerDied
+from embodyrl.runtime.settings import ActingFaults, OnEnvCrash
 from embodyrl.runtime.signals import StopRequest
 from embodyrl.runtime.timeline import Timeline
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -22,7 +22,7 @@ class Fleet:
     """Start, feed and supervise the workers; only the driver thread uses it."""
 
     def __init__(
-        self, launcher: Launcher, faults: FaultsConfig, say: Callable[[str], None], timeline: Timeline
+        self, launcher: Launcher, faults: ActingFaults, say: Callable[[str], None], timeline: Timeline
     ) -> None:
         self._launcher = launcher
         self._faults = faults

@@ -1,23 +1,27 @@
 """What the figures of an evaluation stand for: how many different episodes, and who has used their initial states."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from embodyrl.config.load import load_saved_config
+from pydantic import ValidationError
+
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import Config
+from embodyrl.config.settings import flat
+from embodyrl.config.tree import read_plain_yaml
 from embodyrl.datasets.layout import read_card
+from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.runtime.build import Blueprint
 from embodyrl.runtime.episodes import count_asked, eval_plan, selected_reset_ids
-from embodyrl.runtime.texts import fit_lengths
+from embodyrl.runtime.roots import EvalConfig, TrainConfig
+from embodyrl.runtime.texts import rows_of
 from embodyrl.types import EnvSpec
 
 
 def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     """Lines of the banner about an evaluation: its episodes, and whether training or validation used their states."""
-    cfg, env = blueprint.cfg, blueprint.env
+    cfg, env = blueprint.config(EvalConfig), blueprint.env
     plan = eval_plan(cfg, env, blueprint.policy)
     states = {e.reset_id for wave in plan.waves for queue in wave.queues for e in queue}
     how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
@@ -26,24 +30,25 @@ def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         text += f"; {asked} were asked for, the others would be exact copies of these"
     lines = [("evaluation", text)]
     if blueprint.algorithm is not None:
-        shared = states & {*selected_reset_ids(env, cfg.env.train)}
+        shared = states & {*selected_reset_ids(env, blueprint.config(TrainConfig).env.train)}
         return [*lines, ("held out", _verdict(len(states), {"training": len(shared)}))]
     if cfg.ckpt is None:
         return lines
     return [*lines, *(("held out", line) for line in _history(cfg.ckpt, states, cfg, env))]
 
 
-def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
+def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iterator[str]:
     """A line for the run that made a checkpoint, for the run that this one started from, and so on."""
     known: set[Path] = set()
     while (run := _run_of(resolve_asset(ckpt))) is not None and run not in known:
         known.add(run)
-        made = load_saved_config(run, ["trust=true"])  # numbers are read of it; nothing that it names is loaded
+        # Numbers are read of it; nothing that it names is loaded.
+        made = flat(read_plain_yaml(run / "config.yaml"))
         used = {f"{what} of {run}": len(states & ids) for what, ids in _used(made, cfg, env).items()}
         yield _verdict(len(states), used) if used else f"unknown: {run} was about something else"
-        if made.ckpt is None:
+        if not isinstance(made.get("ckpt"), str):
             return
-        ckpt = made.ckpt
+        ckpt = made["ckpt"]
     yield f"unknown: what {ckpt} was trained on is not recorded"
 
 
@@ -52,22 +57,29 @@ def _run_of(path: Path) -> Path | None:
     return next(found, None)
 
 
-def _used(made: Config, cfg: Config, env: EnvSpec) -> dict[str, set[int]]:
+def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, set[int]]:
     """Reset ids that each part of a run may have drawn; empty where the run was about another environment."""
     keys = ("env_type", "task_suite_name", "id")
-    if all(getattr(made.env, key) == getattr(cfg.env, key) for key in keys):
-        splits = fit_lengths(made, env).env
-        used = {"training": {*selected_reset_ids(env, splits.train)}}
-        validates = made.runner.val_check_interval != -1
-        return used | ({"validation": {*selected_reset_ids(env, splits.eval)}} if validates else {})
+    if all(made.get(f"env.{key}") == getattr(cfg.env, key, None) for key in keys):
+        parts = {"training": "train"} | ({"validation": "eval"} if made.get("runner.val_check_interval") != -1 else {})
+        return {what: _drawn(made, split, env) for what, split in parts.items()}
+    path = made.get("data.path")
     try:
-        card = read_card(Path(made.data.path)) if made.data.path is not None else None
+        card = read_card(Path(path)) if isinstance(path, str) else None
     except EmbodyError:
         card = None  # the data set is gone, or it is text
     if card is None or card.env.name != env.name:
         return {}
-    split = replace(cfg.env.train, task_ids=None, state_ids=card.collected.get("state_ids"))
-    return {"demonstrations": {*selected_reset_ids(env, split)}}
+    return {"demonstrations": {*selected_reset_ids(env, EnvSplit(state_ids=card.collected.get("state_ids")))}}
+
+
+def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec) -> set[int]:
+    ids = made.get(f"env.{split}.state_ids") or rows_of(env, split)
+    try:
+        values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)
+    except ValidationError:
+        return set()  # no config that we wrote
+    return {*selected_reset_ids(env, values)}
 
 
 def _verdict(states: int, used: dict[str, int]) -> str:

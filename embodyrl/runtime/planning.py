@@ -1,20 +1,24 @@
 """What a run will need and do, derived before anything starts: `--dry-run` and the start-up banner."""
 
+import os
 import shutil
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from embodyrl.config.schema import Config, EnvSplitConfig, Precision
+from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.memory import tasks_in_memory
+from embodyrl.envs.settings import PlayedSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.runtime.build import Blueprint, draw_blueprint
 from embodyrl.runtime.episodes import train_plan
 from embodyrl.runtime.held_out import evaluation_facts
 from embodyrl.runtime.policy_hosts import is_apart
+from embodyrl.runtime.roots import ActingConfig, CollectConfig, EvalConfig, Root, RunConfig, SftConfig, TrainConfig
+from embodyrl.runtime.rundir import resolve_weights
 from embodyrl.types import EnvSpec
 
 MIB, GIB = 2**20, 2**30
@@ -72,9 +76,9 @@ class MemoryPlan:
 
 def plan_memory(blueprint: Blueprint) -> MemoryPlan:
     """Derive the memory of a training run; figures of adapters and activations are estimates."""
-    cfg, policy = blueprint.cfg, blueprint.policy
+    cfg, policy = blueprint.config(TrainConfig), blueprint.policy
     fsdp = cfg.actor.fsdp
-    half = cfg.model.precision == Precision.bf16
+    half = cfg.model.half
     total = policy.num_parameters
     trained = total if policy.num_trained is None else policy.num_trained
     frozen = total if policy.num_trained is not None else 0
@@ -116,7 +120,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
     Raises:
         ConfigError: says what is needed, what is there, and which keys make it smaller.
     """
-    acting = blueprint.cfg.rollout.num_workers
+    acting = blueprint.config(TrainConfig).rollout.num_workers
     policies, envs = plan.policy * blueprint.ranks + plan.acting * acting, plan.env_worker * len(blueprint.seats)
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
@@ -158,19 +162,22 @@ def _gpu_memory() -> int:
     return min(sizes, default=0) * MIB
 
 
-def describe(cfg: Config, command: str = "train") -> str:
+def describe(cfg: Root) -> str:
     """Return the derived sizes of a run, a line each."""
-    if command == "collect":
+    if isinstance(cfg, ActingConfig) and cfg.ckpt is not None:
+        resolve_weights(cfg.ckpt)
+    if isinstance(cfg, CollectConfig):
         from embodyrl.runtime.collect import draw_collection
 
         lines = facts(draw_collection(cfg))
         lines.append(("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}"))
         return _layout(lines)
-    if command == "sft":
+    if isinstance(cfg, SftConfig):
         from embodyrl.runtime.sft_setup import sft_facts
 
         return _layout(sft_facts(cfg))
-    training = command == "train" and not cfg.runner.only_eval
+    assert isinstance(cfg, EvalConfig)
+    training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
     blueprint = draw_blueprint(cfg, training=training)
     lines = facts(blueprint)
     if training:
@@ -185,26 +192,26 @@ def _layout(lines: list[tuple[str, str]]) -> str:
 def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     """Name and text of the banner's lines."""
     cfg, env, policy = blueprint.cfg, blueprint.env, blueprint.policy
-    split = cfg.env.train if blueprint.algorithm or blueprint.single_step else cfg.env.eval
+    split = cfg.env.splits["train" if blueprint.algorithm or blueprint.single_step else "eval"]
     lines = {
         "env": f"{env.name} ({len(env.tasks)} tasks) · {blueprint.num_slots} slots in {len(blueprint.seats)} workers · "
         f"{split.max_episode_steps} steps/episode · {_sight(env)}",
-        "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision.value} · "
+        "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
     if env.task_bytes:
         lines["simulators"] = memory_of_tasks(env, split, len(blueprint.seats))
     if blueprint.algorithm is not None:
-        a = cfg.algorithm
-        clip = f"clip {a.clip_ratio_low}/{a.clip_ratio_high}"
-        lines["algorithm"] = f"{a.adv_type} + {a.loss_type} · group {a.group_size} · {clip} · {a.logprob_type.value}"
+        a = blueprint.algorithm.settings
+        clip = f" · clip {a.clip_ratio_low}/{a.clip_ratio_high}" if isinstance(a, ClipSettings) else ""
+        lines["algorithm"] = f"{a.adv_type} + {a.loss_type} · group {a.group_size}{clip} · {a.logprob_type.value}"
     mib = blueprint.layout.offsets(blueprint.capacity)[1] / MIB
     arena = f"shared arena {mib:.0f} MiB ({blueprint.capacity} records)"
     lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"
     return list(lines.items())
 
 
-def memory_of_tasks(env: EnvSpec, split: EnvSplitConfig, workers: int) -> str:
+def memory_of_tasks(env: EnvSpec, split: PlayedSplit, workers: int) -> str:
     """What loaded tasks cost, and how many of them each env worker keeps."""
     wanted = len(split.task_ids or env.tasks)
     kept = min(wanted, tasks_in_memory(env.task_bytes, workers))
@@ -215,7 +222,7 @@ def memory_of_tasks(env: EnvSpec, split: EnvSplitConfig, workers: int) -> str:
 
 
 def _training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
-    cfg = blueprint.cfg
+    cfg = blueprint.config(TrainConfig)
     assert blueprint.algorithm is not None
     plan = train_plan(cfg, blueprint.env, 0, counts_chunk_steps=blueprint.algorithm.counts_chunk_steps)
     quota = plan.waves[0].quota_chunks
@@ -254,8 +261,10 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _free_disk(cfg: Config) -> int:
+def _free_disk(cfg: RunConfig) -> int:
     folder = Path(cfg.runner.output_dir)
     while not folder.exists():
         folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is no folder that can be written to.")
     return shutil.disk_usage(folder).free

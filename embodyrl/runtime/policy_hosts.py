@@ -7,12 +7,14 @@ import secrets
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.gate import LOOPBACK, open_gate
-from embodyrl.config.schema import Config, RolloutMode
+from embodyrl.launch import LAUNCHERS
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.runtime.roots import ActingConfig, TrainConfig
+from embodyrl.runtime.settings import OnNonfinite, RolloutMode
 from embodyrl.workers.lifecycle import WorkerSpec
 from embodyrl.workers.messages import RankSeat
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 def is_apart(blueprint: Blueprint) -> bool:
     """Whether rollout and actor are different processes; nothing but training has actors."""
-    return blueprint.algorithm is not None and blueprint.cfg.rollout.mode == RolloutMode.disaggregated
+    return blueprint.algorithm is not None and blueprint.config(TrainConfig).rollout.mode is RolloutMode.disaggregated
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def plan_hosts(
 
     `start_from` replaces the weights of `model.path`; `mail` are the buckets where rollout and actor are apart.
     """
-    cfg, ranks = blueprint.cfg, blueprint.ranks
+    ranks = blueprint.ranks
     common = replace(policy_init(blueprint, arena, start_from), mail=mail.handle if mail else None)
     actors = [
         _spec(
@@ -82,8 +84,9 @@ def plan_hosts(
     ]
     # Built as the actors are, so that both compute the same function.
     request = replace(common.request, gradient_checkpointing=False)
-    sharded = ranks > 1 or cfg.actor.fsdp.cpu_offload
-    count = cfg.rollout.num_workers if mail else 0
+    learner = blueprint.cfg if isinstance(blueprint.cfg, TrainConfig) else None
+    sharded = ranks > 1 or (learner is not None and learner.actor.fsdp.cpu_offload)
+    count = learner.rollout.num_workers if mail and learner else 0
     rollouts = [
         _spec(
             f"rollout_{i}",
@@ -102,7 +105,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
     from embodyrl.workers.policy_host import PolicyHostInit
 
     cfg = blueprint.cfg
-    training = blueprint.algorithm is not None
+    learner = cfg if isinstance(cfg, TrainConfig) and blueprint.algorithm is not None else None
     request = PolicyRequest(
         env=blueprint.env,
         value_dim=blueprint.policy.value_dim,
@@ -111,16 +114,27 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         backend=cfg.rollout.backend,
         device="auto",
         seed=cfg.seed,
-        trainable=training,
-        gradient_checkpointing=training and cfg.actor.gradient_checkpointing,
+        trainable=learner is not None,
+        gradient_checkpointing=learner is not None and learner.actor.gradient_checkpointing,
     )
+    learning: dict[str, Any] = {}
+    if learner is not None:
+        learning = {
+            "algorithm": learner.algorithm,
+            "actor": learner.actor,
+            "longest_episode": -(-learner.env.train.max_episode_steps // blueprint.policy.num_action_chunks),
+            "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,
+        }
     return PolicyHostInit(
-        cfg=cfg,
+        model=cfg.model,
+        seed=cfg.seed,
+        deterministic=cfg.runner.deterministic,
+        **learning,
         request=request,
         arena=arena.handle,
         total_steps=blueprint.total_steps,
         threads=int(_threads()),
-        trains=training,
+        trains=learner is not None,
         start_from=str(start_from) if start_from else None,
         shared_arena=shared_arena(cfg, arena),
     )
@@ -141,6 +155,6 @@ def _threads() -> str:
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
-def shared_arena(cfg: Config, arena: Arena) -> Arena | None:
+def shared_arena(cfg: ActingConfig, arena: Arena) -> Arena | None:
     """The driver's own arena object, for workers that live in its process."""
-    return arena if cfg.launcher.name == "inline" else None
+    return arena if LAUNCHERS.get(cfg.launcher.name).in_process else None

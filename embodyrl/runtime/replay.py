@@ -11,22 +11,24 @@ import torch
 
 from embodyrl.channels.arena import Arena, RecordState, Ticket
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.config.load import load_saved_config
-from embodyrl.config.schema import Config, Precision, RolloutMode
 from embodyrl.errors import CheckpointError, NonFiniteError
+from embodyrl.launch.protocol import LauncherSettings
 from embodyrl.monitor.history import read_rows
 from embodyrl.runtime.actors import ALGORITHM_FILE, gather_scores
 from embodyrl.runtime.build import Blueprint, draw_blueprint
+from embodyrl.runtime.config import load_saved_config
 from embodyrl.runtime.dump import Dump, read_dump, weights_folder
 from embodyrl.runtime.policy_hosts import policy_init
+from embodyrl.runtime.roots import TrainConfig
 from embodyrl.runtime.rundir import resolve_weights
+from embodyrl.runtime.settings import RolloutSettings
 from embodyrl.types import BoolArray, FloatArray, IntArray
 from embodyrl.workers.messages import LoadOrder, UpdateOrder
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.rollout_worker import read_observation
 
-_TOLERANCE = {Precision.fp32: 1e-3, Precision.bf16: 0.1}
-"""Of a log-probability, absolute, and of the metrics of an update, relative."""
+_TOLERANCE = {False: 1e-3, True: 0.1}
+"""By whether it computes in bfloat16: of a log-probability, absolute, and of an update's metrics, relative."""
 _ADVANTAGE_TOLERANCE = 1e-5
 
 
@@ -80,7 +82,7 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
         again = algorithm.prepare(episodes, scores)
         advantage = np.full_like(arena["advantage"], np.nan)
         advantage[again.records] = again.advantage
-        logprob = _logprobs(host, arena, batch.records, blueprint.cfg.actor.micro_batch_size)
+        logprob = _logprobs(host, arena, batch.records, blueprint.config(TrainConfig).actor.micro_batch_size)
         try:
             now = _update(host, dump, tickets) if batch.has_signal else {}
             problems = []
@@ -92,7 +94,7 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
     then = next((row for row in read_rows(run / "metrics.jsonl") if row.get("step") == step), {})
     version = dump.fields["version"][batch.records]
     result = Replay(
-        weights=str(weights or blueprint.cfg.ckpt or blueprint.cfg.model.path or "none"),
+        weights=str(weights or blueprint.cfg.ckpt or blueprint.cfg.model.weights or "none"),
         episode=batch.episode,
         chunk=np.concatenate([np.arange(len(e.records)) for e in episodes])[batch.records],
         reset_id=np.concatenate([np.full(len(e.records), e.spec.reset_id) for e in episodes])[batch.records],
@@ -104,7 +106,7 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
         metrics={name: (then[f"actor/{name}"], now[name]) for name in now if f"actor/{name}" in then},
         problems=tuple(problems),
     )
-    return replace(result, problems=(*problems, *_differences(result, _TOLERANCE[blueprint.cfg.model.precision])))
+    return replace(result, problems=(*problems, *_differences(result, _TOLERANCE[blueprint.cfg.model.half])))
 
 
 def gap(pair: tuple[FloatArray, FloatArray]) -> FloatArray:
@@ -125,14 +127,11 @@ def _differences(result: Replay, tolerance: float) -> list[str]:
     ]
 
 
-def _alone(cfg: Config) -> Config:
+def _alone(cfg: TrainConfig) -> TrainConfig:
     """The same training in one process."""
-    return replace(
-        cfg,
-        launcher=replace(cfg.launcher, name="inline", env_workers="auto"),
-        rollout=replace(cfg.rollout, mode=RolloutMode.collocated, num_workers=1, backend="hf"),
-        actor=replace(cfg.actor, fsdp=replace(cfg.actor.fsdp, size=1, shard_size=-1, cpu_offload=False)),
-    )
+    one_rank = cfg.actor.fsdp.updated({"size": 1, "shard_size": -1, "cpu_offload": False})
+    launcher, rollout = LauncherSettings(name="inline"), RolloutSettings()
+    return cfg.updated({"launcher": launcher, "rollout": rollout, "actor.fsdp": one_rank})
 
 
 def _refill(blueprint: Blueprint, dump: Dump) -> tuple[Arena, list[Ticket]]:

@@ -13,11 +13,13 @@ from importlib import metadata
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.config.load import save_config
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import Config, OnExisting
+from embodyrl.envs.video import FilmSettings
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores
+from embodyrl.runtime.config import save_config
+from embodyrl.runtime.roots import ActingConfig, RunConfig, SftConfig, TextTask
+from embodyrl.runtime.settings import OnExisting
 from embodyrl.workers.messages import POLICY_FOLDER
 
 CONFIG_FILE = "config.yaml"
@@ -51,7 +53,7 @@ class RunFolder:
         _release(self.root / _LOCK_FILE, self.lock)
 
 
-def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path | None) -> RunFolder:
+def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Path | None) -> RunFolder:
     """Create (or reopen) and lock the run folder.
 
     Raises:
@@ -72,15 +74,18 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
         (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
-    return RunFolder(root=root, videos=Path(cfg.video_cfg.base_dir) / root.name, logs=logs, lock=lock)
+    films = cfg.video_cfg if isinstance(cfg, ActingConfig) else FilmSettings()
+    return RunFolder(root=root, videos=Path(films.base_dir) / root.name, logs=logs, lock=lock)
 
 
-def _new_root(cfg: Config, command: str) -> Path:
+def _new_root(cfg: RunConfig, command: str) -> Path:
     parent = Path(cfg.runner.output_dir)
     name = cfg.runner.experiment_name
     if name is None:
-        what = cfg.env.task_suite_name or cfg.env.id or cfg.env.env_type
-        if cfg.data.path is not None:
+        what = ""
+        if isinstance(cfg, ActingConfig):
+            what = str(getattr(cfg.env, "task_suite_name", None) or getattr(cfg.env, "id", None) or cfg.env.env_type)
+        if isinstance(cfg, SftConfig | TextTask) and cfg.data.path is not None:
             what = Path(cfg.data.path).resolve().name
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{what}".replace("/", "-").replace(":", "-")
         return _free_name(parent / name)

@@ -6,6 +6,7 @@ from embodyrl.algorithms import Algorithm
 from embodyrl.runtime.build import Blueprint, Crew
 from embodyrl.runtime.episodes import RolloutPlan, greedy_plan, groups_per_step, refill_plan, train_plan
 from embodyrl.runtime.jobs import Collection, Job
+from embodyrl.runtime.roots import TrainConfig
 from embodyrl.types import Episode
 
 
@@ -20,7 +21,7 @@ class Sampler:
 
     def __init__(self, blueprint: Blueprint, crew: Crew, algorithm: Algorithm) -> None:
         self._blueprint = blueprint
-        self._cfg = blueprint.cfg
+        self._cfg = blueprint.config(TrainConfig)
         self._rollouts = crew.rollouts
         self._algorithm = algorithm
         self._jobs: dict[int, Job] = {}
@@ -41,7 +42,7 @@ class Sampler:
             found = self._rollouts.collect(Job(greedy_plan(self._cfg, job.plan), greedy=True, keep=False))
             collection.greedy = {e.spec.group_id: e for e in found.episodes}
             collection.tally.add(found.tally)
-        for attempt in range(self._cfg.algorithm.filter_refills):
+        for attempt in range(self._algorithm.filter_refills):
             kept = [collection.episodes[i] for i in self._algorithm.select(collection.episodes)]
             missing = groups_per_step(self._cfg) - len({e.spec.group_id for e in kept})
             if missing <= 0:

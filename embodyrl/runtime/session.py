@@ -12,27 +12,28 @@ from typing import Any
 from embodyrl import __version__
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
-from embodyrl.config.schema import Config, OnSaveError
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import CheckpointError, Interrupted, masked
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import RunInfo
+from embodyrl.runtime.roots import RunConfig, SftConfig, TrainConfig
 from embodyrl.runtime.rundir import RunFolder
+from embodyrl.runtime.settings import ActingFaults, OnSaveError
 
 Facts = Sequence[tuple[str, str]]
 """Name and text of the banner's lines."""
 
 
-def screen_only(cfg: Config) -> Fanout:
+def screen_only(cfg: RunConfig) -> Fanout:
     """Monitor of a command that trains nothing: there are no steps to write down."""
     return build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
 
 
 def announce(
     monitor: Fanout,
-    cfg: Config,
+    cfg: RunConfig,
     folder: RunFolder,
     command: str,
     facts: Facts,
@@ -44,8 +45,8 @@ def announce(
     """Open the monitor and show what is about to run; `resumed` is the step that a continued run goes on from."""
     info = RunInfo(
         run_id=folder.run_id,
-        project=cfg.runner.logger.project_name,
-        offline=cfg.runner.logger.offline,
+        project=getattr(cfg.runner.logger, "project_name", "embodyrl"),
+        offline=getattr(cfg.runner.logger, "offline", False),
         total_steps=total,
         resume_step=resumed + 1 if resumed else (0 if total else None),
         tasks=tasks,
@@ -60,9 +61,11 @@ def announce(
 class Session:
     """A training run: step counter, best score, monitor, checkpoints."""
 
-    def __init__(self, cfg: Config, folder: RunFolder, command: str) -> None:
+    def __init__(self, cfg: TrainConfig | SftConfig, folder: RunFolder, command: str) -> None:
         self.cfg = cfg
         self.folder = folder
+        faults = cfg.faults if isinstance(cfg, TrainConfig) else ActingFaults()
+        self._save_timeout_s = faults.update_timeout_s
         self.monitor = build_monitor(cfg.runner.logger.backends)
         self.step = 0
         self.total = 0
@@ -154,7 +157,7 @@ class Session:
         """
         if self._saving is None or not (wait or self._saving.done()):
             return
-        limit, saving, self._saving = self.cfg.faults.update_timeout_s, self._saving, None
+        limit, saving, self._saving = self._save_timeout_s, self._saving, None
         clock = RunClock()
         while not futures.wait([saving], 1.0).done:
             if clock.now() > limit:

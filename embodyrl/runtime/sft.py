@@ -11,19 +11,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from embodyrl.config.schema import Config
 from embodyrl.datasets.layout import read_card
-from embodyrl.datasets.text import holds_text
+from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import ConfigError, Interrupted, NonFiniteError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.runtime.augment import augment
 from embodyrl.runtime.build import mismatches
+from embodyrl.runtime.roots import SftConfig
 from embodyrl.runtime.rundir import RunFolder, open_run
 from embodyrl.runtime.seeds import derive
 from embodyrl.runtime.session import Session
 from embodyrl.runtime.sft_setup import (
     Samples,
+    augments,
     build_text_policy,
     data_statistics,
     load_samples,
@@ -53,7 +54,7 @@ class SftResult:
     """Of the last validation; empty if there was none."""
 
 
-def sft(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = None) -> SftResult:
+def sft(cfg: SftConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> SftResult:
     """Train from `cfg`, or continue the run in `resume`.
 
     Raises:
@@ -70,7 +71,7 @@ def sft(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = Non
 class _Sft:
     """One process's share of a run."""
 
-    def __init__(self, cfg: Config, folder: RunFolder, facts: list[tuple[str, str]]) -> None:
+    def __init__(self, cfg: SftConfig, folder: RunFolder, facts: list[tuple[str, str]]) -> None:
         self.cfg = cfg
         self.facts = facts
         self.session = Session(cfg, folder, "sft")
@@ -85,7 +86,7 @@ class _Sft:
         seed_everything(self.cfg.seed, deterministic=self.cfg.runner.deterministic)
         self.policy = self._prepare()
         total = self._total_steps()
-        self.optimization = Optimization(self.policy.module, self.cfg.actor, total)
+        self.optimization = Optimization(self.policy.module, self.cfg.actor.optim, total)
         if start is not None:
             self.optimization.load(start, self.policy)
         held_out = 0 if self.validation is None else len(self.validation.steps)
@@ -115,20 +116,20 @@ class _Sft:
     def _prepare(self) -> Policy:
         """Load the data, then build the policy with their statistics."""
         cfg = self.cfg
-        if holds_text(str(cfg.data.path)):
+        if isinstance(cfg.data, RowSettings):
             speaker = build_text_policy(cfg, str(self.device))
             self.train, self.validation = load_text(cfg, speaker)
             return speaker
         env = read_card(Path(str(cfg.data.path))).env
         factory = POLICIES.get(cfg.model.model_type)
-        key = cfg.model.unnorm_key or env.unnorm_key or env.name
+        key = getattr(cfg.model, "unnorm_key", None) or env.unnorm_key or env.name
         source, target = start_model(cfg), self.session.folder.root / START_FOLDER
         # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description
         # any statistics will do.
         blank = data_statistics(*_blank(env), env, 0)
         model = with_statistics(cfg.model, source, target, key, blank)
         spec = factory.spec(model, env, 0)
-        if problems := mismatches(cfg, env, spec):
+        if problems := mismatches(env, spec):
             raise ConfigError(problems)
         self.train, self.validation = load_samples(cfg, env, spec)
         demos, steps = self.train.demos, self.train.steps
@@ -184,7 +185,7 @@ class _Sft:
         for start in range(0, len(picked), size):
             part = picked[start : start + size]
             obs = self.train.demos.observe(self.train.steps[part])
-            if self.cfg.data.image_aug and obs.images.size:
+            if augments(self.cfg) and obs.images.size:
                 seed = derive(self.cfg.seed, "augment", step, start)
                 obs = replace(obs, images=augment(obs.images, seed=seed, device=self.device))
             loss = self.policy.imitate(obs, self.train.actions[part]).loss.sum() / len(picked)

@@ -2,23 +2,24 @@
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from embodyrl.config.keys import spell
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import Config, ModelConfig
 from embodyrl.conversation import join_messages
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, check_layout, load_demonstrations
+from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.datasets.statistics import vector_stats
-from embodyrl.datasets.text import TextRows, holds_text, open_rows
+from embodyrl.datasets.text import TextRows, open_rows
 from embodyrl.errors import ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest, TextPolicy
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.runtime.roots import SftConfig
 from embodyrl.runtime.seeds import derive
 from embodyrl.runtime.texts import tokenizer_folder
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, PolicySpec
@@ -41,7 +42,7 @@ class Samples:
     """[M, K, A] the actions that follow, in the policy's gripper convention."""
 
 
-def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
+def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
     """Load demonstrations and split them by episode into training and validation.
 
     Raises:
@@ -96,22 +97,22 @@ def _describe(values: FloatArray) -> dict[str, list[float]]:
     return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
 
 
-def start_model(cfg: Config) -> Path:
+def start_model(cfg: SftConfig) -> Path:
     """Find the checkpoint folder to start from.
 
     Raises:
         ConfigError: the model has none, so there is nothing that could be trained.
     """
-    factory = POLICIES.get(cfg.model.model_type)
-    if "path" not in factory.consumes or cfg.model.path is None:
+    path = cfg.model.weights
+    if path is None:
         raise ConfigError(
-            f"model_type '{cfg.model.model_type}' (model.path={spell(cfg.model.path)}) is no checkpoint folder that "
-            "could be trained; use for example model=openvla_oft_tiny."
+            f"model_type '{cfg.model.model_type}' has no checkpoint folder (model.path) that could be trained; use for "
+            "example model=openvla_oft_tiny."
         )
-    return resolve_asset(cfg.model.path)
+    return resolve_asset(path)
 
 
-def with_statistics(model: ModelConfig, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelConfig:
+def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelSettings:
     """Make `target` a checkpoint folder like `source`, but with the statistics of our data, and return its config.
 
     Small files are copied, weights are linked: nothing large is written before the first checkpoint.
@@ -126,10 +127,16 @@ def with_statistics(model: ModelConfig, source: Path, target: Path, key: str, en
             copy.symlink_to(path.resolve())
     text = json.dumps({key: entry}, indent=2) + "\n"
     (target / STATISTICS_FILE).write_text(text, encoding="utf-8")
-    return replace(model, path=str(target), unnorm_key=key)
+    own = {"unnorm_key": key} if "unnorm_key" in type(model).model_fields else {}
+    return model.updated({"path": str(target), **own})
 
 
-def sft_facts(cfg: Config) -> list[tuple[str, str]]:
+def augments(cfg: SftConfig) -> bool:
+    """Whether images are changed at random."""
+    return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug
+
+
+def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     """Name and text of the lines that describe a run before it starts.
 
     Raises:
@@ -137,11 +144,11 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     """
     assert cfg.data.path is not None
     training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} samples")
-    if holds_text(cfg.data.path):
+    if isinstance(cfg.data, RowSettings):
         rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
         return [
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
-            ("model", f"{cfg.model.path or cfg.model.model_type} · {cfg.model.precision.value}"),
+            ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
             training,
         ]
     root = Path(cfg.data.path)
@@ -154,13 +161,13 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     cameras = f"{', '.join(card.env.cameras)} {height}x{width}"
     return [
         ("data", f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {card.env.name}"),
-        ("frames", f"{cameras} · augmentation {'on' if cfg.data.image_aug else 'off'}"),
-        ("model", f"{start_model(cfg)} · {cfg.model.precision.value}"),
+        ("frames", f"{cameras} · augmentation {'on' if augments(cfg) else 'off'}"),
+        ("model", f"{start_model(cfg)} · {cfg.model.precision_name}"),
         training,
     ]
 
 
-def build_text_policy(cfg: Config, device: str) -> TextPolicy:
+def build_text_policy(cfg: SftConfig, device: str) -> TextPolicy:
     """Build the language model.
 
     Raises:
@@ -176,17 +183,18 @@ def build_text_policy(cfg: Config, device: str) -> TextPolicy:
         )
     recompute = cfg.actor.gradient_checkpointing
     request = PolicyRequest(env=env, device=device, seed=cfg.seed, gradient_checkpointing=recompute)
-    policy = factory.build(replace(cfg.model, num_action_chunks=1), request)
+    policy = factory.build(cfg.model.updated({"num_action_chunks": 1}), request)
     assert isinstance(policy, TextPolicy)
     return policy
 
 
-def load_text(cfg: Config, policy: TextPolicy) -> tuple[Samples, Samples | None]:
+def load_text(cfg: SftConfig, policy: TextPolicy) -> tuple[Samples, Samples | None]:
     """Rows for training and for validation; what is imitated is the reference and the token that ends it.
 
     Raises:
         ConfigError: a source or a row is wrong.
     """
+    assert isinstance(cfg.data, RowSettings)
     rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
     split = len(rows) - rows.held_out
     training = _text_samples(rows, range(split), policy)

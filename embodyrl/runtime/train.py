@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.config.schema import Config
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.runtime.actors import Actors
 from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
@@ -19,6 +18,7 @@ from embodyrl.runtime.held_out import evaluation_facts
 from embodyrl.runtime.jobs import Collection
 from embodyrl.runtime.metrics import rollout_metrics, settle
 from embodyrl.runtime.planning import facts
+from embodyrl.runtime.roots import TrainConfig
 from embodyrl.runtime.rundir import RunFolder, open_run, resolve_weights
 from embodyrl.runtime.sampling import Sampler
 from embodyrl.runtime.session import Session
@@ -45,7 +45,7 @@ class TrainResult:
     last: EvalResult | None
 
 
-def train(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = None) -> TrainResult:
+def train(cfg: TrainConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> TrainResult:
     """Train from `cfg`, or continue the run in `resume`.
 
     Raises:
@@ -67,7 +67,7 @@ class _Training:
         assert blueprint.algorithm is not None
         self.blueprint = blueprint
         self.algorithm = blueprint.algorithm
-        self.cfg = blueprint.cfg
+        self.cfg = blueprint.config(TrainConfig)
         self.weights = weights
         self.session = Session(self.cfg, folder, "train")
         self.monitor = self.session.monitor

@@ -12,13 +12,13 @@ import torch
 from embodyrl.algorithms import Algorithm, merge_metrics
 from embodyrl.algorithms.protocol import LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
-from embodyrl.config.schema import Config, OnNonfinite
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreOrder, UpdateOrder
 from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.rollout_worker import even_parts, read_observation
+from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import Optimization, deal
 
 T = TypeVar("T")
@@ -44,8 +44,10 @@ class ActorWorker:
         policy: Policy,
         arena: Arena,
         algorithm: Algorithm,
-        cfg: Config,
+        cfg: ActorSettings,
         *,
+        seed: int,
+        skips_nonfinite: bool,
         total_steps: int,
         reference: Policy | None,
         ranks: OneRank,
@@ -54,12 +56,12 @@ class ActorWorker:
         self._ranks = ranks
         self._arena = arena
         self._algorithm = algorithm
-        self._cfg = cfg.actor
-        self._rules = cfg.algorithm
-        self._seed = cfg.seed
-        self._on_nonfinite = cfg.faults.on_nonfinite
+        self._cfg = cfg
+        self._rules = algorithm.settings
+        self._seed = seed
+        self._skips_nonfinite = skips_nonfinite
         self._reference = reference
-        self.optimization = Optimization(policy.module, cfg.actor, total_steps, ranks)
+        self.optimization = Optimization(policy.module, cfg.optim, total_steps, ranks)
 
     def score(self, order: ScoreOrder) -> None:
         """Write the reference policy's log-probabilities."""
@@ -88,7 +90,7 @@ class ActorWorker:
         return result
 
     def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
-        warming_up = step < self._rules.critic_warmup
+        warming_up = step < self._algorithm.critic_warmup
         limit = self._rules.early_stop_imp_ratio or math.inf
         steps: list[dict[str, float]] = []
         skipped = 0
@@ -191,7 +193,7 @@ class ActorWorker:
     def _refuse(self, what: str) -> None:
         """Leave the weights as they are when something is not finite."""
         self.optimization.zero_grad()
-        if self._on_nonfinite == OnNonfinite.stop:
+        if not self._skips_nonfinite:
             raise NonFiniteError(
                 f"Non-finite {what} in the actor; the weights were not touched. Likely cause: learning rate too high "
                 "or a broken reward. Try actor.optim.lr lower, or faults.on_nonfinite=skip."

@@ -9,9 +9,9 @@ from typing import cast
 import numpy as np
 
 from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
-from embodyrl.config.schema import Config
-from embodyrl.envs.protocol import ENVS, Env, TextEnv
-from embodyrl.envs.video import VideoRecorder
+from embodyrl.envs.protocol import ENVS, Env, EnvContext, TextEnv
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import ObservationOut, decode_instruction, encode_instruction
 from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrder, StepOrder, WorkerReady
@@ -21,8 +21,11 @@ from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrde
 class EnvWorkerInit:
     """What an env worker needs to start."""
 
-    cfg: Config
-    num_slots: int
+    env: EnvSettings
+    context: EnvContext
+    video: FilmSettings
+    expert_noise: float = 0.0
+    """Standard deviation of the noise on what the scripted expert does."""
     arena: ArenaHandle
     scripted: bool = False
     """The environment's demonstrator acts; the chunk in the record is ignored and overwritten."""
@@ -44,7 +47,7 @@ class EnvWorker:
     def __init__(self, init: EnvWorkerInit) -> None:
         self._init = init
         self._arena = init.shared_arena or Arena.attach(init.arena)
-        self._env: Env = ENVS.get(init.cfg.env.env_type).make(init.cfg.env, init.num_slots)
+        self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
         self._tapes: dict[int, _Tape] = {}
         self._problems: list[Recording] = []
         self._unjudged: dict[int, str] = {}
@@ -81,9 +84,7 @@ class EnvWorker:
         film = self._film if self._tapes else None
         length = 1 if self._init.single_step else arena["action"].shape[1]
         if self._init.scripted:
-            actions, result = self._env.expert_chunk(
-                slots, length, noise=self._init.cfg.model.expert_noise, after_step=film
-            )
+            actions, result = self._env.expert_chunk(slots, length, noise=self._init.expert_noise, after_step=film)
             arena["action"][records, :length] = actions
         else:
             if arena["reply"].shape[1]:
@@ -130,13 +131,13 @@ class EnvWorker:
 
     def _start_tape(self, order: ResetOrder) -> None:
         assert order.video_stem is not None
-        video = self._init.cfg.video_cfg
+        video = self._init.video
         try:
             recorder = VideoRecorder(
                 Path(order.video_stem),
                 fps=video.fps,
                 instruction=self._env.instruction(order.slot),
-                info=video.info_on_video,
+                info=isinstance(video, VideoSettings) and video.info_on_video,
             )
         except (EmbodyError, OSError) as error:
             self._problems.append(Recording(slot=order.slot, path=None, problem=str(error)))

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from embodyrl.algorithms import Algorithm
+from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.channels.arena import Arena, ArenaHandle
-from embodyrl.config.schema import Config, Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker, InParts
 from embodyrl.workers.messages import (
     ContinueOrder,
@@ -30,6 +31,7 @@ from embodyrl.workers.messages import (
 )
 from embodyrl.workers.ranks import OneRank, halve, open_ranks
 from embodyrl.workers.rollout_worker import RolloutWorker
+from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import best_device, seed_everything
 from embodyrl.workers.weight_sync import describe_weights, publish, take
 
@@ -38,7 +40,15 @@ from embodyrl.workers.weight_sync import describe_weights, publish, take
 class PolicyHostInit:
     """What the process that holds the policy needs to start."""
 
-    cfg: Config
+    model: ModelSettings
+    algorithm: AlgorithmSettings | None = None
+    """None: nothing is trained."""
+    longest_episode: int = 1
+    """Chunks of an episode that its time limit ends."""
+    actor: ActorSettings = field(default_factory=ActorSettings)
+    seed: int
+    deterministic: bool = False
+    skips_nonfinite: bool = False
     request: PolicyRequest
     """Its device is chosen where the policy is built."""
     arena: ArenaHandle
@@ -61,9 +71,8 @@ class PolicyHost:
     """Rollout and actor worker, as far as the process does both."""
 
     def __init__(self, init: PolicyHostInit) -> None:
-        cfg = init.cfg
         torch.set_num_threads(init.threads)
-        seed_everything(cfg.seed, deterministic=cfg.runner.deterministic)
+        seed_everything(init.seed, deterministic=init.deterministic)
         self._init = init
         self._arena = init.shared_arena or Arena.attach(init.arena)
         self._mail = None if init.mail is None else Arena.attach(init.mail)
@@ -71,23 +80,25 @@ class PolicyHost:
         self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.seat)
         self._ranks = OneRank(init.seat)
         self._actor: ActorWorker | None = None
-        half = cfg.model.precision == Precision.bf16
-        if init.mail is not None and not init.trains and half and not cfg.model.is_lora:
+        half = init.model.half
+        if init.mail is not None and not init.trains and half and not init.model.adapted:
             halve(self.policy.module, sharded=init.sharded)
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
-            longest = -(-cfg.env.train.max_episode_steps // self.policy.spec.num_action_chunks)
-            algorithm = Algorithm(cfg.algorithm, longest)
+            assert init.algorithm is not None
+            algorithm = Algorithm(init.algorithm, init.longest_episode)
             reference = None
             if algorithm.needs_reference:
                 reference = self._build()
                 reference.module.requires_grad_(False)
-            self._ranks = open_ranks(self.policy.module, init.seat, cfg.actor.fsdp, half=half, acts=init.acts)
+            self._ranks = open_ranks(self.policy.module, init.seat, init.actor.fsdp, half=half, acts=init.acts)
             self._actor = ActorWorker(
                 self.policy,
                 self._arena,
                 algorithm,
-                cfg,
+                init.actor,
+                seed=init.seed,
+                skips_nonfinite=init.skips_nonfinite,
                 total_steps=init.total_steps,
                 reference=reference,
                 ranks=self._ranks,
@@ -95,7 +106,7 @@ class PolicyHost:
             self._ranks.rest()
 
     def _build(self) -> Policy:
-        model = self._init.cfg.model
+        model = self._init.model
         policy = POLICIES.get(model.model_type).build(model, replace(self._init.request, device=best_device()))
         if self._init.start_from is not None:
             policy.load_weights(Path(self._init.start_from))

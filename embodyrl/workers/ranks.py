@@ -23,10 +23,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from embodyrl.channels.gate import LOOPBACK, pass_gate
-from embodyrl.config.schema import FsdpConfig
 from embodyrl.errors import EmbodyError
 from embodyrl.types import PolicyScores
 from embodyrl.workers.messages import RankSeat
+from embodyrl.workers.settings import FsdpSettings
 
 VALUE_HEAD = "value_head"
 _SIOCGIFADDR = 0x8915
@@ -93,7 +93,7 @@ class _Root(nn.Module):
 class ShardedRanks(OneRank):
     """N ranks: each holds a shard of the fp32 weights, gradients and optimizer state."""
 
-    def __init__(self, module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool, acts: bool) -> None:
+    def __init__(self, module: nn.Module, seat: RankSeat, cfg: FsdpSettings, *, half: bool, acts: bool) -> None:
         """Shard a module that holds the same weights on every rank; collective.
 
         Args:
@@ -211,7 +211,7 @@ class ShardedRanks(OneRank):
             dist.destroy_process_group()
 
 
-def open_ranks(module: nn.Module, seat: RankSeat, cfg: FsdpConfig, *, half: bool, acts: bool) -> OneRank:
+def open_ranks(module: nn.Module, seat: RankSeat, cfg: FsdpSettings, *, half: bool, acts: bool) -> OneRank:
     """Bind a policy's module to the ranks of the run; collective."""
     if seat.world == 1 and not cfg.cpu_offload:
         return OneRank(seat)

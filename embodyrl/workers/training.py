@@ -11,12 +11,12 @@ import torch
 from safetensors import SafetensorError
 
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
-from embodyrl.config.schema import ActorConfig, OptimConfig
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import IntArray
 from embodyrl.workers.messages import POLICY_FOLDER, RankSeat
 from embodyrl.workers.ranks import VALUE_HEAD, OneRank
+from embodyrl.workers.settings import OptimSettings, ValueOptimSettings
 
 TRAINING_STATE = "training_state"
 
@@ -44,7 +44,7 @@ class Schedule:
     wsd (warm-up, stable, decay; arXiv 2404.06395) stays constant but for the last tenth of the run.
     """
 
-    def __init__(self, cfg: OptimConfig, total: int) -> None:
+    def __init__(self, cfg: OptimSettings, total: int) -> None:
         self._cfg = cfg
         self._total = total
         self.taken = 0
@@ -77,13 +77,14 @@ class Optimization:
     """AdamW with its own learning rate for the value head, and a schedule over the `total_steps` of a run."""
 
     def __init__(
-        self, module: torch.nn.Module, cfg: ActorConfig, total_steps: int, ranks: OneRank | None = None
+        self, module: torch.nn.Module, optim: OptimSettings, total_steps: int, ranks: OneRank | None = None
     ) -> None:
-        self._module, optim = module, cfg.optim
+        self._module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         value = [p for name, p in named if VALUE_HEAD in name]
         groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
         if value:
+            assert isinstance(optim, ValueOptimSettings), "a value head is trained by reinforcement learning"
             groups.append({"params": value, "lr": optim.value_lr})
         self.optimizer = torch.optim.AdamW(
             groups,

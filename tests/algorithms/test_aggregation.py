@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from embodyrl.algorithms.aggregation import MODES, action_weights
-from embodyrl.config.schema import TokenLevel
+from embodyrl.algorithms.settings import TokenLevel
 
 # episode 0: two chunks, the second ended after its first action; episode 1: one full chunk
 EPISODE = np.array([0, 0, 1])

@@ -1,83 +1,122 @@
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
+from settings import algorithm_of
 
-from embodyrl.algorithms import ADVANTAGES, LOSSES, consumed_keys, problems, value_dim
-from embodyrl.config.schema import AlgorithmConfig, RewardLevel, TokenLevel, WeightMode
-from embodyrl.errors import UnknownNameError
+from embodyrl.algorithms import ADVANTAGES, LOSSES, Algorithm, algorithm_settings
+from embodyrl.algorithms.settings import AlgorithmSettings, OldLogprob, RewardLevel, TokenLevel, WeightMode
+from embodyrl.config.settings import keys_of
+from embodyrl.errors import ConfigError, UnknownNameError
 
 
-def test_import_and_checks_need_no_torch():
+def keys(adv_type: str, loss_type: str) -> set[str]:
+    return {*keys_of(algorithm_settings(adv_type, loss_type))}
+
+
+def test_import_and_settings_need_no_torch():
     code = (
-        "import sys, embodyrl.algorithms as a; from embodyrl.config.schema import AlgorithmConfig;"
-        "a.consumed_keys('gae', 'ppo_clip'); a.problems(AlgorithmConfig());"
-        "sys.exit('torch' in sys.modules)"
+        "import sys, embodyrl.algorithms as a; cfg = a.algorithm_settings('gae', 'ppo_clip')(adv_type='gae');"
+        "a.Algorithm(cfg); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_consumed_keys_are_keys_of_the_schema():
-    schema = {field.name for field in fields(AlgorithmConfig)}
+def test_every_estimator_goes_with_every_loss_and_no_two_mean_different_things_by_a_key():
+    meant: dict[str, str] = {}
     for name in ADVANTAGES.names():
         for loss in LOSSES.names():
-            assert consumed_keys(name, loss) <= schema
+            cfg = algorithm_of(name, loss)
+            assert isinstance(cfg, AlgorithmSettings)
+            assert list(cfg.problems()) == []
+            for key, one in keys_of(type(cfg)).items():
+                assert meant.setdefault(key, one.expectation) == one.expectation
 
 
-def test_every_key_of_the_schema_is_read_by_some_choice():
-    read = {key for name in ADVANTAGES.names() for loss in LOSSES.names() for key in consumed_keys(name, loss)}
-    assert {field.name for field in fields(AlgorithmConfig)} == read
-
-
-def test_consumed_keys_follow_the_estimator():
+def test_keys_follow_the_estimator():
     only_gae = {"gamma", "gae_lambda", "reward_type", "value_clip", "huber_delta", "value_coef", "critic_warmup"}
-    grpo, gae = consumed_keys("grpo", "ppo_clip"), consumed_keys("gae", "ppo_clip")
+    grpo, gae = keys("grpo", "ppo_clip"), keys("gae", "ppo_clip")
     assert gae - grpo == only_gae
     assert grpo - gae == {"filter_rewards", "filter_refills", "std_unbiased"}
 
 
-def test_consumed_keys_of_an_unknown_name():
-    with pytest.raises(UnknownNameError, match="Did you mean 'grpo'"):
-        consumed_keys("grppo", "ppo_clip")
+def test_keys_follow_the_loss():
+    assert keys("grpo", "ppo_clip") - keys("grpo", "pg") == {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"}
+    assert keys("grpo", "sapo") - keys("grpo", "pg") == {"sapo_tau_pos", "sapo_tau_neg"}
+
+
+@pytest.mark.parametrize(
+    ("adv_type", "loss_type", "meant"), [("grppo", "ppo_clip", "grpo"), ("grpo", "ppo_clipp", "ppo_clip")]
+)
+def test_keys_of_an_unknown_name(adv_type: str, loss_type: str, meant: str):
+    with pytest.raises(UnknownNameError, match=f"Did you mean '{meant}'"):
+        algorithm_settings(adv_type, loss_type)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adv_type": "gea"}, "Did you mean 'gae'"),
-        ({"loss_type": "ppo_clipp"}, "Did you mean 'ppo_clip'"),
-        ({"loss_agg_func": "token_mean"}, "Did you mean 'token-mean'"),
-        ({"kl_penalty_type": "k4", "kl_beta": 0.1}, "algorithm.kl_penalty_type: unknown 'k4'"),
-        ({"kl_penalty_type": "k1"}, "no effect while kl_beta is 0"),
         ({"group_size": 1}, "algorithm.group_size=1"),
-        ({"kl_in_reward": True}, "kl_beta is 0"),
-        ({"kl_target": 0.1, "kl_beta": 0.1}, "kl_in_reward is false"),
         ({"kl_in_reward": True, "kl_beta": 0.1, "kl_penalty_type": "k3+"}, "is a form for the loss"),
-        ({"m2_threshold": 0.1}, "old_logprob=recompute"),
-        ({"behave_weight_mode": WeightMode.truncate}, "behave_weight_threshold is null"),
+        (
+            {"adv_type": "gae", "reward_type": RewardLevel.action_level, "logprob_type": TokenLevel.chunk_level},
+            "one ratio per chunk",
+        ),
     ],
 )
 def test_problems(changes: dict, message: str):
-    found = problems(AlgorithmConfig(**changes))
+    found = list(algorithm_of(**changes).problems())
     assert len(found) == 1
     assert message in found[0]
+    with pytest.raises(ConfigError, match=found[0].split()[0]):
+        Algorithm(algorithm_of(**changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "missing", "cure"),
+    [
+        ("kl_penalty_type", {}, "kl_beta is 0", {"kl_beta": 0.1}),
+        ("kl_in_reward", {}, "kl_beta is 0", {"kl_beta": 0.1}),
+        ("kl_target", {"kl_beta": 0.1}, "kl_in_reward is false", {"kl_in_reward": True}),
+        ("kl_horizon", {}, "kl_target is null", {"kl_target": 0.1}),
+        ("m2_threshold", {}, "old_logprob=recompute", {"old_logprob": OldLogprob.recompute}),
+        ("behave_weight_threshold", {}, "old_logprob=recompute", {"old_logprob": OldLogprob.recompute}),
+        ("behave_weight_mode", {}, "behave_weight_threshold is null", {"behave_weight_threshold": 2.0}),
+        ("filter_refills", {}, "filter_rewards is null", {"filter_rewards": [0.1, 0.9]}),
+        ("reward_clip", {"adv_type": "gdpo"}, "each part of the reward", {"adv_type": "grpo"}),
+        ("kl_in_reward", {"adv_type": "gdpo", "kl_beta": 0.1}, "each part of the reward", {"adv_type": "grpo"}),
+        ("reward_norm", {"adv_type": "remax"}, "greedy episode", {"adv_type": "grpo"}),
+    ],
+)
+def test_keys_without_effect_and_what_gives_them_one(key: str, changes: dict, missing: str, cure: dict):
+    (reason,) = (why for name, why in algorithm_of(**changes).idle() if name == f"algorithm.{key}")
+    assert missing in reason
+    assert f"algorithm.{key}" not in dict(algorithm_of(**{**changes, **cure}).idle())
+
+
+def test_group_normalisation_needs_a_group():
+    cfg = algorithm_of(adv_type="gae", group_size=1, reward_norm="group")
+    assert dict(cfg.idle())["algorithm.reward_norm"] == "group_size is 1"
 
 
 def test_all_problems_are_reported_together():
-    assert len(problems(AlgorithmConfig(group_size=1, kl_in_reward=True, loss_agg_func="x"))) == 3
+    assert len(list(algorithm_of(group_size=1, kl_in_reward=True, kl_beta=0.1, kl_penalty_type="k3+").problems())) == 2
 
 
-def test_defaults_have_no_problems():
-    assert problems(AlgorithmConfig()) == []
-    assert problems(AlgorithmConfig(adv_type="gae", group_size=1)) == []
+def test_one_episode_per_group_is_enough_for_a_value_head():
+    assert list(algorithm_of(adv_type="gae", group_size=1).problems()) == []
 
 
 def test_grpo_does_not_mind_chunk_level_ratios():
-    assert problems(AlgorithmConfig(logprob_type=TokenLevel.chunk_level)) == []
+    assert list(algorithm_of(logprob_type=TokenLevel.chunk_level).problems()) == []
+
+
+def test_a_weight_mode_is_read_with_its_threshold():
+    cfg = algorithm_of(behave_weight_mode=WeightMode.truncate, behave_weight_threshold=2.0, old_logprob="recompute")
+    assert not {"algorithm.behave_weight_mode", "algorithm.behave_weight_threshold"} & dict(cfg.idle()).keys()
 
 
 def test_value_dim():
-    assert value_dim(AlgorithmConfig(), 8) == 0
-    assert value_dim(AlgorithmConfig(adv_type="gae"), 8) == 1
-    assert value_dim(AlgorithmConfig(adv_type="gae", reward_type=RewardLevel.action_level), 8) == 8
+    assert Algorithm(algorithm_of()).value_dim(8) == 0
+    assert Algorithm(algorithm_of(adv_type="gae")).value_dim(8) == 1
+    assert Algorithm(algorithm_of(adv_type="gae", reward_type=RewardLevel.action_level)).value_dim(8) == 8

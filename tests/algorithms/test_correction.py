@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from algorithm_cases import BEHAVIOUR_LOGPROB, LOGPROB, OLD_LOGPROB, VALID, reference_episodes
-from test_policy_losses import compute, config, fixed_units, weights
+from test_policy_losses import bounds, compute, config, fixed_units, weights
 
 from embodyrl.algorithms import LOSSES, Algorithm
 from embodyrl.algorithms.correction import importance_weights, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.protocol import LossInputs
-from embodyrl.config.schema import OldLogprob, WeightLevel, WeightMode
+from embodyrl.algorithms.settings import OldLogprob, WeightLevel, WeightMode
 from embodyrl.types import PolicyScores
 
 MASK = torch.from_numpy(VALID)
@@ -83,7 +83,7 @@ def test_off_policy_mask_reads_what_acted_and_not_what_was_recomputed():
 
 
 def test_positive_likelihood():
-    total, _, _ = compute("ppo_clip", config(0.1, 0.1), "token-mean")
+    total, _, _ = compute("ppo_clip", bounds(0.1, 0.1), "token-mean")
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, positive_nll_coef=2.0))
     loss, _ = algorithm.loss(scores(), inputs(algorithm))
     assert loss.item() - total == pytest.approx(2.0 * 0.53, abs=2e-6)
@@ -91,7 +91,7 @@ def test_positive_likelihood():
 
 def test_unbiased_kl():
     beta = 0.5
-    total, _, _ = compute("ppo_clip", config(0.1, 0.1), "token-mean")
+    total, _, _ = compute("ppo_clip", bounds(0.1, 0.1), "token-mean")
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, kl_beta=beta, kl_penalty_type="k3_unbiased"))
     leaf = torch.from_numpy(LOGPROB).requires_grad_()
     loss, metrics = algorithm.loss(scores(leaf), inputs(algorithm))

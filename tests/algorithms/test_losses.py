@@ -13,7 +13,7 @@ from algorithm_cases import (
 from embodyrl.algorithms.advantages import gae
 from embodyrl.algorithms.aggregation import action_weights
 from embodyrl.algorithms.losses import kl, value_loss
-from embodyrl.config.schema import TokenLevel
+from embodyrl.algorithms.settings import TokenLevel
 
 EPISODE = np.nonzero(VALID)[0]
 FLAT_VALID = np.ones((len(EPISODE), 1), dtype=bool)

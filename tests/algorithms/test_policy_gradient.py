@@ -14,19 +14,20 @@ from algorithm_cases import (
     make_episode,
     reference_episodes,
 )
+from settings import algorithm_of
 
 from embodyrl.algorithms import LOSSES, Algorithm, merge_metrics
 from embodyrl.algorithms.aggregation import MODES
 from embodyrl.algorithms.protocol import LossInputs
-from embodyrl.config.schema import AlgorithmConfig, RewardLevel, TokenLevel
+from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, TokenLevel
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import Episode, PolicyScores, PreparedBatch
 
 K, D = 3, 2
 
 
-def gae_config(**changes) -> AlgorithmConfig:
-    return AlgorithmConfig(adv_type="gae", group_size=1, gamma=0.9, gae_lambda=0.8, **changes)
+def gae_config(**changes) -> AlgorithmSettings:
+    return algorithm_of(adv_type="gae", group_size=1, gamma=0.9, gae_lambda=0.8, **changes)
 
 
 def ragged_episodes(value_dim: int) -> list[Episode]:
@@ -124,8 +125,9 @@ WHOLE_BATCH_STATISTICS = {"clip_cov", "kl_cov"}
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES.names() if name not in WHOLE_BATCH_STATISTICS])
 def test_two_ranks_have_the_gradient_of_one(mode: str, loss_type: str):
     """Ranks of unequal numbers of valid tokens; gradients are averaged over ranks, so each multiplies its loss by 2."""
+    own = {"ratio_max": 1.1} if loss_type.startswith("aipo") else {}
     cfg = gae_config(
-        loss_type=loss_type, loss_agg_func=mode, positive_nll_coef=0.3, off_policy_masking_delta=0.01, ratio_max=1.1
+        loss_type=loss_type, loss_agg_func=mode, positive_nll_coef=0.3, off_policy_masking_delta=0.01, **own
     )
     algorithm = Algorithm(cfg)
     batch = algorithm.prepare(ragged_episodes(1))
@@ -159,7 +161,7 @@ def test_tokens_of_actions_that_never_ran_have_no_influence(level: TokenLevel):
 
 def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, float]:
     """One episode of two chunks, K = D = 2; the second chunk ended after one action; no clipping."""
-    cfg = AlgorithmConfig(logprob_type=level, loss_agg_func=mode, clip_ratio_low=0.99, clip_ratio_high=99.0)
+    cfg = algorithm_of(logprob_type=level, loss_agg_func=mode, clip_ratio_low=0.99, clip_ratio_high=99.0)
     algorithm = Algorithm(cfg, longest_episode=2)
     episodes = [
         make_episode([[0, 0], [1, 0]], valid=[[True, True], [True, False]], episode_id=0),
@@ -209,7 +211,7 @@ def test_levels_by_hand(level: TokenLevel, mode: str, ratio_sum: float):
 
 def test_the_constant_denominator_is_no_property_of_the_batch():
     """Dr.GRPO (arXiv 2503.20783): the time limit's 10 chunks, whichever episodes were kept and drawn."""
-    cfg = AlgorithmConfig(loss_agg_func="seq-mean-token-sum-norm", normalize_advantages=False)
+    cfg = algorithm_of(loss_agg_func="seq-mean-token-sum-norm", normalize_advantages=False)
     algorithm = Algorithm(cfg, longest_episode=10)
     batch = algorithm.prepare([make_episode([[r]] * n, episode_id=n, first_record=9 * n) for n, r in ((1, 1), (3, 0))])
     for samples, sequences in (([0], 1), ([1, 2, 3], 1), ([0, 1, 2], 2)):
@@ -238,7 +240,7 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
     ]
     losses = []
     for bonus in (0.0, 0.5):
-        cfg = AlgorithmConfig(logprob_type=TokenLevel.chunk_level, entropy_type=entropy_type, entropy_bonus=bonus)
+        cfg = algorithm_of(logprob_type=TokenLevel.chunk_level, entropy_type=entropy_type, entropy_bonus=bonus)
         algorithm = Algorithm(cfg)
         batch = algorithm.prepare(episodes)
         weights = algorithm.weights(batch, [0, 1])
@@ -263,7 +265,7 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
 
 
 def test_grpo_prepare_reference():
-    batch = Algorithm(AlgorithmConfig(group_size=3)).prepare(reference_episodes())
+    batch = Algorithm(algorithm_of(group_size=3)).prepare(reference_episodes())
     expected = np.repeat(GRPO_REFERENCE, LENGTHS)[:, None]
     np.testing.assert_allclose(batch.advantage, expected, atol=1e-5)
     np.testing.assert_array_equal(batch.episode, np.repeat(np.arange(6), LENGTHS))
@@ -327,14 +329,14 @@ def success_groups(*wins: int) -> list[Episode]:
 
 
 def test_filter_keeps_groups_within_the_bounds():
-    batch = Algorithm(AlgorithmConfig(filter_rewards=[0.3, 0.8])).prepare(success_groups(0, 1, 2, 3, 4))
+    batch = Algorithm(algorithm_of(filter_rewards=[0.3, 0.8])).prepare(success_groups(0, 1, 2, 3, 4))
     np.testing.assert_array_equal(np.unique(batch.episode // 4), [2, 3])
     assert batch.metrics["train/groups_filtered"] == pytest.approx(3 / 5)
     assert batch.metrics["train/groups_without_signal"] == pytest.approx(3 / 5)
 
 
 def test_filter_that_drops_everything_leaves_an_empty_batch_without_signal():
-    cfg = AlgorithmConfig(filter_rewards=[0.3, 0.8], entropy_bonus=0.1)
+    cfg = algorithm_of(filter_rewards=[0.3, 0.8], entropy_bonus=0.1)
     batch = Algorithm(cfg).prepare(success_groups(0, 4))
     assert batch.advantage.shape == (0, 1)
     assert not batch.has_signal
@@ -342,7 +344,7 @@ def test_filter_that_drops_everything_leaves_an_empty_batch_without_signal():
 
 
 def test_groups_without_signal_still_count_in_the_denominator():
-    batch = Algorithm(AlgorithmConfig()).prepare(success_groups(0, 2))
+    batch = Algorithm(algorithm_of()).prepare(success_groups(0, 2))
     assert batch.metrics["train/groups_without_signal"] == 0.5
     assert batch.has_signal
     assert len(batch.records) == 8
@@ -352,7 +354,7 @@ def test_groups_without_signal_still_count_in_the_denominator():
     ("changes", "signal"), [({}, False), ({"kl_beta": 0.1}, True), ({"entropy_bonus": 0.01}, True)]
 )
 def test_constant_groups_have_signal_only_through_other_terms(changes: dict, signal: bool):
-    batch = Algorithm(AlgorithmConfig(**changes)).prepare(success_groups(0, 4))
+    batch = Algorithm(algorithm_of(**changes)).prepare(success_groups(0, 4))
     assert batch.has_signal is signal
     assert batch.metrics["train/groups_without_signal"] == 1.0
 
@@ -365,7 +367,7 @@ def test_value_loss_is_a_signal_and_no_value_coefficient_is_none():
 
 @pytest.mark.parametrize("level", list(TokenLevel))
 def test_a_batch_without_signal_really_has_a_zero_gradient(level: TokenLevel):
-    algorithm = Algorithm(AlgorithmConfig(logprob_type=level))
+    algorithm = Algorithm(algorithm_of(logprob_type=level))
     flat = [make_episode(np.ones((2, K)) / K, episode_id=i, first_record=2 * i) for i in range(3)]
     batch = algorithm.prepare(flat)
     assert not batch.has_signal
@@ -380,7 +382,7 @@ def test_a_batch_without_signal_really_has_a_zero_gradient(level: TokenLevel):
     [{}, {"kl_beta": 0.1}, {"entropy_bonus": 0.01}, {"loss_type": "dro"}, {"loss_type": "kl_cov", "cov_share": 1.0}],
 )
 def test_inert_samples_are_exactly_those_without_a_gradient(changes: dict):
-    algorithm = Algorithm(AlgorithmConfig(**changes))
+    algorithm = Algorithm(algorithm_of(**changes))
     rewards, groups = (1.0, 0.0, 1.0, 1.0), (0, 0, 1, 1)
     episodes = [
         make_episode(np.full((2, K), reward / (2 * K)), episode_id=i, group=group, first_record=2 * i)
@@ -426,7 +428,7 @@ def test_rewards_of_actions_that_never_ran_are_ignored():
 
 
 def test_kl_without_reference_is_our_own_bug():
-    algorithm = Algorithm(AlgorithmConfig(kl_beta=0.1))
+    algorithm = Algorithm(algorithm_of(kl_beta=0.1))
     assert algorithm.needs_reference
     batch = algorithm.prepare(ragged_episodes(0))
     _, scores = scores_of(batch, 0)
@@ -439,7 +441,7 @@ def test_kl_without_reference_is_our_own_bug():
 def test_reference_kl_enters_the_loss_with_its_weight():
     losses = []
     for beta in (0.0, 0.3):
-        algorithm = Algorithm(AlgorithmConfig(kl_beta=beta))
+        algorithm = Algorithm(algorithm_of(kl_beta=beta))
         batch = algorithm.prepare(ragged_episodes(0))
         _, scores = scores_of(batch, 0)
         inputs = inputs_of(algorithm, batch, 0)

@@ -1,16 +1,18 @@
 """Values and gradients of every policy loss on the fixed input, computed independently of this code."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from algorithm_cases import GRPO_REFERENCE, LOGPROB, OLD_LOGPROB, VALID
+from settings import algorithm_of
 
 from embodyrl.algorithms import LOSSES
 from embodyrl.algorithms.aggregation import action_weights
 from embodyrl.algorithms.protocol import LossTerms, Units
-from embodyrl.config.schema import AlgorithmConfig, TokenLevel
+from embodyrl.algorithms.settings import AlgorithmSettings, TokenLevel
 
 
 def weights(mode: str) -> torch.Tensor:
@@ -39,13 +41,17 @@ def test_the_fixed_advantage_is_the_reference():
     np.testing.assert_allclose(GRPO_EXACT, GRPO_REFERENCE, atol=1e-6)
 
 
-def config(low: float, high: float, **changes) -> AlgorithmConfig:
-    return AlgorithmConfig(clip_ratio_low=low, clip_ratio_high=high, **changes)
+def bounds(low: float, high: float) -> dict[str, float]:
+    return {"clip_ratio_low": low, "clip_ratio_high": high}
 
 
-def compute(name: str, cfg: AlgorithmConfig, mode: str) -> tuple[float, torch.Tensor, LossTerms]:
+def config(low: float, high: float, **changes: Any) -> AlgorithmSettings:
+    return algorithm_of(**bounds(low, high), **changes)
+
+
+def compute(name: str, keys: dict[str, Any], mode: str) -> tuple[float, torch.Tensor, LossTerms]:
     leaf, units = fixed_units()
-    terms = LOSSES.get(name).compute(units, cfg)
+    terms = LOSSES.get(name).compute(units, algorithm_of(loss_type=name, **keys))
     total = (terms.loss * weights(mode)).sum()
     total.backward()
     assert terms.loss.shape == terms.ratio.shape == terms.clipped.shape == units.logprob.shape
@@ -65,36 +71,36 @@ def compute(name: str, cfg: AlgorithmConfig, mode: str) -> tuple[float, torch.Te
     ],
 )
 def test_aggregations(mode: str, expected: float):
-    value, _, _ = compute("ppo_clip", config(0.1, 0.1), mode)
+    value, _, _ = compute("ppo_clip", bounds(0.1, 0.1), mode)
     assert value == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "cfg", "mode", "expected", "grad_sum", "grad_norm"),
+    ("name", "keys", "mode", "expected", "grad_sum", "grad_norm"),
     [
-        ("ppo_clip", config(0.1, 0.1), "token-mean", 0.075962, 0.064870, 0.137686),
-        ("ppo_clip", config(0.1, 0.2), "token-mean", 0.067142, -0.080704, 0.162555),
-        ("ppo_clip", config(0.1, 0.1, clip_ratio_c=1.05), "token-mean", 0.072586, -0.096006, 0.101639),
-        ("gspo", config(0.03, 0.04), "seq-mean-token-mean", 0.006472, -0.006871, 0.152168),
-        ("gmpo", config(0.1, 0.1), "seq-mean-token-mean", -0.006412, -0.029437, 0.160868),
-        ("sapo", AlgorithmConfig(), "seq-mean-token-mean", -0.051417, -0.016875, 0.189970),
-        ("cispo", config(0.1, 0.1), "token-mean", -0.201200, 0.075962, 0.199602),
-        ("dro", AlgorithmConfig(log_ratio_coef=0.5), "token-mean", -0.218497, 0.107073, 0.192931),
-        ("pg", AlgorithmConfig(), "token-mean", -0.221172, 0.102073, 0.197905),
-        ("aipo", AlgorithmConfig(ratio_max=1.02), "token-mean", -0.195664, 0.077344, 0.191724),
-        ("aipo_ratio", AlgorithmConfig(ratio_max=1.02), "token-mean", 0.077344, 0.098899, 0.119232),
-        ("topr", AlgorithmConfig(), "token-mean", -0.190467, 0.073565, 0.189981),
+        ("ppo_clip", bounds(0.1, 0.1), "token-mean", 0.075962, 0.064870, 0.137686),
+        ("ppo_clip", bounds(0.1, 0.2), "token-mean", 0.067142, -0.080704, 0.162555),
+        ("ppo_clip", {**bounds(0.1, 0.1), "clip_ratio_c": 1.05}, "token-mean", 0.072586, -0.096006, 0.101639),
+        ("gspo", bounds(0.03, 0.04), "seq-mean-token-mean", 0.006472, -0.006871, 0.152168),
+        ("gmpo", bounds(0.1, 0.1), "seq-mean-token-mean", -0.006412, -0.029437, 0.160868),
+        ("sapo", {}, "seq-mean-token-mean", -0.051417, -0.016875, 0.189970),
+        ("cispo", bounds(0.1, 0.1), "token-mean", -0.201200, 0.075962, 0.199602),
+        ("dro", {"log_ratio_coef": 0.5}, "token-mean", -0.218497, 0.107073, 0.192931),
+        ("pg", {}, "token-mean", -0.221172, 0.102073, 0.197905),
+        ("aipo", {"ratio_max": 1.02}, "token-mean", -0.195664, 0.077344, 0.191724),
+        ("aipo_ratio", {"ratio_max": 1.02}, "token-mean", 0.077344, 0.098899, 0.119232),
+        ("topr", {}, "token-mean", -0.190467, 0.073565, 0.189981),
     ],
 )
-def test_value_and_gradient(name: str, cfg, mode: str, expected: float, grad_sum: float, grad_norm: float):
-    value, gradient, _ = compute(name, cfg, mode)
+def test_value_and_gradient(name: str, keys: dict, mode: str, expected: float, grad_sum: float, grad_norm: float):
+    value, gradient, _ = compute(name, keys, mode)
     assert value == pytest.approx(expected, abs=2e-6)
     assert gradient.sum().item() == pytest.approx(grad_sum, abs=2e-6)
     assert gradient.norm().item() == pytest.approx(grad_norm, abs=2e-6)
 
 
 def test_gspo_by_token_mean():
-    value, _, terms = compute("gspo", config(0.03, 0.04), "token-mean")
+    value, _, terms = compute("gspo", bounds(0.03, 0.04), "token-mean")
     assert value == pytest.approx(0.095901, abs=2e-6)
     expected = [1.107383, 1.072508, 1.007528, 1.015113, 0.906649, 0.913931]
     np.testing.assert_allclose(terms.ratio[:, 0, 0].detach(), expected, atol=1e-6)
@@ -105,15 +111,21 @@ def test_at_the_old_policy_every_loss_has_the_policy_gradient(name: str):
     """With r = 1 nothing is clipped, and the gradient of the sum is -A: what dro and kl_cov add is flat there."""
     leaf, units = fixed_units(OLD_LOGPROB)
     mode = "seq-mean-token-mean"
-    cfg = AlgorithmConfig(cov_bounds=[90.0, 91.0])
+    cfg = algorithm_of(loss_type=name, **({"cov_bounds": [90.0, 91.0]} if name == "clip_cov" else {}))
     (LOSSES.get(name).compute(units, cfg).loss * weights(mode)).sum().backward()
     expected = -(units.advantage * weights(mode))[:, :, 0]
     torch.testing.assert_close(leaf.grad, expected, atol=1e-12, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "aipo_ratio"])
-@pytest.mark.parametrize("dual", [None, 1.05])
-def test_clipped_marks_exactly_the_units_without_gradient(name: str, dual: float | None):
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("ppo_clip", bounds(0.2, 0.28)),
+        ("ppo_clip", {**bounds(0.2, 0.28), "clip_ratio_c": 1.05}),
+        ("aipo_ratio", {}),
+    ],
+)
+def test_clipped_marks_exactly_the_units_without_gradient(name: str, keys: dict):
     logprob = torch.linspace(-1, 1, 41, dtype=torch.float64).repeat(2).requires_grad_()
     advantage = torch.cat([torch.ones(41), -torch.ones(41)]).double()
     units = Units(
@@ -122,7 +134,7 @@ def test_clipped_marks_exactly_the_units_without_gradient(name: str, dual: float
         advantage=advantage[:, None, None],
         valid=torch.ones(82, 1, 1, dtype=torch.bool),
     )
-    terms = LOSSES.get(name).compute(units, config(0.2, 0.28, clip_ratio_c=dual))
+    terms = LOSSES.get(name).compute(units, algorithm_of(loss_type=name, **keys))
     terms.loss.sum().backward()
     assert torch.equal(terms.clipped.flatten(), logprob.grad == 0)
     assert 0 < terms.clipped.sum() < 82
@@ -132,7 +144,7 @@ def test_ratio_of_distant_policies_stays_finite():
     _, units = fixed_units()
     far = replace(units, logprob=units.logprob + 500.0)
     for name in LOSSES.names():
-        terms = LOSSES.get(name).compute(far, AlgorithmConfig())
+        terms = LOSSES.get(name).compute(far, algorithm_of(loss_type=name))
         assert torch.isfinite(terms.loss).all(), name
 
 
@@ -147,7 +159,7 @@ def covariance_units() -> Units:
 
 
 def test_clip_cov_drops_units_of_large_covariance():
-    cfg = AlgorithmConfig(cov_share=0.5, cov_bounds=[1.0, 5.0])
+    cfg = algorithm_of(loss_type="clip_cov", cov_share=0.5, cov_bounds=[1.0, 5.0])
     terms = LOSSES.get("clip_cov").compute(covariance_units(), cfg)
     assert terms.clipped.flatten().tolist() == [True, False, False, True]
     np.testing.assert_allclose(terms.loss.detach().flatten(), [0.0, 0.5, -0.5, 0.0])
@@ -156,7 +168,7 @@ def test_clip_cov_drops_units_of_large_covariance():
 def test_kl_cov_penalises_units_of_large_covariance():
     units = covariance_units()
     moved = replace(units, old_logprob=units.old_logprob - 0.1)
-    cfg = AlgorithmConfig(cov_share=0.5, log_ratio_coef=10.0)
+    cfg = algorithm_of(loss_type="kl_cov", cov_share=0.5, log_ratio_coef=10.0)
     loss = LOSSES.get("kl_cov").compute(moved, cfg).loss.detach().flatten()
     np.testing.assert_allclose(loss, -units.advantage.flatten().numpy() * np.exp(0.1) + [1, 0, 0, 1], rtol=1e-5)
 
@@ -165,6 +177,6 @@ def test_kl_cov_penalises_units_of_large_covariance():
 def test_kl_cov_penalises_its_share_where_all_advantages_are_equal(share: float, count: int):
     units = covariance_units()
     tied = replace(units, old_logprob=units.old_logprob - 0.1, advantage=torch.ones(4, 1, 1))
-    cfg = AlgorithmConfig(cov_share=share, log_ratio_coef=10.0)
+    cfg = algorithm_of(loss_type="kl_cov", cov_share=share, log_ratio_coef=10.0)
     loss = LOSSES.get("kl_cov").compute(tied, cfg).loss.detach().flatten().numpy() + np.exp(0.1)
     np.testing.assert_allclose(np.sort(loss), [0] * (4 - count) + [1] * count, atol=1e-5)

@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 from algorithm_cases import LENGTHS, OLD_LOGPROB, REF_LOGPROB, REWARDS, VALID, make_episode, reference_episodes
+from settings import algorithm_of
 
 from embodyrl.algorithms import Algorithm
 from embodyrl.algorithms.protocol import Scores
+from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.algorithms.shaping import adapted_beta, shape_rewards
-from embodyrl.config.schema import AlgorithmConfig, RewardNorm, TruncatedEpisodes
 
 REFERENCE = Scores(
     logprob=tuple(OLD_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
@@ -13,23 +14,23 @@ REFERENCE = Scores(
 )
 
 
-def outcomes(cfg: AlgorithmConfig) -> list[float]:
+def outcomes(cfg: AlgorithmSettings) -> list[float]:
     return [episode.episode_return for episode in shape_rewards(reference_episodes(), cfg)]
 
 
 def test_nothing_changes_by_default():
     episodes = reference_episodes()
-    assert shape_rewards(episodes, AlgorithmConfig()) == episodes
+    assert shape_rewards(episodes, algorithm_of()) == episodes
 
 
 def test_bias_scale_and_clip():
-    cfg = AlgorithmConfig(reward_bias=0.5, reward_scale=2.0, reward_clip=3.0)
+    cfg = algorithm_of(reward_bias=0.5, reward_scale=2.0, reward_clip=3.0)
     np.testing.assert_allclose(outcomes(cfg), np.clip((np.array(REWARDS) + 0.5) * 2, -3, 3))
 
 
 def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():
     episode = make_episode([[1.0, 2.0], [3.0, 9.0]], valid=[[True, True], [True, False]])
-    (shaped,) = shape_rewards([episode], AlgorithmConfig(reward_scale=2.0, reward_bias=1.0))
+    (shaped,) = shape_rewards([episode], algorithm_of(reward_scale=2.0, reward_bias=1.0))
     np.testing.assert_allclose(shaped.reward, [[2, 4], [6 + 2, 0]])
 
 
@@ -41,7 +42,7 @@ def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():
     ],
 )
 def test_reward_norm(norm: RewardNorm, expected):
-    np.testing.assert_allclose(outcomes(AlgorithmConfig(reward_norm=norm)), expected, atol=1e-5)
+    np.testing.assert_allclose(outcomes(algorithm_of(reward_norm=norm)), expected, atol=1e-5)
 
 
 def test_truncated_episodes_are_masked_or_cost_their_reward():
@@ -50,9 +51,7 @@ def test_truncated_episodes_are_masked_or_cost_their_reward():
         for i, reward in enumerate((1.0, 0.0, 1.0))
     ]
     kept = {
-        way: Algorithm(AlgorithmConfig(group_size=3, truncated_episodes=way, normalize_advantages=False)).prepare(
-            episodes
-        )
+        way: Algorithm(algorithm_of(group_size=3, truncated_episodes=way, normalize_advantages=False)).prepare(episodes)
         for way in TruncatedEpisodes
     }
     np.testing.assert_allclose(kept[TruncatedEpisodes.train].advantage[:, 0], [1 / 3, -2 / 3, 1 / 3], atol=1e-6)
@@ -63,7 +62,7 @@ def test_truncated_episodes_are_masked_or_cost_their_reward():
 
 def test_masked_failures_leave_the_successes_of_their_group_a_signal_and_a_place_behind_the_filter():
     """Failures mostly end at the time limit: without them a group would know nothing but success."""
-    cfg = AlgorithmConfig(
+    cfg = algorithm_of(
         group_size=3, truncated_episodes=TruncatedEpisodes.mask, filter_rewards=[0.1, 0.9], normalize_advantages=False
     )
     algorithm = Algorithm(cfg)
@@ -81,7 +80,7 @@ def test_masked_failures_leave_the_successes_of_their_group_a_signal_and_a_place
 def test_kl_is_taken_from_the_rewards(kind: str):
     """GAE with lambda = gamma = 1 and zero values: the advantage is the return-to-go of r - beta KL."""
     beta = 0.5
-    cfg = AlgorithmConfig(
+    cfg = algorithm_of(
         adv_type="gae", group_size=1, normalize_advantages=False, kl_beta=beta, kl_in_reward=True, kl_penalty_type=kind
     )
     algorithm = Algorithm(cfg)
@@ -101,7 +100,7 @@ def test_adaptive_controller_reference():
 
 
 def test_adaptive_kl_moves_the_coefficient_and_travels_through_its_state():
-    cfg = AlgorithmConfig(group_size=3, kl_beta=0.2, kl_in_reward=True, kl_target=1e-4, kl_horizon=100)
+    cfg = algorithm_of(group_size=3, kl_beta=0.2, kl_in_reward=True, kl_target=1e-4, kl_horizon=100)
     algorithm = Algorithm(cfg)
     first = algorithm.prepare(reference_episodes(), REFERENCE).metrics["train/kl_beta"]
     second = algorithm.prepare(reference_episodes(), REFERENCE).metrics["train/kl_beta"]

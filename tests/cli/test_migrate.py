@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 from processes import SOURCE
+from settings import model_of
 
 from embodyrl.cli.main import main
 from embodyrl.cli.migrate import Migration, load_table, read_source, systems, translate
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.runtime.config import load_config
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 DATA = Path(__file__).parent / "migrate_data"
@@ -28,7 +29,7 @@ SOURCES = sorted(p for p in (*DATA.glob("*.yaml"), *DATA.glob("*.toml")) if p.st
 def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What a migrated text config names and this machine lacks: a language model's folder, questions and answers."""
     folder = tmp_path_factory.mktemp("text")
-    cfg = ModelConfig(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=4)
+    cfg = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=4)
     space = ActionSpace(kind=ActionKind.text)
     env = EnvSpec(name="text/toy", action_dim=1, tasks=("toy",), states_per_task=(1,), action_space=space)
     request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device="cpu", seed=0)
@@ -134,7 +135,7 @@ def test_an_existing_experiment_is_kept(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_every_target_of_the_tables_is_a_key_of_ours() -> None:
-    from embodyrl.config.keys import all_keys
+    from embodyrl.runtime.roots import is_known
 
     for system in systems():
         for key, entry in load_table(system)["keys"].items():
@@ -143,7 +144,7 @@ def test_every_target_of_the_tables_is_a_key_of_ours() -> None:
             targets = [targets] if isinstance(targets, str) else targets
             sets = [v for v in rule.get("values", {}).values() if isinstance(v, dict)]
             for target in (*targets, *rule.get("also", {}), *(t for one in sets for t in one)):
-                assert target.startswith(("@", "group/")) or target in all_keys() or target == "custom", (key, target)
+                assert target.startswith(("@", "group/")) or is_known(target), (key, target)
 
 
 def test_the_written_experiment_is_what_was_judged(tmp_path: Path) -> None:

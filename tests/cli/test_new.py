@@ -62,7 +62,7 @@ def test_a_new_environment_passes_the_check_trains_and_evaluates(tmp_path):
     assert row(tmp_path)["step"] == 1
     assert "actor/loss" in row(tmp_path) or row(tmp_path)["train/groups_without_signal"] > 0
     printed = embodyrl(tmp_path, "eval", "env=my_env", "model=scripted", *conf, *SHORT_EVAL, package="my_env")
-    assert "2/2 100.0 %" in printed
+    assert "(2/2)" in printed
     assert "1 passed" in own_tests(tmp_path / "my_env")
 
 
@@ -103,6 +103,60 @@ def test_a_new_algorithm_trains(tmp_path):
     embodyrl(tmp_path, "train", *conf, *ONE_STEP, "env.train.total_num_envs=32", package=package)
     assert row(tmp_path)["actor/grad_norm"] > 0
     assert "1 passed" in own_tests(tmp_path / "my_algorithm")
+
+
+OWN_PARTS = """
+from pathlib import Path
+
+from embodyrl.algorithms.protocol import LossTerms, PolicyLoss
+from embodyrl.config.settings import Positive, Settings
+from embodyrl.monitor.protocol import Monitor
+
+
+class TauSettings(Settings):
+    my_tau: Positive = 1.0
+    '''How strongly a ratio counts.'''
+
+
+def tempered(units, cfg):
+    ratio = ((units.logprob - units.old_logprob) * cfg.my_tau).exp()
+    return LossTerms(loss=-units.advantage * ratio, ratio=ratio, clipped=ratio != ratio)
+
+
+LOSS = PolicyLoss(compute=tempered, settings=TauSettings)
+
+
+class Lines(Monitor):
+    def log(self, step, metrics):
+        with Path("lines.txt").open("a") as file:
+            file.write(f"{step} {metrics['actor/grad_norm']}\\n")
+"""
+
+
+@pytest.mark.integration
+def test_parts_of_ones_own_bring_their_own_keys(tmp_path):
+    """An environment, a policy, a loss and a logger, one file each: typed keys, checked, shown; nothing registered."""
+    embodyrl(tmp_path, "new", "env", "my_env")
+    embodyrl(tmp_path, "new", "policy", "my_policy")
+    (tmp_path / "my_parts.py").write_text(OWN_PARTS)
+    package = os.pathsep.join(str(tmp_path / name) for name in ("my_env", "my_policy", "."))
+    parts = ("env=my_env", "model=my_policy", "algorithm.loss_type=my_parts:LOSS")
+    conf = ("--config-dir", "my_env/conf", "--config-dir", "my_policy/conf")
+    own = ("env.reach=0.3", "model.width=16", "algorithm.my_tau=0.5")
+    logger = "runner.logger.backends=[jsonl,my_parts:Lines]"
+    short = (*ONE_STEP, "algorithm.group_size=8", "env.train.total_num_envs=32", logger)
+    embodyrl(tmp_path, "train", *parts, *own, *conf, *short, package=package)
+    assert (tmp_path / "lines.txt").read_text().startswith("1 ")
+    saved = (tmp_path / "runs" / "run" / "config.yaml").read_text()
+    assert all(
+        f"{word.split('.')[1].replace('=', ': ', 1)}" in saved.replace("'", "")
+        for word in ("x.my_tau=0.5", "x.width=16")
+    )
+    shown = embodyrl(tmp_path, "show", "algorithm.my_tau", *parts, *conf, package=package)
+    assert "my_tau: float = 1.0" in shown
+    assert "How strongly a ratio counts." in shown
+    with pytest.raises(AssertionError, match="my_tau=-1: must be a number greater than 0"):
+        embodyrl(tmp_path, "train", *parts, "algorithm.my_tau=-1", *conf, package=package)
 
 
 def test_a_new_experiment_can_be_chosen_and_listed(tmp_path):

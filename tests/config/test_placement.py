@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from embodyrl.config.load import load_config
 from embodyrl.config.placement import parse_placement
 from embodyrl.errors import ConfigError
+from embodyrl.runtime.config import load_config
 
 
 def test_components_get_their_nodes():
@@ -16,6 +16,7 @@ def test_components_get_their_nodes():
 
 
 def test_an_override_replaces_the_default_of_its_component():
+    pytest.importorskip("ray")
     words = ["launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:1}"]
     placement = load_config("train", words).cluster.component_placement
     assert parse_placement(placement, 2) == {"env": (1,), "rollout": (0, 1), "actor": (0, 1)}

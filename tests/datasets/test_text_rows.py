@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from embodyrl.config.schema import DataConfig
 from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.datasets import tasks
+from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
 from embodyrl.errors import ConfigError
 from embodyrl.rewards.functions import countdown
@@ -27,13 +27,13 @@ def jsonl(path: Path, rows: list) -> str:
 def test_json_lines_with_template_and_splits(tmp_path: Path):
     path = jsonl(tmp_path / "sums.jsonl", ROWS)
     rows = open_rows(
-        DataConfig(path=path, prompt_template="Q: {prompt}", system_prompt="Be brief.", **KEYS), tokenizer=None
+        RowSettings(path=path, prompt_template="Q: {prompt}", system_prompt="Be brief.", **KEYS), tokenizer=None
     )
     assert (rows.name, len(rows), rows.held_out) == ("sums", 10, 1)
     assert rows[3].reference == "4"
     assert rows[3].messages == (Message(role="system", content="Be brief."), Message(role="user", content="Q: 3+1?"))
     assert pickle.loads(pickle.dumps(rows))[3] == rows[3]
-    both = open_rows(DataConfig(path=path, val_path=jsonl(tmp_path / "val.jsonl", ROWS[:3]), **KEYS), tokenizer=None)
+    both = open_rows(RowSettings(path=path, val_path=jsonl(tmp_path / "val.jsonl", ROWS[:3]), **KEYS), tokenizer=None)
     assert (len(both), both.held_out, both[10].reference) == (13, 3, "1")
 
 
@@ -42,7 +42,7 @@ def test_only_a_line_feed_ends_a_row_of_json(tmp_path: Path):
     rows = [{"prompt": f"a{sep}b", "answer": "c"} for sep in ("\u2028", "\u2029", "\x85")]
     path = tmp_path / "odd.jsonl"
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
-    found = open_rows(DataConfig(path=str(path), val_share=0.0), tokenizer=None)
+    found = open_rows(RowSettings(path=str(path), val_share=0.0), tokenizer=None)
     assert [found[i].messages[0].content for i in range(len(found))] == [row["prompt"] for row in rows]
 
 
@@ -54,7 +54,7 @@ def test_parquet_folders_and_messages(tmp_path: Path):
     ]
     pq.write_table(pa.Table.from_pylist([{"prompt": talk, "answer": 4}] * 4), tmp_path / "part-0.parquet")
     pq.write_table(pa.Table.from_pylist([{"prompt": talk, "answer": 5}] * 4), tmp_path / "part-1.parquet")
-    rows = open_rows(DataConfig(path=str(tmp_path)), tokenizer=None)
+    rows = open_rows(RowSettings(path=str(tmp_path)), tokenizer=None)
     assert [rows[i].reference for i in (0, 4)] == ["4", "5"]
     assert split_messages(join_messages(rows[0].messages)) == tuple(Message(**m) for m in talk)
     assert split_messages("pick up the cup") == (Message(role="user", content="pick up the cup"),)
@@ -63,7 +63,7 @@ def test_parquet_folders_and_messages(tmp_path: Path):
 def test_overlong_prompts_are_left_out(tmp_path: Path):
     rows = [{"prompt": "x" * n, "answer": str(n)} for n in (3, 9, 4, 12, 5)]
     found = open_rows(
-        DataConfig(path=jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=5, val_share=0.0), tokenizer=None
+        RowSettings(path=jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=5, val_share=0.0), tokenizer=None
     )
     assert [found[i].reference for i in range(len(found))] == ["3", "4", "5"]
 
@@ -79,7 +79,7 @@ def test_overlong_prompts_are_left_out(tmp_path: Path):
 def test_a_bad_row_is_named(tmp_path: Path, change: dict, message: str):
     rows = [*ROWS[:3], ROWS[3] | change, *ROWS[4:]]
     with pytest.raises(ConfigError, match=message):
-        open_rows(DataConfig(path=jsonl(tmp_path / "a.jsonl", rows), **KEYS), tokenizer=None)
+        open_rows(RowSettings(path=jsonl(tmp_path / "a.jsonl", rows), **KEYS), tokenizer=None)
 
 
 def test_unreadable_sources(tmp_path: Path):
@@ -91,9 +91,9 @@ def test_unreadable_sources(tmp_path: Path):
     ):
         (tmp_path / "notes.txt").touch()
         with pytest.raises(ConfigError, match=message):
-            open_rows(DataConfig(path=str(tmp_path / path)), tokenizer=None)
+            open_rows(RowSettings(path=str(tmp_path / path)), tokenizer=None)
     with pytest.raises(ConfigError, match=r"refuses data\.kwargs"):
-        open_rows(DataConfig(path="embodyrl.datasets.tasks:copy", kwargs={"sise": 3}), tokenizer=None)
+        open_rows(RowSettings(path="embodyrl.datasets.tasks:copy", kwargs={"sise": 3}), tokenizer=None)
 
 
 def test_generated_tasks_are_functions_of_seed_and_row():

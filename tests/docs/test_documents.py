@@ -17,7 +17,7 @@ from run_files import write_run
 
 from embodyrl.cli.main import main
 from embodyrl.cli.sweep import expand
-from embodyrl.config.load import load_config
+from embodyrl.runtime.config import load_config
 
 DOCS = SOURCE / "docs"
 PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]

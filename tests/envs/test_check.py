@@ -7,48 +7,49 @@ import json
 import pytest
 from doubles import ScriptedSims, steps_of
 from faulty_env import PLANTS
+from settings import env_of
 
 from embodyrl.cli.main import main
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.check import CHECKS, check_env
 from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.runtime.config import load_config
 
 
 class ScriptedFactory:
-    consumes = frozenset()
+    settings = EnvSettings
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: EnvSettings) -> list[str]:
         return []
 
     def _sims(self) -> ScriptedSims:
         return ScriptedSims([steps_of([0, 0, 0.5, 1], success=[3], terminated=[3])] * 4, states_per_task=2)
 
-    def spec(self, cfg: EnvConfig):
+    def spec(self, cfg: EnvSettings, context: EnvContext):
         return self._sims().spec
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
-        return ChunkedEnv(self._sims(), num_slots, use_rel_reward=True, reward_coef=1.0)
+    def make(self, cfg: EnvSettings, context: EnvContext) -> ChunkedEnv:
+        return ChunkedEnv(self._sims(), context.num_slots, use_rel_reward=True, reward_coef=1.0)
 
 
 SCRIPTED = ScriptedFactory()
 
 
-def failed(cfg: EnvConfig, **options) -> dict[str, str]:
+def failed(cfg: EnvSettings, **options) -> dict[str, str]:
     """Check -> what it found."""
     found = list(check_env(cfg, **options))
     assert [f.check for f in found] == list(CHECKS)
     return {f.check: str(f.violations[0]) for f in found if f.level == "FAIL"}
 
 
-def levels(cfg: EnvConfig) -> set[str]:
+def levels(cfg: EnvSettings) -> set[str]:
     return {f.level for f in check_env(cfg)}
 
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_each_planted_fault_is_found_by_its_check_only(plant):
-    factory = "COLOUR" if plant == "consumes_unknown_key" else "FACTORY"
-    cfg = EnvConfig(env_type=f"faulty_env:{factory}", kwargs={"plant": plant, "tasks": 2})
+    cfg = env_of(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
     assert list(failed(cfg)) == [PLANTS[plant]]
 
 
@@ -56,6 +57,7 @@ def test_each_planted_fault_is_found_by_its_check_only(plant):
     ("plant", "said"),
     [
         ("heavy_import_in_validate", "validate: expected no heavy import; import in make or later, found gymnasium"),
+        ("one_text_instead_of_lines", "validate: expected a list of texts, empty without problems, found 'colours are"),
         ("one_count_too_many", "spec.states_per_task: expected 2 numbers, one per task, found 3"),
         ("nan_in_state", "observe: state[0]: expected a finite number, found nan"),
         ("row_not_written", "image of camera 'front': expected every pixel written"),
@@ -66,20 +68,20 @@ def test_each_planted_fault_is_found_by_its_check_only(plant):
     ],
 )
 def test_a_violation_names_field_expected_and_found(plant, said):
-    cfg = EnvConfig(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
+    cfg = env_of(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
     assert said in failed(cfg)[PLANTS[plant]]
 
 
 def test_without_a_fault_the_faulty_environment_passes():
-    assert levels(EnvConfig(env_type="faulty_env:FACTORY", kwargs={"plant": "none", "tasks": 2})) == {"ok"}
+    assert levels(env_of(env_type="faulty_env:FACTORY", kwargs={"plant": "none", "tasks": 2})) == {"ok"}
 
 
 @pytest.mark.parametrize(
     "cfg",
     [
-        EnvConfig(env_type="toy_env:FACTORY"),
-        EnvConfig(env_type="toy_env:FACTORY", kwargs={"tasks": 3, "task_limit": 1}),
-        EnvConfig(env_type="test_check:SCRIPTED"),
+        env_of(env_type="toy_env:FACTORY"),
+        env_of(env_type="toy_env:FACTORY", kwargs={"tasks": 3, "task_limit": 1}),
+        env_of(env_type="test_check:SCRIPTED"),
         load_config("check-env", ["env=tabletop"]).env,
         load_config("check-env", ["env=tabletop", "env.init_params.camera_names=[wrist]"]).env,
         load_config("check-env", ["env=gym", "env.id=CartPole-v1"]).env,
@@ -92,7 +94,7 @@ def test_sound_environments_pass(cfg):
 
 
 def test_a_simulator_that_hangs_is_reported_and_what_builds_on_it_skipped():
-    cfg = EnvConfig(env_type="toy_env:FACTORY", kwargs={"fault": "hang", "where": "step"})
+    cfg = env_of(env_type="toy_env:FACTORY", kwargs={"fault": "hang", "where": "step"})
     found = {f.check: f for f in check_env(cfg, timeout_s=3.0)}
     assert "TimeoutError: no answer within 3 s" in str(found["step"].violations[0])
     assert (found["flags"].level, found["flags"].note) == ("skip", "needs step")
@@ -105,7 +107,7 @@ def test_tasks_whose_answers_are_text_are_refused_in_one_line(capsys):
 
 
 def test_the_command_ends_with_3_and_prints_expected_and_found(capsys):
-    words = ["env.env_type=faulty_env:FACTORY", "env.kwargs.plant=nan_in_state", "env.task_suite_name=null"]
+    words = ["env.env_type=faulty_env:FACTORY", "env.kwargs.plant=nan_in_state"]
     assert main(["check-env", *words]) == 3
     printed = capsys.readouterr().out
     assert "FAIL  observe\n        observe: state[0]\n          expected  a finite number\n" in printed
@@ -126,10 +128,10 @@ def test_the_default_of_the_command_is_the_built_in_table(capsys):
     ("word", "said"),
     [
         ("env=tabletopp", "Did you mean 'tabletop'?"),
-        ("model=random", "model is a group of keys"),
-        ("model.num_action_chunks=4", "`embodyrl check-env` does not read this key"),
-        ("runner.max_steps=3", "`embodyrl check-env` does not read this key"),
-        ("env.id=x", "env.id=x: env_type 'tabletop' does not read this key"),
+        ("model=random", "`embodyrl check-env` does not read model"),
+        ("model.num_action_chunks=4", "`embodyrl check-env` does not read model.num_action_chunks"),
+        ("runner.max_steps=3", "`embodyrl check-env` does not read runner.max_steps"),
+        ("env.id=x", "env.id=x: env_type 'tabletop' does not read env.id"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
     ],
 )

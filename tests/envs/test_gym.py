@@ -8,14 +8,16 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from settings import env_of
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs import ENVS
 from embodyrl.envs.check import check_env
 from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_actions
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
 from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.config import load_config
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut
 
 
@@ -82,12 +84,12 @@ def needs_box() -> gymnasium.Env:
 COUNTER = "test_gym:Counter"
 
 
-def config(env_id: str, **values: Any) -> EnvConfig:
-    return EnvConfig(env_type="gym", id=env_id, use_rel_reward=False, **values)
+def config(env_id: str, **values: Any) -> EnvSettings:
+    return env_of(env_type="gym", id=env_id, use_rel_reward=False, **values)
 
 
-def begin(cfg: EnvConfig, slots: int = 1, *, limit: int = 100):
-    env = ENVS.get("gym").make(cfg, slots)
+def begin(cfg: EnvSettings, slots: int = 1, *, limit: int = 100):
+    env = ENVS.get("gym").make(cfg, EnvContext(num_slots=slots))
     start = EpisodeStart(reset_id=7, seed=0, max_episode_steps=limit)
     env.reset(list(range(slots)), [start] * slots)
     return env
@@ -173,7 +175,7 @@ def test_cartpole_is_gymnasiums_own_step_by_step():
 
 
 def test_slots_are_separate_and_reset_ids_are_seeds():
-    env = ENVS.get("gym").make(config("Pendulum-v1"), 3)
+    env = ENVS.get("gym").make(config("Pendulum-v1"), EnvContext(num_slots=3))
     starts = [EpisodeStart(reset_id=i, seed=9, max_episode_steps=50) for i in (4, 5, 4)]
     env.reset([0, 1, 2], starts)
     env.step_chunk([1], np.ones((1, 4, 1), np.float32))
@@ -236,13 +238,15 @@ def test_without_any_picture_recording_is_refused():
 
 
 def test_without_a_limit_of_its_own_the_horizon_is_the_runs():
-    assert ENVS.get("gym").spec(config(COUNTER)).max_episode_steps == config(COUNTER).train.max_episode_steps
-    assert ENVS.get("gym").spec(config("Pendulum-v1")).max_episode_steps == 200
+    assert (
+        ENVS.get("gym").spec(config(COUNTER), EnvContext()).max_episode_steps == config(COUNTER).train.max_episode_steps
+    )
+    assert ENVS.get("gym").spec(config("Pendulum-v1"), EnvContext()).max_episode_steps == 200
 
 
 @pytest.mark.parametrize(("env_id", "known"), [("CartPole-v1", False), ("pixel_env:PixelEnv", True), (COUNTER, True)])
 def test_whether_success_is_known_is_asked(env_id, known):
-    assert ENVS.get("gym").spec(config(env_id)).reports_success == known
+    assert ENVS.get("gym").spec(config(env_id), EnvContext()).reports_success == known
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "pixel_env:PixelEnv", COUNTER])
@@ -277,7 +281,7 @@ def test_a_shape_that_breaks_the_space_is_named():
 )
 def test_mistakes_are_named_before_anything_starts(env_id, values, error, text):
     with pytest.raises(error, match=text):
-        ENVS.get("gym").spec(config(env_id, **values))
+        ENVS.get("gym").spec(config(env_id, **values), EnvContext())
 
 
 @pytest.mark.parametrize(
@@ -286,9 +290,9 @@ def test_mistakes_are_named_before_anything_starts(env_id, values, error, text):
         ([], "env.id is not set"),
         (["env.id=CartPole-v1", "env.wrappers=[FlattenObservation]"], "package.module:attr"),
         (["env.id=CartPole-v1", "env.train.ignore_terminations=true"], "ignore_terminations"),
-        (["env.id=CartPole-v1", "env.task_suite_name=libero_10"], "does not read this key"),
+        (["env.id=CartPole-v1", "env.task_suite_name=libero_10"], "does not read env.task_suite_name"),
         (["env.id=CartPole-v1", "model.precision=bf16"], "set model.precision=fp32"),
-        (["env.id=CartPole-v1", "model.action_dim=2"], "does not read this key"),
+        (["env.id=CartPole-v1", "model.action_dim=2"], "does not read model.action_dim"),
     ],
 )
 def test_bad_settings_are_refused_without_gymnasium(words, text):

@@ -8,13 +8,15 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from settings import env_of
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs import ENVS
 from embodyrl.envs.check import check_env
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError
 from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.config import load_config
 from embodyrl.runtime.train import train
 from embodyrl.types import EpisodeStart, ObservationOut
 
@@ -34,13 +36,13 @@ class Restless(CartPoles):
 gymnasium.register("test/CartPoles-v0", vector_entry_point=CartPoles)
 
 
-def config(env_id: str) -> EnvConfig:
-    return EnvConfig(env_type="gym", id=env_id, use_rel_reward=False)
+def config(env_id: str) -> EnvSettings:
+    return env_of(env_type="gym", id=env_id, use_rel_reward=False)
 
 
 def play(env_id: str) -> list[np.ndarray]:
     """Rewards, flags and observations of three slots in which episodes end and begin at different times."""
-    env = ENVS.get("gym").make(config(env_id), 3)
+    env = ENVS.get("gym").make(config(env_id), EnvContext(num_slots=3))
     state = np.zeros((3, 4), np.float32)
     outs = [ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=row) for row in state]
     draw, next_id, seen = np.random.default_rng(0), 3, []
@@ -70,7 +72,7 @@ def test_a_batch_gives_what_single_environments_give(env_id):
 
 
 def test_an_episode_that_waits_for_its_first_action_is_not_moved_by_the_others():
-    env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), 2)
+    env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), EnvContext(num_slots=2))
     state = np.zeros((2, 4), np.float32)
     outs = [ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=row) for row in state]
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6)])
@@ -89,7 +91,7 @@ def test_the_contract_holds():
 
 def test_a_batch_that_resets_by_itself_is_refused():
     with pytest.raises(ConfigError, match=r"resets by itself.*autoreset_mode=AutoresetMode\.DISABLED"):
-        ENVS.get("gym").spec(config("test_gym_vector:Restless"))
+        ENVS.get("gym").spec(config("test_gym_vector:Restless"), EnvContext())
 
 
 WORDS = (

@@ -4,24 +4,19 @@ import subprocess
 import sys
 
 import pytest
+from settings import env_of
 
-from embodyrl.config.schema import EnvConfig, RenderProfile
 from embodyrl.envs import ENVS
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import MissingDependencyError
 
 
 def problems(**changes):
-    cfg = EnvConfig(task_suite_name="libero_goal")
-    for key, value in changes.items():
-        *parents, leaf = key.split("__")
-        target = cfg
-        for name in parents:
-            target = getattr(target, name)
-        assert hasattr(target, leaf)
-        setattr(target, leaf, value)
-    return FACTORY.validate(cfg)
+    cfg = env_of("libero", task_suite_name="libero_goal")
+    return FACTORY.validate(cfg.updated({key.replace("__", "."): value for key, value in changes.items()}))
 
 
 def test_registered_under_its_short_name():
@@ -62,8 +57,8 @@ def test_problems_are_reported_together():
 
 def test_checks_import_no_simulator():
     code = (
-        "import sys; from embodyrl.envs.libero.factory import FACTORY; from embodyrl.config.schema import EnvConfig\n"
-        "FACTORY.validate(EnvConfig(task_suite_name='libero_10'))\n"
+        "import sys; from embodyrl.envs.libero.factory import FACTORY\n"
+        "FACTORY.validate(FACTORY.settings(env_type='libero', task_suite_name='libero_10'))\n"
         "loaded = {'torch', 'mujoco', 'libero', 'robosuite'} & set(sys.modules); sys.exit(str(loaded) if loaded else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -102,11 +97,11 @@ def test_missing_files_are_named(tmp_path, monkeypatch):
 def test_a_machine_without_libero_is_told_how_to_install_it():
     code = (
         "import sys\n"
-        "from embodyrl.envs.libero.factory import FACTORY; from embodyrl.config.schema import EnvConfig\n"
+        "from embodyrl.envs.libero.factory import FACTORY; from embodyrl.envs.protocol import EnvContext\n"
         "from embodyrl.errors import MissingDependencyError\n"
         "import importlib.util as u; found = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'libero' else found(name, *a)\n"
-        "try: FACTORY.spec(EnvConfig(task_suite_name='libero_10'))\n"
+        "try: FACTORY.spec(FACTORY.settings(env_type='libero', task_suite_name='libero_10'), EnvContext())\n"
         "except MissingDependencyError as error:\n"
         "    sys.exit(0 if \"pip install 'embodyrl[libero]'\" in str(error) else 3)\n"
         "sys.exit(4)"
@@ -124,7 +119,7 @@ def test_another_libero_package_is_refused_before_it_can_ask_on_the_terminal(mon
 
     monkeypatch.setattr(install.metadata, "version", version)
     with pytest.raises(MissingDependencyError, match="Another LIBERO is installed"):
-        FACTORY.spec(EnvConfig(task_suite_name="libero_goal"))
+        FACTORY.spec(env_of("libero", task_suite_name="libero_goal"), EnvContext())
 
 
 @pytest.mark.sim

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from settings import env_of
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import EnvConfig, InitParams, ObsMode, SimBackend
 from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.install import Description
+from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, INSTRUCTIONS, instruction
+from embodyrl.envs.settings import InitParams
 from embodyrl.errors import ConfigError
+from embodyrl.runtime.config import load_config
 
 PANDA = Description(
     control_mode="pd_ee_delta_pose",
@@ -27,7 +29,7 @@ PANDA = Description(
 
 def config(**changes):
     cameras = InitParams(camera_heights=96, camera_widths=128, camera_names=["base_camera"])
-    return EnvConfig(**{"env_type": "maniskill", "id": "PushCube-v1", "init_params": cameras, **changes})
+    return env_of(**{"env_type": "maniskill", "id": "PushCube-v1", "init_params": cameras, **changes})
 
 
 def test_the_preset_is_sound_and_keeps_train_and_eval_seeds_apart():

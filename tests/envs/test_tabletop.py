@@ -3,11 +3,13 @@ import math
 
 import numpy as np
 import pytest
+from settings import env_of
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import EnvConfig, EnvSplitConfig, InitParams
 from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import InitParams, TrainSplit
 from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Skill, Task, World, new_world
+from embodyrl.runtime.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut
 
 FACTORY = ENVS.get("tabletop")
@@ -16,11 +18,11 @@ SIZE = 112
 
 def config(**changes):
     params = InitParams(camera_heights=SIZE, camera_widths=SIZE, camera_names=["front", "wrist"])
-    return EnvConfig(**{"env_type": "tabletop", "init_params": params, **changes})
+    return env_of(**{"env_type": "tabletop", "init_params": params, **changes})
 
 
 def make(slots=1):
-    return FACTORY.make(config(), slots)
+    return FACTORY.make(config(), EnvContext(num_slots=slots))
 
 
 def start(reset_id, *, limit=48, seed=0, ignore=False):
@@ -46,7 +48,7 @@ def moves(*rows):
 
 
 def test_every_instruction_is_its_own_task():
-    spec = FACTORY.spec(config())
+    spec = FACTORY.spec(config(), EnvContext())
     assert len(set(spec.tasks)) == len(TASKS) == 21
     assert spec.tasks[0] == "touch the red block"
     assert spec.tasks[7] == "push the green block to the purple plate"
@@ -240,10 +242,10 @@ def test_people_see_both_views_side_by_side():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train": EnvSplitConfig(task_ids=[3, 21])}, r"env.train.task_ids: [21] not in 0..20"),
+        ({"train": TrainSplit(task_ids=[3, 21])}, r"env.train.task_ids: [21] not in 0..20"),
         (
             {"init_params": InitParams(camera_names=["frnt"])},
-            "'frnt' is no camera of env_type 'tabletop'. Did you mean 'front'?",
+            "'frnt' is no camera of this environment. Did you mean 'front'?",
         ),
         ({"init_params": InitParams(camera_names=["front", "front"])}, "names a camera twice"),
         ({"init_params": InitParams(camera_heights=64, camera_widths=96, camera_names=["front"])}, "differ"),
@@ -258,7 +260,7 @@ def test_a_wrong_setting_is_refused_with_its_cure(changes, words):
 def test_the_shipped_settings_are_accepted_and_validate_on_other_layouts():
     cfg = load_config("train", ["env=tabletop", "model=scripted"])
     assert FACTORY.validate(cfg.env) == []
-    spec = FACTORY.spec(cfg.env)
+    spec = FACTORY.spec(cfg.env, EnvContext())
     assert cfg.env.train.state_ids
     assert cfg.env.eval.state_ids
     train, held_out = ({*range(first, last + 1)} for first, last in (cfg.env.train.state_ids, cfg.env.eval.state_ids))

@@ -1,30 +1,29 @@
 """The text environment: one-step episodes, tools in between, and whose tokens count."""
 
-from dataclasses import fields
-
 import numpy as np
 import pytest
+from settings import env_of
 
-from embodyrl.config.schema import DataConfig, EnvConfig, RewardConfig
 from embodyrl.conversation import split_messages
+from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
-from embodyrl.envs.protocol import EnvSetup
+from embodyrl.envs.protocol import EnvContext, Rows
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
 from embodyrl.rewards import build_judge
+from embodyrl.rewards.settings import JudgeSettings
 from embodyrl.types import EpisodeStart
 
 
-def setup(**keys) -> EnvSetup:
-    rows = open_rows(DataConfig(path="embodyrl.datasets.tasks:arithmetic", kwargs={"digits": 2}), tokenizer=None)
-    judge = build_judge(RewardConfig(name="exact", weights={"exact": 2.0}), 8)
-    plain = {f.name: getattr(EnvConfig(), f.name) for f in fields(EnvConfig)}
-    return EnvSetup(**plain | keys, rows=rows, judge=judge)
+def two_digits() -> Rows:
+    return open_rows(RowSettings(path="embodyrl.datasets.tasks:arithmetic", kwargs={"digits": 2}), tokenizer=None)
 
 
 @pytest.fixture
 def env():
-    made = FACTORY.make(setup(max_turns=2, tools=["calculator"]), 3)
+    judge = build_judge(JudgeSettings(name="exact", weights={"exact": 2.0}), 8)
+    context = EnvContext(num_slots=3, rows=two_digits(), judge=judge)
+    made = FACTORY.make(env_of("text", max_turns=2, tools=["calculator"]), context)
     yield made
     made.close()
 
@@ -39,7 +38,7 @@ def say(env, replies: list[str], lengths: list[int], cut_off: list[bool] | None 
 
 def test_a_reply_is_judged_at_its_last_token(env):
     env.reset(range(3), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(3)])
-    truth = [setup().rows[i].reference for i in range(3)]
+    truth = [two_digits()[i].reference for i in range(3)]
     result = say(env, [truth[0], "wrong", ""], [3, 8, 0])
     assert result.valid.sum(axis=1).tolist() == [3, 8, 1]
     assert result.terminated.nonzero()[1].tolist() == [2, 7, 0]
@@ -92,6 +91,6 @@ def test_calls_in_both_forms_and_their_failures():
 
 
 def test_tools_and_turns_belong_together():
-    assert "Did you mean 'calculator'" in FACTORY.validate(setup(max_turns=2, tools=["calculater"]))[0]
-    assert "set both or neither" in FACTORY.validate(setup(max_turns=3))[0]
-    assert FACTORY.validate(setup()) == []
+    assert "Did you mean 'calculator'" in FACTORY.validate(env_of("text", max_turns=2, tools=["calculater"]))[0]
+    assert "set both or neither" in FACTORY.validate(env_of("text", max_turns=3))[0]
+    assert FACTORY.validate(env_of("text")) == []

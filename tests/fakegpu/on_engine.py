@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from fakegpu import FakeGpu
+from settings import model_of
 
-from embodyrl.config.schema import ActorConfig, ModelConfig, Precision, SamplingParams
+from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.engine import VllmEngine
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import EnvSpec, Observation
+from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import Optimization
 
 pytestmark = pytest.mark.filterwarnings("error:CUDA reports that you have")  # fork_rng over all devices
@@ -42,16 +44,16 @@ def test_every_update_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm.LLM, vllm.SamplingParams = Llm, SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
-    cfg = ModelConfig(model_type="causal_lm_tiny", precision=Precision.bf16, num_action_chunks=4)
+    cfg = model_of(model_type="causal_lm_tiny", precision=Precision.bf16, num_action_chunks=4)
     request = PolicyRequest(env=env, temperature=1.0, device="cuda:3", seed=0, backend="vllm")
     asked = Observation(
         images=np.zeros((2, 0), np.uint8), state=np.zeros((2, 0), np.float32), instructions=("1=", "2=")
     )
     with FakeGpu(scalar=4.0):  # the longest reply, and the log-probability that the engine is checked against
         policy: Any = POLICIES.get("causal_lm_tiny").build(cfg, request)
-        engine = VllmEngine(lambda _: None, dtype="bfloat16", temperature=1.0, sampling=SamplingParams(), seed=0)
+        engine = VllmEngine(lambda _: None, dtype="bfloat16", temperature=1.0, sampling=SamplingSettings(), seed=0)
         policy._engine = engine  # fake weights cannot be saved for vLLM to read
-        optimization = Optimization(policy.module, ActorConfig(), 10)
+        optimization = Optimization(policy.module, ActorSettings().optim, 10)
         assert optimization.optimizer.defaults["fused"]
         policy.act(asked, noise=np.zeros((2, 4), np.float32))
         for update in range(3):

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from fakegpu import FakeGpu
+from settings import model_of
 
 from embodyrl.config.paths import assets_dir
-from embodyrl.config.schema import LoraConfig, ModelConfig, Precision, SamplingParams
+from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
 
 pytestmark = pytest.mark.filterwarnings("error:CUDA reports that you have")  # fork_rng over all devices
@@ -25,7 +27,7 @@ TASKS = ("pick up the milk", "open the middle drawer of the cabinet")
 OFT: dict[str, dict[str, Any]] = {
     "official": {"image_pipeline": "official", "num_images_in_input": 1, "use_proprio": False},
     "values": {"num_images_in_input": 2, "use_proprio": True, "value_dim": 8, "gradient_checkpointing": True},
-    "lora": {"num_images_in_input": 1, "use_proprio": True, "value_dim": 1, "lora": LoraConfig(r=4, lora_alpha=4)},
+    "lora": {"num_images_in_input": 1, "use_proprio": True, "value_dim": 1, "lora": LoraSettings(r=4, lora_alpha=4)},
     "eval": {"use_proprio": False, "trainable": False},
     "l1": {"action_head": "l1", "use_proprio": True},
     "diffusion": {
@@ -54,7 +56,7 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def build(name: str, model: dict[str, Any], env: EnvSpec, **request: Any) -> Any:
     settings = {"temperature": 1.6, "device": "cuda:3", "seed": 0, "fresh_heads": True} | request
-    cfg = ModelConfig(model_type=name, **model)
+    cfg = model_of(model_type=name, **model)
     return POLICIES.get(name).build(cfg, PolicyRequest(env=env, **settings))
 
 
@@ -140,8 +142,8 @@ def test_actor_critic(sizes: tuple[int, ...], pixels: bool, gpu: FakeGpu) -> Non
 )
 def test_text(lora: bool, precision: Precision, gpu: FakeGpu) -> None:
     env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
-    sampling = SamplingParams(top_k=5, top_p=0.9, repetition_penalty=1.1)
-    model = {"precision": precision, "num_action_chunks": 4, "is_lora": lora, "lora": LoraConfig(r=4, lora_alpha=4)}
+    sampling = SamplingSettings(top_k=5, top_p=0.9, repetition_penalty=1.1)
+    model = {"precision": precision, "num_action_chunks": 4, "is_lora": lora, "lora": LoraSettings(r=4, lora_alpha=4)}
     policy = build("causal_lm_tiny", model, env, value_dim=4, sampling=sampling, gradient_checkpointing=not lora)
     asked = Observation(
         images=np.zeros((3, 0), np.uint8), state=np.zeros((3, 0), np.float32), instructions=("1+2=", "a=", "1+2=")

@@ -62,7 +62,8 @@ def test_a_worker_that_cannot_start_ends_the_run_at_once(tmp_path):
 
 def test_a_poisonous_episode_is_given_up_by_name_and_an_evaluation_without_it_is_no_success(tmp_path):
     """Its neighbours in the worker die with it twice; then it runs alone, so that none of them is given up for it."""
-    words = toy_words(tmp_path, "env.kwargs.fault=kill", "env.kwargs.state=2", "video=all", "eval.episodes=4")
+    faulty = ("env.kwargs.fault=kill", "env.kwargs.state=2", "video=all", "eval.episodes=4")
+    words = toy_words(tmp_path, *faulty, command="eval")
     done = run_cli("eval", *words, "launcher.env_workers=1", "rollout.pipeline_stage_num=1", cwd=tmp_path)
     assert done.returncode == 4, done.stderr
     said = " ".join(done.stdout.split())
@@ -78,7 +79,8 @@ def test_a_poisonous_episode_is_given_up_by_name_and_an_evaluation_without_it_is
 
 
 def test_an_evaluation_beyond_its_budget_says_how_to_go_on(tmp_path):
-    words = toy_words(tmp_path, "env.kwargs.fault=raise", "env.kwargs.at=5", "faults.max_restarts_per_worker=1")
+    faulty = ("env.kwargs.fault=raise", "env.kwargs.at=5", "faults.max_restarts_per_worker=1")
+    words = toy_words(tmp_path, *faulty, command="eval")
     done = run_cli("eval", *words, "launcher.env_workers=1", "eval.episodes=8", cwd=tmp_path)
     assert done.returncode == 4
     assert "restarted 1 times already" in done.stderr

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from settings import model_of
 
 from embodyrl.cli.main import main
-from embodyrl.config.load import load_config, load_saved_config, save_config
-from embodyrl.config.schema import DataConfig, LoraConfig, ModelConfig
+from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import read_history
+from embodyrl.policies.settings import LoraSettings
+from embodyrl.runtime.config import load_config, load_saved_config, save_config
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
 
@@ -34,16 +36,16 @@ DOORS = {
     "reward.path": "http://127.0.0.1:9/judge",
     "reward.weights": {"payload:PART": 1.0},
     "reward.weights.payload:PART": 1.0,
-    "custom": {"part": "payload:PART"},
+    "env.kwargs": {"part": "payload:PART"},
 }
 
 
 def foreign_run(folder: Path, key: str, value: object) -> Path:
-    """A run whose config names code at `key`, by way of an interpolation where `key` is custom."""
+    """A run whose config names code at `key`, by way of an interpolation where `key` is env.kwargs."""
     folder.mkdir()
     (folder / "checkpoints").mkdir()
     env = "env=text/reverse" if key.startswith(("data", "reward", "env.tools")) else "env=tabletop"
-    env = "env=gym" if key in ("env.id", "env.wrappers") else env
+    env = "env=gym" if key in ("env.id", "env.wrappers", "env.kwargs") else env
     model = {"env=text/reverse": "causal_lm_tiny", "env=gym": "mlp"}.get(env, "openvla_oft_tiny")
     save_config(load_config("train", [env, f"model={model}"]), folder / "config.yaml")
     saved = yaml.safe_load((folder / "config.yaml").read_text())
@@ -52,8 +54,8 @@ def foreign_run(folder: Path, key: str, value: object) -> Path:
     for part in path:
         node = node[part]
     node[last] = value
-    if key == "custom":
-        saved["env"]["env_type"] = "${custom.part}"
+    if key == "env.kwargs":
+        saved["env"]["env_type"] = "${env.kwargs.part}"
     saved["trust"] = True  # counts only where it is typed
     (folder / "config.yaml").write_text(yaml.safe_dump(saved))
     return folder
@@ -139,20 +141,20 @@ SECRET = 'hf_it\'s: "secret"'
 
 def test_values_of_the_environment_are_neither_written_nor_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MY_TOKEN", SECRET)
-    words = ["custom.token=${oc.env:MY_TOKEN}", "runner.logger.project_name=a/${oc.env:MY_TOKEN}"]
-    assert main(["train", *words]) == 2
-    assert main(["train", words[0], "--print-config"]) == 0
+    words = ["env=gym", "env.id=CartPole-v1", "model=mlp", "env.kwargs.token=${oc.env:MY_TOKEN}"]
+    assert main(["train", *words, "runner.logger.project_name=a/${oc.env:MY_TOKEN}"]) == 2
+    assert main(["train", *words, "--print-config"]) == 0
     captured = capsys.readouterr()
     assert "secret" not in captured.out + captured.err
-    cfg = load_config("train", words[:1])
-    assert cfg.custom == {"token": SECRET}
+    cfg = load_config("train", words)
+    assert cfg.env.kwargs == {"token": SECRET}
     save_config(cfg, tmp_path / "config.yaml")
     assert "token: ${oc.env:MY_TOKEN}\n" in (tmp_path / "config.yaml").read_text()
     assert load_saved_config(tmp_path, []) == cfg
 
 
 def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.yaml").write_text("custom: &a [1, 1]\nvideo: [*a, *a]\n")
+    (tmp_path / "config.yaml").write_text("seed: &a [1, 1]\nvideo: [*a, *a]\n")
     for command in (["train", "--resume"], ["report"], ["view"]):
         assert main([*command, str(tmp_path)]) == 2
         assert "config.yaml:2: YAML aliases are refused" in capsys.readouterr().err
@@ -181,15 +183,15 @@ def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path):
     parquet.write_table(table, tmp_path / "bomb.parquet", store_schema=False)
     assert (tmp_path / "bomb.parquet").stat().st_size < 4_000_000
     with pytest.raises(ConfigError, match="unpacks to more than"):
-        open_rows(DataConfig(path=str(tmp_path / "bomb.parquet")), tokenizer=None)
+        open_rows(RowSettings(path=str(tmp_path / "bomb.parquet")), tokenizer=None)
 
 
 def test_a_folder_without_weights_does_not_lead_to_the_hub(tmp_path):
     loading = pytest.importorskip("embodyrl.policies.causal_lm.loading")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
-        loading.add_adapters(None, ModelConfig(lora=LoraConfig(path=str(tmp_path))), trainable=False)
+        loading.add_adapters(None, model_of("causal_lm", lora=LoraSettings(path=str(tmp_path))), trainable=False)
     (tmp_path / "config.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "gpt2"):
         with pytest.raises(CheckpointError, match="no folder of a whole model"):
-            loading.load(ModelConfig(path=str(folder)), seed=0, dtype=None)
+            loading.load(model_of("causal_lm", path=str(folder)), seed=0, dtype=None)

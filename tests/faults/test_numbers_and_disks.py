@@ -40,7 +40,8 @@ def test_a_skipped_update_is_counted_and_changes_nothing(tmp_path):
 
 @pytest.mark.integration
 def test_an_absurd_learning_rate_ends_with_exit_5(tmp_path):
-    words = toy_words(tmp_path, "actor.optim.lr=1e30", "env.kwargs.goal=0.7", "runner.max_steps=5")
+    absurd = ("actor.optim.lr=1000", "actor.optim.weight_decay=1000")
+    words = toy_words(tmp_path, *absurd, "env.kwargs.goal=0.7", "runner.max_steps=5")
     done = run_cli("train", *words, "launcher=inline", cwd=tmp_path)
     assert done.returncode == 5, done.stderr
     assert "non-finite log-probability" in done.stderr

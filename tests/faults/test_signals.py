@@ -28,8 +28,10 @@ def start(tmp_path):
     commands: list[Command] = []
 
     def begin(*overrides: str, name: str = "train", **env: str) -> Command:
-        words = toy_words(tmp_path, "runner.max_steps=50", "runner.save_interval=1", *overrides)
-        commands.append(start_cli(name, "launcher.env_workers=1", *words, cwd=tmp_path, env=env))
+        training = ("runner.max_steps=50", "runner.save_interval=1") if name == "train" else ()
+        workers = () if "launcher=inline" in overrides else ("launcher.env_workers=1",)
+        words = toy_words(tmp_path, *training, *workers, *overrides, command=name)
+        commands.append(start_cli(name, *words, cwd=tmp_path, env=env))
         return commands[-1]
 
     yield begin
@@ -105,7 +107,7 @@ def test_a_signal_while_workers_start_leaves_in_order(start, tmp_path, signum, c
 def test_one_ctrl_c_leaves_an_inline_simulator_that_hangs(start, tmp_path, kind):
     marker = tmp_path / "marker"
     fault = (f"env.kwargs.once={marker}", f"env.kwargs.fault={kind}", "env.kwargs.at=40")
-    command = start(*fault, "launcher=inline", "launcher.env_workers=auto")
+    command = start(*fault, "launcher=inline")
     command.wait_for(marker)
     command.signal_group(signal.SIGINT)
     assert command.wait() == 130

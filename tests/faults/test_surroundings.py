@@ -59,7 +59,7 @@ def test_kill_9_of_the_whole_group_leaves_nothing_and_the_run_goes_on(start, tmp
     command.wait()
     assert wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), 5.0)
     assert shared_memory() <= shared
-    resume_toy(tmp_path / "run", "launcher.name=inline", "launcher.env_workers=auto")
+    resume_toy(tmp_path / "run", "launcher.name=inline")
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from embodyrl.config.load import load_config
 from embodyrl.envs.maniskill.factory import FACTORY
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.runtime.config import load_config
 from embodyrl.runtime.train import train
 from embodyrl.types import EpisodeStart, ObservationOut
 
@@ -34,7 +35,7 @@ def look(env, slot):
 
 
 def test_a_reset_id_begins_the_same_episode_in_any_slot_at_any_time():
-    env = FACTORY.make(load_config("train", WORDS).env, 4)
+    env = FACTORY.make(load_config("train", WORDS).env, EnvContext(num_slots=4))
     starts = [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6, 7, 5)]
     env.reset([0, 1, 2, 3], starts)
     images, state = look(env, 0)

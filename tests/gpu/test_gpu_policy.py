@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from settings import model_of
 
-from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.model import ModelInputs
 from embodyrl.policies.protocol import PolicyRequest
@@ -28,7 +29,7 @@ ENV = EnvSpec(
 
 
 def build(path, *, device="cuda", precision=Precision.fp32, trainable=True):
-    cfg = ModelConfig(path=str(path), num_images_in_input=1, use_proprio=False, precision=precision)
+    cfg = model_of(path=str(path), num_images_in_input=1, use_proprio=False, precision=precision)
     request = PolicyRequest(env=ENV, value_dim=1, temperature=1.0, device=device, seed=0, trainable=trainable)
     return FACTORY.build(cfg, request)
 

@@ -7,9 +7,9 @@ import pytest
 from gates import gain, learn
 from toy_runs import rows
 
-from embodyrl.config.load import load_config, load_saved_config
 from embodyrl.conversation import Message, TextRow
 from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.config import load_config, load_saved_config
 from embodyrl.runtime.sft import sft
 from embodyrl.runtime.train import train
 from embodyrl.sandbox import calculate
@@ -22,7 +22,7 @@ def imitate(folder: Path, data: str, steps: int) -> Path:
     words += [f"runner.output_dir={folder}", f"runner.max_steps={steps}", "runner.val_check_interval=-1"]
     words += ["actor.optim.schedule=constant", "actor.global_batch_size=64", "actor.micro_batch_size=64"]
     cfg = load_config("sft", words)
-    check_components(cfg, "sft")
+    check_components(cfg)
     return sft(cfg).run
 
 

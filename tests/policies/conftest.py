@@ -6,9 +6,10 @@ import pytest
 import torch
 from llama_tokenizer import write_tokenizer
 from safetensors.torch import load_file
+from settings import model_of
 
-from embodyrl.config.schema import ModelConfig, Precision
-from embodyrl.policies.openvla_oft import FACTORY
+from embodyrl.config.shared import Precision
+from embodyrl.policies.openvla_oft import FACTORY, OPENVLA
 from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import EnvSpec
@@ -69,7 +70,7 @@ def make_policy(env_spec):
         **config,
     ):
         config.setdefault("precision", Precision.fp32)
-        cfg = ModelConfig(path=str(folder), **config)
+        cfg = model_of("openvla" if factory is OPENVLA else "openvla_oft", path=str(folder), **config)
         request = PolicyRequest(
             env=env,
             value_dim=value_dim,

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from settings import model_of
 
-from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -40,7 +41,7 @@ def env_spec(space: str, *, cameras: int = 0, state_dim: int = 5) -> EnvSpec:
 
 def build(name: str = "mlp", space: str = "discrete", **request: Any) -> Policy:
     env = request.pop("env", None) or env_spec(space)
-    cfg = ModelConfig(
+    cfg = model_of(
         model_type=name,
         precision=Precision.fp32,
         num_action_chunks=request.pop("chunk", 1),

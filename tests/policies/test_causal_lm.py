@@ -1,29 +1,30 @@
 """The language-model policy: what it draws, what it scores, and how it is saved."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from settings import model_of
 
-from embodyrl.config.schema import LoraConfig, ModelConfig, Precision, SamplingParams
+from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.conversation import Message, join_messages
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.causal_lm.sampling import choose, truncate
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import LoraSettings, ModelSettings
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
 
 ENV = EnvSpec(
     name="text/toy", action_dim=1, tasks=("toy",), states_per_task=(4,), action_space=ActionSpace(kind=ActionKind.text)
 )
-TINY = ModelConfig(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=6)
+TINY = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=6)
 PROMPTS = ("12=", "abc=", "12=", "1+2+3+4+5=", "a=")
 
 
-def build(cfg: ModelConfig = TINY, *, value_dim: int = 0, **request) -> CausalLMPolicy:
+def build(cfg: ModelSettings = TINY, *, value_dim: int = 0, **request) -> CausalLMPolicy:
     settings = {"temperature": 1.0, "device": "cpu", "seed": 3} | request
     policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=ENV, value_dim=value_dim, **settings))
     assert isinstance(policy, CausalLMPolicy)
@@ -130,7 +131,7 @@ def test_a_reply_is_cut_off_if_neither_an_end_nor_a_stop_text_is_among_its_token
     np.testing.assert_array_equal(plain.cut_off, full & (last != int(policy.ends[0])))
     row = int(np.flatnonzero(plain.cut_off)[0])
     stop = policy.tokenizer.decode([last[row]])
-    stopped = build(sampling=SamplingParams(stop=[stop])).act(observe(*PROMPTS), noise=noise(5, 1))
+    stopped = build(sampling=SamplingSettings(stop=[stop])).act(observe(*PROMPTS), noise=noise(5, 1))
     assert stopped.cut_off is not None
     assert not stopped.cut_off[row]
 
@@ -139,7 +140,7 @@ def test_replies_end_with_stop_texts_and_end_tokens(policy: CausalLMPolicy):
     plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
     row = int(np.argmax([len(r) for r in plain.replies]))
     stop = plain.replies[row][1]
-    stopped = build(sampling=SamplingParams(stop=[stop])).act(observe(*PROMPTS), noise=noise(5, 1))
+    stopped = build(sampling=SamplingSettings(stop=[stop])).act(observe(*PROMPTS), noise=noise(5, 1))
     assert stopped.replies[row] == plain.replies[row].split(stop)[0]
     assert (stopped.tokens[row] >= 0).sum() == plain.replies[row].index(stop) + 1
     policy.ends, kept = torch.tensor([int(plain.tokens[row, 2])]), policy.ends
@@ -151,14 +152,14 @@ def test_replies_end_with_stop_texts_and_end_tokens(policy: CausalLMPolicy):
 
 def test_truncation_and_penalty():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    assert truncate(logits, SamplingParams(top_k=2)).isfinite().tolist() == [[True, True, False, False]]
+    assert truncate(logits, SamplingSettings(top_k=2)).isfinite().tolist() == [[True, True, False, False]]
     # Probabilities 0.644, 0.237, 0.087, 0.032: the nucleus of 0.8 is the first two.
-    assert truncate(logits, SamplingParams(top_p=0.8)).isfinite().tolist() == [[True, True, False, False]]
-    assert truncate(logits, SamplingParams(top_p=0.6)).isfinite().tolist() == [[True, False, False, False]]
+    assert truncate(logits, SamplingSettings(top_p=0.8)).isfinite().tolist() == [[True, True, False, False]]
+    assert truncate(logits, SamplingSettings(top_p=0.6)).isfinite().tolist() == [[True, False, False, False]]
     seen = torch.tensor([[True, False, False, True]])
-    assert int(choose(logits, None, 1.0, SamplingParams(repetition_penalty=4.0), seen)) == 1
+    assert int(choose(logits, None, 1.0, SamplingSettings(repetition_penalty=4.0), seen)) == 1
     draws = torch.linspace(0, 1 - 1e-7, 10001)
-    drawn = choose(logits.expand(10001, -1), draws, 2.0, SamplingParams(), seen)
+    drawn = choose(logits.expand(10001, -1), draws, 2.0, SamplingSettings(), seen)
     np.testing.assert_allclose(np.bincount(drawn.numpy()) / 10001, (logits[0] / 2.0).softmax(-1).numpy(), atol=2e-4)
 
 
@@ -169,7 +170,7 @@ def test_weights_travel_through_the_public_layout(tmp_path: Path, policy: Causal
     assert not np.array_equal(other.act(observe(*PROMPTS), noise=noise(5)).tokens, wanted.tokens)
     other.load_weights(tmp_path)
     np.testing.assert_array_equal(other.act(observe(*PROMPTS), noise=noise(5)).logprob, wanted.logprob)
-    again = build(replace(TINY, model_type="causal_lm", path=str(tmp_path)))
+    again = build(model_of("causal_lm", precision=Precision.fp32, num_action_chunks=6, path=str(tmp_path)))
     np.testing.assert_array_equal(again.act(observe(*PROMPTS), noise=noise(5)).logprob, wanted.logprob)
     (tmp_path / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
@@ -177,7 +178,7 @@ def test_weights_travel_through_the_public_layout(tmp_path: Path, policy: Causal
 
 
 def test_adapters_train_alone_and_are_restored(tmp_path: Path):
-    cfg = replace(TINY, is_lora=True, lora=LoraConfig(r=4, target_modules="q_proj,v_proj"))
+    cfg = TINY.updated({"is_lora": True, "lora": LoraSettings(r=4, target_modules="q_proj,v_proj")})
     policy = build(cfg)
     trained = [name for name, p in policy.module.named_parameters() if p.requires_grad]
     assert trained
@@ -215,14 +216,16 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
-    cfg = replace(TINY, model_type="causal_lm", path=str(tmp_path))
+    cfg = model_of("causal_lm", precision=Precision.fp32, num_action_chunks=6, path=str(tmp_path))
     talk = join_messages([Message(role="user", content="1+1"), Message(role="assistant", content="2")])
     plain = policy.tokenizer
     chatty = build(cfg)
     assert plain.decode(chatty.encode_prompt(talk)) == plain.decode(
         plain("u:1+1|a:2|a:", add_special_tokens=False)["input_ids"]
     )
-    assert plain.decode(build(replace(cfg, chat=False)).encode_prompt(talk)) == plain.decode(plain("1+12")["input_ids"])
+    assert plain.decode(build(cfg.updated({"chat": False})).encode_prompt(talk)) == plain.decode(
+        plain("1+12")["input_ids"]
+    )
 
 
 def test_imitation_learns_the_end_of_a_reply():

@@ -4,18 +4,19 @@ import subprocess
 import sys
 
 import pytest
+from settings import model_of
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import LoraConfig, ModelConfig
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import read_config
+from embodyrl.policies.settings import LoraSettings
+from embodyrl.runtime.config import load_config
 from embodyrl.types import GripperConvention
 
 
 def problems(folder=None, **config):
-    return FACTORY.validate(ModelConfig(path=None if folder is None else str(folder), **config))
+    return FACTORY.validate(model_of(path=None if folder is None else str(folder), **config))
 
 
 def test_the_registry_holds_it():
@@ -25,11 +26,10 @@ def test_the_registry_holds_it():
 def test_checks_and_description_do_not_import_torch(env_spec):
     code = (
         "import sys\n"
-        "from embodyrl.config.schema import ModelConfig\n"
         "from embodyrl.policies import POLICIES\n"
         "from embodyrl.types import EnvSpec\n"
         "factory = POLICIES.get('openvla_oft')\n"
-        "cfg = ModelConfig(path='assets/openvla_oft_tiny')\n"
+        "cfg = factory.settings(model_type='openvla_oft', path='assets/openvla_oft_tiny')\n"
         "assert factory.validate(cfg) == []\n"
         "env = EnvSpec(name='e', action_dim=7, tasks=('a',), states_per_task=(1,), cameras=('c',), "
         "unnorm_key='libero_10')\n"
@@ -65,8 +65,8 @@ def test_a_good_folder_and_the_preset_have_no_problems(checkpoint):
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"lora": LoraConfig(r=8)}, "model.is_lora=false"),
-        ({"lora": LoraConfig(path="nowhere")}, "nowhere holds no adapter_config.json"),
+        ({"lora": LoraSettings(r=8)}, "model.is_lora=false"),
+        ({"lora": LoraSettings(path="nowhere")}, "nowhere holds no adapter_config.json"),
         ({"is_lora": True, "action_head": "diffusion"}, "are for evaluation"),
         ({"is_lora": True, "use_film": True}, "are for evaluation"),
         ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
@@ -93,7 +93,7 @@ def test_adapters_want_trained_weights():
 
 
 def test_problems_are_reported_together(checkpoint):
-    assert len(problems(checkpoint, lora=LoraConfig(r=8), unnorm_key="libero_9")) == 2
+    assert len(problems(checkpoint, lora=LoraSettings(r=8), unnorm_key="libero_9")) == 2
 
 
 def test_incomplete_folders(checkpoint):
@@ -131,7 +131,7 @@ def test_malformed_json_is_named(checkpoint):
 
 
 def test_spec_declares_shapes_and_gripper(checkpoint, env_spec):
-    spec = FACTORY.spec(ModelConfig(path=str(checkpoint)), env_spec, 8)
+    spec = FACTORY.spec(model_of(path=str(checkpoint)), env_spec, 8)
     assert (spec.tokens_per_chunk, spec.value_dim, spec.num_images, spec.uses_state) == (56, 8, 1, False)
     assert spec.gripper == GripperConvention(open=1.0, closed=0.0)
 
@@ -145,7 +145,7 @@ def test_spec_declares_shapes_and_gripper(checkpoint, env_spec):
 )
 def test_spec_refuses_what_does_not_fit_the_environment(checkpoint, env_spec, config, env, part):
     with pytest.raises(ConfigError, match=part):
-        FACTORY.spec(ModelConfig(path=str(checkpoint), **config), dataclasses.replace(env_spec, **env), 0)
+        FACTORY.spec(model_of(path=str(checkpoint), **config), dataclasses.replace(env_spec, **env), 0)
 
 
 def test_statistics_key_rule(checkpoint):

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from llama_tokenizer import write_tokenizer
 from safetensors import safe_open
 
-from embodyrl.config.schema import LoraConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import decoding, heads
 from embodyrl.policies.openvla_oft.model import ModelInputs
 from embodyrl.policies.openvla_oft.policy import score_tokens
 from embodyrl.policies.openvla_oft.statistics import normalise, unnormalise
+from embodyrl.policies.settings import LoraSettings
 
 FIRST_ACTION_ID, STOP, PAD, EMPTY, TEMPERATURE = 31744, 2, 32000, 29871, 1.6
 TAIL = slice(FIRST_ACTION_ID, None)
@@ -95,7 +96,7 @@ def policies(tmp_path_factory, golden_dir, env_spec, make_policy):
         for extra in folders:
             shutil.copytree(golden_dir / extra, folder, dirs_exist_ok=True)
         if adapter:
-            config["lora"] = LoraConfig(path=str(golden_dir / "lora_adapter"))
+            config["lora"] = LoraSettings(path=str(golden_dir / "lora_adapter"))
         return make_policy(folder, env=two if config.get("use_proprio") else env_spec, **config)
 
     return build

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from test_oft_policy import observe, uniforms
 
-from embodyrl.config.schema import LoraConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.openvla_oft import OPENVLA
 from embodyrl.policies.openvla_oft.statistics import normalise
+from embodyrl.policies.settings import LoraSettings
 
 TINY = "assets/openvla_oft_tiny"
 TASKS = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")
@@ -108,7 +109,7 @@ def test_supervised_training_may_add_heads_to_a_checkpoint(checkpoint, make_poli
 def test_adapters_train_beside_a_whole_l1_head(checkpoint, make_policy, robot, tmp_path):
     env = dataclasses.replace(robot, unnorm_key="libero_10")
     config = {"env": env, "use_proprio": True, "action_head": "l1", "is_lora": True, "precision": Precision.bf16}
-    config["lora"] = LoraConfig(r=4, lora_alpha=4)
+    config["lora"] = LoraSettings(r=4, lora_alpha=4)
     policy = make_policy(checkpoint, fresh_heads=True, **config)
     trained = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
     assert {n.partition(".")[0] for n in trained if ".lora_" not in n} == {"proprio_projector", "action_head"}

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from settings import model_of
 from test_oft_golden import inputs_of
 from test_oft_policy import observe, uniforms
 
-from embodyrl.config.schema import LoraConfig, ModelConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import export_policy
 from embodyrl.policies.openvla_oft.lora import read_adapter
+from embodyrl.policies.settings import LoraSettings
 
 
 @pytest.fixture
@@ -32,9 +34,9 @@ def take_a_step(policy, obs, tokens):
 
 
 def test_an_exported_adapter_run_is_a_public_checkpoint(checkpoint, make_policy, env_spec, golden, adapter, tmp_path):
-    config = {"is_lora": True, "lora": LoraConfig(path=str(adapter)), "precision": Precision.bf16}
+    config = {"is_lora": True, "lora": LoraSettings(path=str(adapter)), "precision": Precision.bf16}
     make_policy(checkpoint, value_dim=1, **config).save(tmp_path / "saved")
-    export_policy(ModelConfig(path=str(checkpoint), **config), env_spec, tmp_path / "saved", tmp_path / "public")
+    export_policy(model_of(path=str(checkpoint), **config), env_spec, tmp_path / "saved", tmp_path / "public")
     names = {path.name for path in (tmp_path / "public").iterdir()}
     assert "model.safetensors" in names
     assert not names & {"lora_adapter", "value_head.safetensors"}
@@ -48,7 +50,7 @@ def test_an_exported_adapter_run_is_a_public_checkpoint(checkpoint, make_policy,
 
 
 def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_policy, adapter):
-    policy = make_policy(checkpoint, is_lora=True, value_dim=1, lora=LoraConfig(r=4, lora_alpha=4))
+    policy = make_policy(checkpoint, is_lora=True, value_dim=1, lora=LoraSettings(r=4, lora_alpha=4))
     injected = {name.partition(".lora_A.")[0] for name in policy.module.state_dict() if ".lora_A." in name}
     assert injected == set(read_adapter(adapter).factors)
     names = set(trained(policy))
@@ -70,21 +72,21 @@ def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_pol
 
 @pytest.mark.parametrize(("init", "std"), [("gaussian", 0.25), ("kaiming", 0.144)])
 def test_initial_factors(checkpoint, make_policy, init, std):
-    policy = make_policy(checkpoint, is_lora=True, lora=LoraConfig(r=4, lora_alpha=4, init_lora_weights=init))
+    policy = make_policy(checkpoint, is_lora=True, lora=LoraSettings(r=4, lora_alpha=4, init_lora_weights=init))
     state = policy.module.state_dict()
     # Gaussian: 1/r. Kaiming-uniform with a = sqrt(5): 1 / sqrt(3 * fan_in), here of 16 inputs.
     low = torch.cat([state[f"language_model.model.layers.{i}.mlp.up_proj.lora_A.default.weight"] for i in range(3)])
     assert low.std() == pytest.approx(std, rel=0.2)
     assert all(not tensor.any() for name, tensor in state.items() if ".lora_B." in name)
-    same = make_policy(checkpoint, is_lora=True, lora=LoraConfig(r=4, lora_alpha=4, init_lora_weights=init))
-    other = make_policy(checkpoint, is_lora=True, seed=1, lora=LoraConfig(r=4, lora_alpha=4, init_lora_weights=init))
+    same = make_policy(checkpoint, is_lora=True, lora=LoraSettings(r=4, lora_alpha=4, init_lora_weights=init))
+    other = make_policy(checkpoint, is_lora=True, seed=1, lora=LoraSettings(r=4, lora_alpha=4, init_lora_weights=init))
     for a, b, c in zip(*(trained(p).values() for p in (policy, same, other)), strict=True):
         assert torch.equal(a, b)
         assert not a.any() or not torch.equal(a, c)
 
 
 def test_checkpoints_hold_only_what_is_trained(checkpoint, make_policy, tmp_path):
-    config = {"value_dim": 1, "lora": LoraConfig(r=4, lora_alpha=8)}
+    config = {"value_dim": 1, "lora": LoraSettings(r=4, lora_alpha=8)}
     policy, obs = make_policy(checkpoint, is_lora=True, **config), observe()
     take_a_step(policy, obs, policy.act(obs, noise=uniforms(4)).tokens)
     out = policy.act(obs, noise=None)
@@ -104,7 +106,7 @@ def test_checkpoints_hold_only_what_is_trained(checkpoint, make_policy, tmp_path
 
 
 def test_bf16_base_with_fp32_adapters(checkpoint, make_policy):
-    policy = make_policy(checkpoint, is_lora=True, value_dim=1, precision=Precision.bf16, lora=LoraConfig(path=None))
+    policy = make_policy(checkpoint, is_lora=True, value_dim=1, precision=Precision.bf16, lora=LoraSettings(path=None))
     base = {p.dtype for n, p in policy.module.named_parameters() if ".lora_" not in n and "value_head" not in n}
     assert base == {torch.bfloat16}
     assert {p.dtype for p in trained(policy).values()} == {torch.float32}
@@ -125,25 +127,25 @@ def test_adapters_that_do_not_fit_are_named(checkpoint, make_policy, adapter, tm
 
     write({k: v for k, v in tensors.items() if not k.endswith("projector.fc1.lora_A.weight")})
     with pytest.raises(CheckpointError, match=r"'projector\.fc1' has only one"):
-        make_policy(checkpoint, is_lora=True, lora=LoraConfig(path=str(damaged)))
+        make_policy(checkpoint, is_lora=True, lora=LoraSettings(path=str(damaged)))
     write({k: v for k, v in tensors.items() if "projector.fc1." not in k})
     with pytest.raises(CheckpointError, match=r"differ in module 'projector\.fc1'"):
-        make_policy(checkpoint, is_lora=True, lora=LoraConfig(path=str(damaged)))
+        make_policy(checkpoint, is_lora=True, lora=LoraSettings(path=str(damaged)))
     foreign = {k.replace("projector.fc1", "projector.fc9"): v for k, v in tensors.items()}
     write(foreign)
     with pytest.raises(CheckpointError, match=r"adapts 'projector\.fc9', which .* another model"):
-        make_policy(checkpoint, lora=LoraConfig(path=str(damaged)))
+        make_policy(checkpoint, lora=LoraSettings(path=str(damaged)))
     write(tensors, r=8)
     with pytest.raises(CheckpointError, match="has shape"):
-        make_policy(checkpoint, is_lora=True, lora=LoraConfig(path=str(damaged)))
+        make_policy(checkpoint, is_lora=True, lora=LoraSettings(path=str(damaged)))
     with pytest.raises(ConfigError, match=r"q_prj fits no layer.*q_proj"):
-        make_policy(checkpoint, is_lora=True, lora=LoraConfig(target_modules="q_prj"))
+        make_policy(checkpoint, is_lora=True, lora=LoraSettings(target_modules="q_prj"))
 
 
 def test_a_saved_adapter_is_read_by_peft(checkpoint, make_policy, tmp_path):
     from peft import PeftConfig
 
-    policy = make_policy(checkpoint, is_lora=True, lora=LoraConfig(r=4, lora_alpha=8, target_modules="q_proj,v_proj"))
+    policy = make_policy(checkpoint, is_lora=True, lora=LoraSettings(r=4, lora_alpha=8, target_modules="q_proj,v_proj"))
     policy.save(tmp_path / "saved")
     config = PeftConfig.from_pretrained(str(tmp_path / "saved" / "lora_adapter"))
     assert (config.r, config.lora_alpha, config.target_modules) == (4, 8, {"q_proj", "v_proj"})

@@ -9,7 +9,6 @@ import pytest
 SHARD_BYTES = 200_000_000
 SCRIPT = """
 import json, resource, sys
-from embodyrl.config.schema import ModelConfig, Precision
 from embodyrl.policies.openvla_oft import FACTORY, checkpoint
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import EnvSpec
@@ -23,7 +22,7 @@ env = EnvSpec(name="e", action_dim=7, tasks=("put the",), states_per_task=(1,), 
 request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device="cpu", seed=0, trainable=True)
 import embodyrl.policies.openvla_oft.policy
 start = peak()
-policy = FACTORY.build(ModelConfig(path=source, precision=Precision.fp32), request)
+policy = FACTORY.build(FACTORY.settings(model_type="openvla_oft", path=source, precision="fp32"), request)
 built = peak()
 if target:
     from pathlib import Path

@@ -11,9 +11,9 @@ import torch
 from test_oft_golden import close, inputs_of
 from test_oft_policy import observe, uniforms
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import Precision
+from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
+from embodyrl.runtime.config import load_config
 
 
 def test_rounded_rotary_table(checkpoint, make_policy, golden):
@@ -121,13 +121,13 @@ def test_other_robots(checkpoint, make_policy, env_spec, chunk, dim, images):
 @pytest.mark.parametrize(
     ("preset", "want"),
     [
-        ("openvla_oft_simplevla", ("official", True, False, "discrete", 1, False)),
-        ("openvla_oft_rlinf", ("rlinf", False, True, "discrete", 1, False)),
-        ("openvla_oft_official", ("official", True, False, "l1", 2, True)),
-        ("openvla", ("official", True, False, "discrete", 1, False)),
+        ("openvla_oft_simplevla", ("official", False, 1, True, "discrete", False)),
+        ("openvla_oft_rlinf", ("rlinf", True, 1, False, "discrete", False)),
+        ("openvla_oft_official", ("official", False, 2, True, "l1", True)),
+        ("openvla", ("official", False, 1)),
     ],
 )
 def test_presets(preset, want):
     model = load_config("train", [f"model={preset}"]).model
-    head = (model.image_pipeline, model.append_stop, model.rope_bf16_table, model.action_head)
-    assert (*head, model.num_images_in_input, model.use_proprio) == want
+    chunks = () if preset == "openvla" else (model.append_stop, model.action_head, model.use_proprio)
+    assert (model.image_pipeline, model.rope_bf16_table, model.num_images_in_input, *chunks) == want

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodyrl.config.schema import Precision
+from embodyrl.config.shared import Precision
 from embodyrl.policies.drawing import integer_sums, sample_inverse_cdf
 from embodyrl.types import Observation
 

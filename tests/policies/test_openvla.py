@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from settings import model_of
 from test_oft_golden import inputs_of
 from test_oft_policy import observe
 
-from embodyrl.config.schema import ModelConfig
 from embodyrl.policies import POLICIES
 from embodyrl.policies.openvla_oft import OPENVLA
 from embodyrl.policies.openvla_oft.decoding import decode_tokens
@@ -113,6 +113,6 @@ def test_act_and_score_agree_whatever_the_batch(openvla):
 
 def test_it_is_registered_and_takes_single_actions_only(checkpoint):
     assert POLICIES.get("openvla") is OPENVLA
-    (problem,) = OPENVLA.validate(ModelConfig(path=str(checkpoint)))
+    (problem,) = OPENVLA.validate(model_of("openvla", path=str(checkpoint)))
     assert "one action per query" in problem
-    assert "append_stop" not in OPENVLA.consumes
+    assert "append_stop" not in OPENVLA.settings.model_fields

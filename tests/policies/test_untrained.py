@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
+from settings import model_of
 
-from embodyrl.config.schema import ModelConfig
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
@@ -19,7 +19,7 @@ BOX = ActionSpace(kind=ActionKind.box, low=(-2.0, -math.inf), high=(6.0, 5.0))
 def act(space: ActionSpace | None, noise: np.ndarray | None, count: int = 4) -> np.ndarray:
     env = EnvSpec(name="probe", action_dim=2, tasks=("",), states_per_task=(1,), action_space=space)
     request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device="cpu", seed=0, trainable=False)
-    policy = POLICIES.get("random").build(ModelConfig(model_type="random", num_action_chunks=2), request)
+    policy = POLICIES.get("random").build(model_of(model_type="random", num_action_chunks=2), request)
     images, state = np.zeros((count, 0, 0, 0, 3), np.uint8), np.zeros((count, 0), np.float32)
     obs = Observation(images=images, state=state, instructions=("",) * count)
     return policy.act(obs, noise=noise).actions

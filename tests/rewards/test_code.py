@@ -12,10 +12,10 @@ import pytest
 from processes import wait_until
 
 from embodyrl import sandbox
-from embodyrl.config.schema import RewardConfig
 from embodyrl.conversation import Answer
 from embodyrl.rewards import build_judge
 from embodyrl.rewards.functions import code
+from embodyrl.rewards.settings import JudgeSettings
 from embodyrl.sandbox import confinement, run_python
 
 
@@ -66,7 +66,7 @@ def test_a_program_that_ends_itself_passes_no_test(program: str):
 
 def test_a_right_program_passes_150_tests():
     tests = [f"assert f({i}) == {2 * i}" for i in range(150)]
-    judge = build_judge(RewardConfig(name="code", timeout_s=60), 8)
+    judge = build_judge(JudgeSettings(name="code", timeout_s=60), 8)
     try:
         (found,) = judge([Answer(prompt="", response="def f(x): return x * 2", reference=json.dumps(tests), tokens=3)])
     finally:
@@ -75,7 +75,7 @@ def test_a_right_program_passes_150_tests():
 
 
 def test_a_sleeping_program_with_120_tests_costs_its_own_answer_only():
-    judge = build_judge(RewardConfig(name="code", timeout_s=5), 8)
+    judge = build_judge(JudgeSettings(name="code", timeout_s=5), 8)
     answers = [("import time; time.sleep(60)", ["assert True"] * 120), ("x = 1", ["assert x == 1"])]
     try:
         found = judge([Answer(prompt="", response=p, reference=json.dumps(t), tokens=3) for p, t in answers])

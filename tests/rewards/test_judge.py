@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from embodyrl.config.schema import RewardConfig
 from embodyrl.conversation import Answer
 from embodyrl.rewards import build_judge, problems
 from embodyrl.rewards.judge import overlong_penalty
+from embodyrl.rewards.settings import JudgeSettings
 
 
 def two_parts(prompt: str, response: str, reference: str) -> dict[str, float]:
@@ -36,7 +36,7 @@ def ask(response: str, *, reference: str = "abc", tokens: int = 3) -> Answer:
 
 
 def test_weights_components_and_success():
-    judge = build_judge(RewardConfig(name="exact", weights={"exact": 0.5, "overlap": 2.0}), 8)
+    judge = build_judge(JudgeSettings(name="exact", weights={"exact": 0.5, "overlap": 2.0}), 8)
     try:
         right, wrong = judge([ask("abc"), ask("abd")])
     finally:
@@ -47,7 +47,7 @@ def test_weights_components_and_success():
 
 
 def test_a_function_by_path_with_named_parts():
-    judge = build_judge(RewardConfig(path="test_judge:two_parts", weights={"short": 0.1}, workers=2), 8)
+    judge = build_judge(JudgeSettings(path="test_judge:two_parts", weights={"short": 0.1}, workers=2), 8)
     try:
         found = judge([ask("abc"), ask("abcd"), ask("ab")])
     finally:
@@ -57,7 +57,7 @@ def test_a_function_by_path_with_named_parts():
 
 
 def test_failures_cost_one_answer_and_are_counted():
-    judge = build_judge(RewardConfig(path="test_judge:moody", timeout_s=0.5), 8)
+    judge = build_judge(JudgeSettings(path="test_judge:moody", timeout_s=0.5), 8)
     try:
         found = judge([ask("fine"), ask("raise"), ask("hang"), ask("fine")])
         again = judge([ask("fine")])
@@ -69,7 +69,7 @@ def test_failures_cost_one_answer_and_are_counted():
 
 
 def test_what_is_no_finite_number_is_a_failed_answer():
-    judge = build_judge(RewardConfig(path="test_judge:moody"), 8)
+    judge = build_judge(JudgeSettings(path="test_judge:moody"), 8)
     try:
         found = judge([ask("nan"), ask("infinite"), ask("die"), ask("fine")])
     finally:
@@ -80,7 +80,7 @@ def test_what_is_no_finite_number_is_a_failed_answer():
 
 
 def test_a_judging_process_that_dies_between_two_batches_is_replaced():
-    judge = build_judge(RewardConfig(path="test_judge:moody", workers=2), 8)
+    judge = build_judge(JudgeSettings(path="test_judge:moody", workers=2), 8)
     try:
         judge([ask("fine"), ask("fine")])
         for _ in range(4):
@@ -99,7 +99,7 @@ def test_overlong_answers_pay():
     lengths = (5, 6, 7, 9, 10, 12)
     found = [overlong_penalty(n, limit=10, buffer=4, factor=1.0) for n in lengths]
     assert found == pytest.approx([0, 0, -0.25, -0.75, -1, -1.5])
-    judge = build_judge(RewardConfig(name="exact", overlong_buffer=4), 10)
+    judge = build_judge(JudgeSettings(name="exact", overlong_buffer=4), 10)
     try:
         (found,) = judge([ask("abc", tokens=9)])
     finally:
@@ -109,7 +109,7 @@ def test_overlong_answers_pay():
 
 
 def test_problems_name_the_cure():
-    assert "set one of them" in problems(RewardConfig())[0]
-    assert "Did you mean 'exact'?" in problems(RewardConfig(name="exakt"))[0]
-    assert "reward.weights" in problems(RewardConfig(name="exact", weights={"nothing": 1.0}))[0]
-    assert problems(RewardConfig(name="math", weights={"format": 0.2})) == []
+    assert "set one of them" in problems(JudgeSettings())[0]
+    assert "Did you mean 'exact'?" in problems(JudgeSettings(name="exakt"))[0]
+    assert "reward.weights" in problems(JudgeSettings(name="exact", weights={"nothing": 1.0}))[0]
+    assert problems(JudgeSettings(name="math", weights={"format": 0.2})) == []

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
-from embodyrl.config.schema import RewardConfig
 from embodyrl.conversation import Answer
 from embodyrl.errors import EmbodyError
 from embodyrl.policies.causal_lm.loading import tiny_tokenizer
 from embodyrl.rewards import build_judge, problems
 from embodyrl.rewards.services import find
+from embodyrl.rewards.settings import JudgeSettings
 
 
 class Service(BaseHTTPRequestHandler):
@@ -55,7 +55,7 @@ def ask(response: str, prompt: str = "?") -> Answer:
 
 @pytest.mark.integration
 def test_a_service_is_asked_and_its_failures_are_counted(service: str):
-    judge = build_judge(RewardConfig(path=service, timeout_s=1.0, workers=2), 8)
+    judge = build_judge(JudgeSettings(path=service, timeout_s=1.0, workers=2), 8)
     try:
         found = judge([ask("abcd"), ask("fail"), ask("ab", "long"), ask("hang"), ask("abc"), ask("infinite")])
     finally:
@@ -81,7 +81,7 @@ def write_reward_model(folder: Path, labels: int = 1) -> None:
 @pytest.mark.integration
 def test_a_reward_model_adds_to_the_reward_that_decides_success(tmp_path: Path):
     write_reward_model(tmp_path / "rm")
-    cfg = RewardConfig(name="exact", path=str(tmp_path / "rm"), weights={"model": 2.0})
+    cfg = JudgeSettings(name="exact", path=str(tmp_path / "rm"), weights={"model": 2.0})
     assert problems(cfg) == []
     judge = build_judge(cfg, 8)
     try:
@@ -102,7 +102,7 @@ def test_a_reward_model_adds_to_the_reward_that_decides_success(tmp_path: Path):
 @pytest.mark.integration
 def test_a_folder_that_is_no_reward_model_is_an_error_that_says_so(tmp_path: Path):
     write_reward_model(tmp_path / "two", labels=2)
-    judge = build_judge(RewardConfig(path=str(tmp_path / "two")), 8)
+    judge = build_judge(JudgeSettings(path=str(tmp_path / "two")), 8)
     with pytest.raises(EmbodyError, match="a reward model has 1 output, this one 2"):
         judge([ask("abcd")])
     judge.close()
@@ -121,5 +121,5 @@ def test_the_dialogue_goes_through_the_models_chat_template(tmp_path: Path):
 
 
 def test_a_wrong_name_is_refused(tmp_path: Path):
-    assert "Unknown reward" in problems(RewardConfig(path=str(tmp_path)))[0]
-    assert "Did you mean 'exact'" in problems(RewardConfig(name="exakt", path="https://host/score"))[0]
+    assert "Unknown reward" in problems(JudgeSettings(path=str(tmp_path)))[0]
+    assert "Did you mean 'exact'" in problems(JudgeSettings(name="exakt", path="https://host/score"))[0]

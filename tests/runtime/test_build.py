@@ -2,9 +2,9 @@
 
 import pytest
 
-from embodyrl.config.load import load_config
 from embodyrl.errors import ConfigError
 from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.config import load_config
 
 
 def blueprint(*overrides, training=False):

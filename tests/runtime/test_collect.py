@@ -9,32 +9,31 @@ import pyarrow.parquet as pq
 import pytest
 from processes import start_cli, wait_until
 from toy_env import toy_spec
-from toy_runs import TOY
+from toy_runs import TOY, TOY_COLLECT, TOY_EVAL
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import Config
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import check_layout, load_demonstrations
 from embodyrl.datasets.writer import read_episodes
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.runtime.checks import check_components
 from embodyrl.runtime.collect import CollectResult, collect
+from embodyrl.runtime.config import load_config
 from embodyrl.runtime.episodes import RolloutPlan, demonstration_plan, eval_plan, train_plan
+from embodyrl.runtime.roots import CollectConfig
 from embodyrl.types import PolicySpec
 
-ENV = tuple(word for word in TOY if word.startswith("env."))
 TASKS = "env.kwargs.tasks=2"
 POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_chunk=28)
 
 
 def words(folder: Path, *overrides: str) -> list[str]:
     places = (f"collect.out={folder}/demos", f"runner.output_dir={folder}/runs")
-    return [*ENV, TASKS, *places, *overrides]
+    return [*TOY_COLLECT, TASKS, *places, *overrides]
 
 
-def config(folder: Path, *overrides: str) -> Config:
+def config(folder: Path, *overrides: str) -> CollectConfig:
     cfg = load_config("collect", words(folder, "launcher=inline", "runner.logger.backends=[jsonl]", *overrides))
-    check_components(cfg, "collect")
+    check_components(cfg)
     return cfg
 
 
@@ -174,19 +173,19 @@ def test_splits_use_only_their_initial_states() -> None:
     assert sorted(demos) == [2] * 3 + [3] * 3 + [6] * 3 + [7] * 3, "each state equally often"
     assert set(judging) == {0, 1, 4, 5}
     with pytest.raises(ConfigError, match=r"state_ids \[2,4\]: task 0 of env 'toy' has initial states 0 to 3"):
-        eval_plan(load_config("eval", [*TOY, "env.eval.state_ids=[2,4]"]), env, POLICY)
+        eval_plan(load_config("eval", [*TOY_EVAL, "env.eval.state_ids=[2,4]"]), env, POLICY)
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["collect.out=null"], "collect.out is not set"),
-        (["data.path=x"], "`embodyrl collect` does not read this key"),
-        (["actor.optim.lr=1"], "`embodyrl collect` does not read this key"),
+        (["data.path=x"], "data.path=x: `embodyrl collect` does not read data.path; leave it out"),
+        (["actor.optim.lr=1"], "actor.optim.lr=1: `embodyrl collect` does not read actor.optim.lr; leave it out"),
     ],
 )
 def test_keys_that_collect_needs_or_never_reads(tmp_path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(tmp_path, *overrides)
-    with pytest.raises(ConfigError, match="`embodyrl train` does not read this key"):
+    with pytest.raises(ConfigError, match=r"`embodyrl train` does not read collect\.episodes; leave it out"):
         check_components(load_config("train", [*TOY, "collect.episodes=3"]))

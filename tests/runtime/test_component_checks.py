@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.config.load import load_config
 from embodyrl.errors import ConfigError
 from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.config import load_config
 
 
 def problems_of(*overrides: str) -> list[str]:
@@ -25,9 +25,9 @@ def problems_of(*overrides: str) -> list[str]:
         (["algorithm.adv_type=gpro"], ["gpro", "Did you mean 'grpo'?"]),
         (["algorithm.loss_type=ppo"], ["'ppo'", "ppo_clip"]),
         (["env.task_suite_name=libero_11"], ["libero_11"]),
-        (["env.id=CartPole-v1"], ["env.id=CartPole-v1", "does not read this key"]),
-        (["env.kwargs.speed=2"], ["env.kwargs", "does not read this key"]),
-        (["algorithm.gae_lambda=0.9"], ["adv_type 'grpo'", "does not read this key"]),
+        (["env.id=CartPole-v1"], ["env.id=CartPole-v1: env_type 'tabletop' does not read env.id; leave it out."]),
+        (["env.kwargs.speed=2"], ["env.kwargs.speed=2", "does not read env.kwargs.speed"]),
+        (["algorithm.gae_lambda=0.9"], ["adv_type 'grpo' with loss_type 'ppo_clip'", "does not read"]),
         (["algorithm.group_size=1"], ["group_size"]),
         (["algorithm=ppo", "algorithm.filter_rewards=[0.1,0.9]"], ["filter_rewards", "'gae'"]),
     ],
@@ -46,8 +46,11 @@ def test_problems_of_all_components_come_together() -> None:
 
 def test_env_type_may_be_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_kitchen.py").write_text(
+        "from embodyrl.envs.settings import EnvSettings\n"
+        "class Settings(EnvSettings):\n"
+        "    kwargs: dict = {}\n"
         "class Factory:\n"
-        "    consumes = frozenset({'kwargs'})\n"
+        "    settings = Settings\n"
         "    spec = make = None\n"
         "    def validate(self, cfg):\n"
         "        return [] if cfg.kwargs.get('speed') == 2 else ['env.kwargs.speed: must be 2.']\n"
@@ -57,12 +60,10 @@ def test_env_type_may_be_code_of_the_user(tmp_path: Path, monkeypatch: pytest.Mo
     mine = [
         "env=libero_10",
         "env.env_type=my_kitchen:FACTORY",
-        "env.task_suite_name=null",
-        "env.init_params.camera_names=[agentview]",
-        "model.model_type=nope",
     ]
-    assert "env.kwargs.speed: must be 2." in problems_of(*mine)
-    left = problems_of(*mine, "env.kwargs.speed=2")
-    assert len(left) == 1
-    assert "nope" in left[0]
-    assert any("env.reward_coef=3" in p and "my_kitchen" in p for p in problems_of(*mine, "env.reward_coef=3"))
+    assert problems_of(*mine) == ["env.kwargs.speed: must be 2."]
+    check_components(load_config("train", [*mine, "env.kwargs.speed=2"]))
+    left = problems_of(*mine, "env.reward_coef=3", "model.model_type=nope")
+    assert len(left) == 2
+    assert any("nope" in p for p in left)
+    assert "env.reward_coef=3: env_type 'my_kitchen:FACTORY' does not read env.reward_coef; leave it out." in left

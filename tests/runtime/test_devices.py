@@ -83,7 +83,7 @@ def test_one_gpu_is_shared_and_none_is_hidden_on_a_host_without(tmp_path, monkey
 
 
 def test_a_batched_simulator_gets_one_worker_per_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("embodyrl.runtime.build.available_cores", lambda: 16)
     cfg, env = toy_config(tmp_path, "launcher=local"), draw_blueprint(toy_config(tmp_path), training=True).env
     batched = replace(env, lockstep=True, on_gpu=True)
     workers = [count_env_workers(cfg, batched, deal_devices("0123"[:gpus], 1), 64) for gpus in (0, 1, 2, 4)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import load
 from text_runs import text_config
 from toy_runs import comparable, resume_toy, rows, running_crew, train_toy, weights
 
@@ -63,9 +65,18 @@ def test_processes_and_ranks_apart_train_like_one(tmp_path):
     spread = ("launcher=local", "launcher.env_workers=1", "actor.fsdp.size=2", "rollout.num_workers=2")
     one = train_toy(tmp_path, *words, name="one")
     many = train_toy(tmp_path, *words, *APART, *spread, name="many")
-    for a, b in zip(rows(one), rows(many), strict=True):
+    # Ranks add gradients in another order, as micro_batch_size=1 does in one process. Weights of the first step differ
+    # by 2e-7; the second step may draw another token where a random number lies on the border between two.
+    for a, b in zip(rows(one)[:2], rows(many)[:2], strict=True):
         for name in a.keys() & {"actor/loss", "actor/grad_norm", "train/return", "eval/return"}:
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-5), name
+    for name, data in weights(one, 1).items():
+        others = load(weights(many, 1)[name])
+        for key, tensor in load(data).items():
+            torch.testing.assert_close(others[key], tensor, rtol=0, atol=2e-6)
+    _, first, second = rows(many)
+    assert first["actor/kl"] > 0.01, "the weights moved"
+    assert second["actor/logprob_gap"] < 1e-5, "and every process acts with the new ones"
 
 
 @pytest.mark.integration

@@ -10,12 +10,13 @@ import pytest
 from toy_env import toy_spec
 from toy_runs import toy_config
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import Config
 from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
 from embodyrl.policies import POLICIES
+from embodyrl.runtime.config import load_config
 from embodyrl.runtime.episodes import RolloutPlan, eval_plan, selected_reset_ids, train_plan
+from embodyrl.runtime.roots import TrainConfig
 from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
 
 ENV = toy_spec(3)  # reset ids 0..11, four per task
@@ -24,7 +25,7 @@ POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_ch
 
 @pytest.fixture
 def config(tmp_path):
-    def make(*overrides: str) -> Config:
+    def make(*overrides: str) -> TrainConfig:
         return toy_config(tmp_path, "env.kwargs.tasks=3", *overrides)
 
     return make
@@ -34,7 +35,7 @@ def episodes_of(plan: RolloutPlan) -> list[EpisodeSpec]:
     return [e for wave in plan.waves for queue in wave.queues for e in queue]
 
 
-def plan_of(cfg: Config, step: int = 0, *, counts_chunk_steps: bool = False) -> RolloutPlan:
+def plan_of(cfg: TrainConfig, step: int = 0, *, counts_chunk_steps: bool = False) -> RolloutPlan:
     return train_plan(cfg, ENV, step, counts_chunk_steps=counts_chunk_steps)
 
 
@@ -150,7 +151,7 @@ def test_a_total_of_evaluation_episodes_is_spread_over_the_tasks(config):
     assert plan_slots(config("eval.episodes=1")) == 1
 
 
-def plan_slots(cfg: Config) -> int:
+def plan_slots(cfg: TrainConfig) -> int:
     return eval_plan(cfg, ENV, POLICY).num_slots
 
 
@@ -161,7 +162,7 @@ def test_evaluations_of_different_seeds_start_from_the_same_states(config):
     assert starts(config()) == starts(config("seed=7"))
 
 
-def eval_starts(cfg: Config, env: EnvSpec, policy: PolicySpec = POLICY) -> list[tuple[int, int]]:
+def eval_starts(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec = POLICY) -> list[tuple[int, int]]:
     return [(e.reset_id, e.seed) for e in episodes_of(eval_plan(cfg, env, policy))]
 
 
@@ -190,5 +191,5 @@ def test_which_policies_take_noise():
         (["model=openvla_oft_tiny", "model.action_head=l1"], False),
     ):
         cfg = load_config("eval", ["env=tabletop", *words])
-        env = ENVS.get("tabletop").spec(cfg.env)
+        env = ENVS.get("tabletop").spec(cfg.env, EnvContext())
         assert POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0).takes_noise == takes, words

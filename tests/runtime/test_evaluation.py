@@ -12,13 +12,14 @@ from pathlib import Path
 import imageio.v2 as imageio
 import numpy as np
 import pytest
-from toy_runs import toy_config, train_toy
+from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import Rate
+from embodyrl.runtime.config import load_config
 from embodyrl.runtime.evaluate import _print_table, evaluate
 from embodyrl.runtime.evaluation import EvalResult, _episode_row, _summarise
 from embodyrl.runtime.jobs import Collection
@@ -174,11 +175,15 @@ def test_an_interrupted_evaluation_goes_on_and_counts_every_episode_once(tmp_pat
 
 
 def test_the_standard_protocol_runs_every_initial_state_once(tmp_path):
-    words = ("env.kwargs.tasks=2", "eval.standard=true", "env.eval.max_episode_steps=3", "env.eval.total_num_envs=4")
-    result = evaluate(toy_config(tmp_path, *words, command="eval"))
+    words = ("env.kwargs.tasks=2", "env.kwargs.goal=99", "eval.standard=true", "env.eval.total_num_envs=4")
+    typed = toy_words(tmp_path, "launcher=inline", *words, command="eval")
+    cfg = load_config("eval", [w for w in typed if "max_episode_steps" not in w])
+    assert cfg.env.eval.max_episode_steps != 32, "or the horizon below is not the benchmark's"
+    result = evaluate(cfg)
     assert sorted(row["reset_id"] for row in episode_rows(result)) == list(range(8))
-    assert max(row["steps"] for row in episode_rows(result)) > 3  # the horizon is the benchmark's
-    with pytest.raises(ConfigError, match=r"set eval.episodes=null, env.eval.task_ids=null"):
+    assert {row["steps"] for row in episode_rows(result)} == {32}
+    left_out = "leave out eval.episodes, eval.episodes_per_task, env.eval.task_ids, env.eval.max_episode_steps"
+    with pytest.raises(ConfigError, match=left_out):
         evaluate_toy(tmp_path, "eval.standard=true", "eval.episodes=3", "env.eval.task_ids=[0]", name="other")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
-from embodyrl.config.load import load_config, save_config
 from embodyrl.runtime.build import draw_blueprint
+from embodyrl.runtime.config import load_config, save_config
 from embodyrl.runtime.held_out import evaluation_facts
 
 SPLITS = ("env.train.state_ids=[2,3]", "env.eval.state_ids=[0,0]")
@@ -37,7 +37,7 @@ def test_copies_are_named() -> None:
 
 def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
     run = train_toy(tmp_path, *SPLITS, "runner.val_check_interval=2", "eval.episodes=2", name="trained")
-    ckpt = (f"ckpt={run}", SPLITS[0])
+    ckpt = (f"ckpt={run}",)
     test = lines(tmp_path, *ckpt, "env.eval.state_ids=[1,1]", command="eval")
     assert f"none of these initial states is used by training of {run} or validation of {run}" in test
     both = lines(tmp_path, *ckpt, "env.eval.state_ids=[0,2]", command="eval")

@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
+from processes import command_environment
 from toy_runs import rows, toy_config, train_toy
 
-from embodyrl.config.load import load_saved_config
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.runtime.config import load_saved_config
 from embodyrl.runtime.rundir import open_run, resolve_weights
 from embodyrl.runtime.train import train
 
@@ -54,7 +54,7 @@ def test_a_run_remembers_how_it_was_started(tmp_path):
     folder = open_run(cfg, "train", ["seed=3"], None)
     folder.unlock()
     open_run(cfg, "train", ["runner.max_steps=9"], folder.root)
-    assert load_saved_config(folder.root, ["trust=true"]) == replace(cfg, trust=True)
+    assert load_saved_config(folder.root, ["trust=true"]) == cfg.updated({"trust": True})
     overrides = (folder.root / "overrides.txt").read_text().splitlines()
     assert overrides == ["# attempt 1: train seed=3", "# attempt 2: train runner.max_steps=9"]
     assert f"python {sys.version.split()[0]}" in (folder.root / "env.txt").read_text()
@@ -64,14 +64,18 @@ def test_a_run_in_use_is_refused_and_left_alone(tmp_path):
     """The holder is a real process: this one's child, waiting for its input to close."""
     cfg = toy_config(tmp_path, "runner.on_existing=resume")
     code = (
-        "import sys; from pathlib import Path; from embodyrl.config.load import load_saved_config as load;"
+        "import sys; from pathlib import Path; from embodyrl.runtime.config import load_saved_config as load;"
         "from embodyrl.runtime.rundir import open_run; run = Path(sys.argv[1]);"
         "folder = open_run(load(run, ['trust=true']), 'train', [], run); print('locked', flush=True); sys.stdin.read()"
     )
     open_run(cfg, "train", [], None).unlock()
     run = tmp_path / "run"
     holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=command_environment(tmp_path),
+        text=True,
     )
     assert holder.stdin is not None
     assert holder.stdout is not None

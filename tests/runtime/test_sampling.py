@@ -110,5 +110,5 @@ def test_asynchronous_and_deterministic_contradict_each_other(tmp_path):
 
 
 def test_refills_without_a_filter_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"filter_refills=1 has no effect"):
+    with pytest.raises(ConfigError, match=r"algorithm.filter_refills has no effect: .*filter_rewards is null"):
         toy_config(tmp_path, "algorithm.filter_refills=1")

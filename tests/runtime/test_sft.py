@@ -10,20 +10,19 @@ import numpy as np
 import pytest
 from processes import start_cli
 from toy_env import toy_spec
-from toy_runs import TOY, rows, weights
+from toy_runs import TOY_COLLECT, TOY_EVAL, rows, weights
 
-from embodyrl.config.load import load_config, load_saved_config
-from embodyrl.config.schema import Config
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.runtime.checks import check_components
 from embodyrl.runtime.collect import collect
+from embodyrl.runtime.config import load_config, load_saved_config
 from embodyrl.runtime.evaluate import evaluate
+from embodyrl.runtime.roots import SftConfig
 from embodyrl.runtime.sft import SftResult, sft
 from embodyrl.runtime.sft_setup import data_statistics, load_samples
 from embodyrl.types import GripperConvention, PolicySpec
 
-ENV = tuple(word for word in TOY if word.startswith("env."))
 HARD = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6")
 """Two tasks with opposite actions; the demonstrator needs six of eight steps."""
 MODEL = ("model.num_action_chunks=4", "model.num_images_in_input=1", "model.use_proprio=false")
@@ -45,7 +44,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("collect")
     places = (f"collect.out={folder}/demos", f"runner.output_dir={folder}/runs")
     quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "collect.episodes=20")
-    collect(load_config("collect", [*ENV, *HARD, *places, *quiet]))
+    collect(load_config("collect", [*TOY_COLLECT, *HARD, *places, *quiet]))
     return folder / "demos"
 
 
@@ -54,9 +53,9 @@ def words(folder: Path, demos: Path, *overrides: str) -> list[str]:
     return [*places, *MODEL, *SMALL, "runner.logger.backends=[jsonl]", *overrides]
 
 
-def config(folder: Path, demos: Path, *overrides: str) -> Config:
+def config(folder: Path, demos: Path, *overrides: str) -> SftConfig:
     cfg = load_config("sft", words(folder, demos, *overrides))
-    check_components(cfg, "sft")
+    check_components(cfg)
     return cfg
 
 
@@ -73,8 +72,8 @@ def trained(demos: Path, tmp_path_factory: pytest.TempPathFactory) -> SftResult:
 def success(folder: Path, *overrides: str) -> float:
     places = (f"runner.output_dir={folder}", "launcher=inline", "runner.logger.backends=[jsonl]")
     settings = ("eval.episodes_per_task=4", "env.eval.total_num_envs=4")
-    cfg = load_config("eval", [*TOY, *HARD, *places, *settings, *overrides])
-    check_components(cfg, "eval")
+    cfg = load_config("eval", [*TOY_EVAL, *HARD, *places, *settings, *overrides])
+    check_components(cfg)
     return evaluate(cfg).overall.success_once
 
 
@@ -201,16 +200,16 @@ def test_micro_batches_do_not_change_the_gradient(demos: Path, tmp_path: Path) -
 
 def test_a_learning_rate_that_explodes_stops_with_its_own_code(demos: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"actor.optim.lr lower"):
-        train(tmp_path, demos, "actor.optim.lr=1e30", "runner.max_steps=5", "runner.val_check_interval=-1")
+        train(tmp_path, demos, "actor.optim.lr=1000", "runner.max_steps=5", "runner.val_check_interval=-1")
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["data.path=null"], "data.path is not set"),
-        (["env.reward_coef=2"], "`embodyrl sft` does not read this key"),
-        (["algorithm.gamma=0.5"], "`embodyrl sft` does not read this key"),
-        (["data.val_path=x", "data.val_share=0.2"], "data.val_path=x already names validation data"),
+        (["env.reward_coef=2"], "env.reward_coef=2: `embodyrl sft` does not read env.reward_coef; leave it out"),
+        (["algorithm.gamma=0.5"], "`embodyrl sft` does not read algorithm.gamma; leave it out"),
+        (["data.val_path=x", "data.val_share=0.2"], "data.val_share has no effect: data.val_path=x names"),
     ],
 )
 def test_keys_that_sft_needs_or_never_reads(demos: Path, tmp_path: Path, overrides: list[str], said: str) -> None:

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from embodyrl.config.load import load_config
-from embodyrl.config.schema import Config
 from embodyrl.runtime.checks import check_components
+from embodyrl.runtime.config import load_config
+from embodyrl.runtime.roots import TrainConfig
 
 SMALL = (
     "env.train.total_num_envs=8",
@@ -18,8 +18,8 @@ SMALL = (
 )
 
 
-def text_config(folder: Path, *overrides: str, task: str = "copy") -> Config:
-    """Config of an inline run on a generated task that logs to files only."""
+def text_config(folder: Path, *overrides: str, task: str = "copy") -> TrainConfig:
+    """TrainConfig of an inline run on a generated task that logs to files only."""
     words = [f"env=text/{task}", "model=causal_lm_tiny", "launcher=inline", "runner.logger.backends=[jsonl]"]
     cfg = load_config("train", [*words, f"runner.output_dir={folder}", *SMALL, *overrides])
     check_components(cfg)

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from settings import env_of
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import InitParams
 from embodyrl.types import EpisodeStart, ObservationOut
 
 pytestmark = pytest.mark.sim
@@ -22,11 +24,10 @@ CAMERAS = ["agentview", "robot0_eye_in_hand"]
 
 
 def spec_of(suite):
-    cfg = EnvConfig(task_suite_name=suite)
-    cfg.init_params.camera_names = CAMERAS
-    cfg.init_params.camera_heights = cfg.init_params.camera_widths = SIZE
+    cameras = InitParams(camera_names=CAMERAS, camera_heights=SIZE, camera_widths=SIZE)
+    cfg = env_of("libero", task_suite_name=suite, init_params=cameras)
     assert FACTORY.validate(cfg) == []
-    spec = FACTORY.spec(cfg)
+    spec = FACTORY.spec(cfg, EnvContext())
     install.prepare_process()
     return spec
 
@@ -106,7 +107,7 @@ def play(rig, slot, task, index, actions, stove_on_before=None, seed=7):
 def test_the_five_suites_declare_tasks_states_and_horizons():
     horizons = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
     for suite, horizon in horizons.items():
-        spec = FACTORY.spec(EnvConfig(task_suite_name=suite))
+        spec = FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext())
         count = 90 if suite == "libero_90" else 10
         assert len(spec.tasks) == count
         assert spec.states_per_task == (50,) * count
@@ -116,11 +117,15 @@ def test_the_five_suites_declare_tasks_states_and_horizons():
         assert (spec.cameras, spec.image_size) == (("agentview",), (256, 256))
         assert (spec.gripper.open, spec.gripper.closed, spec.gripper.binary) == (-1.0, 1.0, True)
         assert all(len(install.suite_init_states(suite, task)) == 50 for task in (0, count - 1))
-    assert FACTORY.spec(EnvConfig(task_suite_name="libero_goal")).tasks[STOVE] == "turn on the stove"
-    assert FACTORY.spec(EnvConfig(task_suite_name="libero_10")).tasks[0] == (
+    assert (
+        FACTORY.spec(env_of("libero", task_suite_name="libero_goal"), EnvContext()).tasks[STOVE] == "turn on the stove"
+    )
+    assert FACTORY.spec(env_of("libero", task_suite_name="libero_10"), EnvContext()).tasks[0] == (
         "put both the alphabet soup and the tomato sauce in the basket"
     )
-    assert FACTORY.spec(EnvConfig(task_suite_name="libero_90")).tasks[0] == ("close the top drawer of the cabinet")
+    assert FACTORY.spec(env_of("libero", task_suite_name="libero_90"), EnvContext()).tasks[0] == (
+        "close the top drawer of the cabinet"
+    )
 
 
 def test_bit_identical_to_the_stock_environment_up_to_official_success(roomy):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from settings import env_of
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
+from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import EnvError
 from embodyrl.types import EpisodeStart
 
@@ -19,7 +20,7 @@ class Rig:
     def __init__(self, suite, *, slots=1, max_models=1):
         from embodyrl.envs.libero.sims import LiberoSims
 
-        self.spec = FACTORY.spec(EnvConfig(task_suite_name=suite))
+        self.spec = FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext())
         install.prepare_process()
         self.sims = LiberoSims(self.spec, max_models=max_models, lean=True, fast=True)
         self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0)
@@ -54,7 +55,10 @@ def object_rig():
 
 
 def test_the_suites_say_which_tasks_have_a_demonstrator():
-    tasks = {name: FACTORY.spec(EnvConfig(task_suite_name=f"libero_{name}")).expert_tasks for name in ("10", "90")}
+    tasks = {
+        name: FACTORY.spec(env_of("libero", task_suite_name=f"libero_{name}"), EnvContext()).expert_tasks
+        for name in ("10", "90")
+    }
     assert tasks == {"10": (0, 7), "90": ()}
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from settings import env_of
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
+from embodyrl.envs.protocol import EnvContext
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(300)]
 
@@ -90,10 +91,8 @@ def test_a_demonstration_of_the_fast_loop_succeeds_at_the_same_step_in_the_stock
 
 
 def test_fast_physics_follows_the_profile_unless_set():
-    from embodyrl.config.schema import RenderProfile
-
     for profile, key, expected in (("full", None, False), ("lean", None, True), ("lean", False, False)):
-        cfg = EnvConfig(task_suite_name="libero_goal", render_profile=RenderProfile(profile), fast_physics=key)
-        env = FACTORY.make(cfg, 1)
+        cfg = env_of("libero", task_suite_name="libero_goal", render_profile=profile, fast_physics=key)
+        env = FACTORY.make(cfg, EnvContext())
         assert env._sims._kinds == {"lean": profile == "lean", "fast": expected}  # type: ignore[attr-defined]
         env.close()

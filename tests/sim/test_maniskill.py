@@ -10,11 +10,14 @@ import sys
 
 import numpy as np
 import pytest
+from settings import env_of
 
-from embodyrl.config.schema import EnvConfig, InitParams, ObsMode, RenderProfile, SimBackend
 from embodyrl.envs.chunked import LockstepEnv
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.install import vulkan_problem
+from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError, UnknownNameError
 from embodyrl.types import EpisodeStart, ObservationOut
 
@@ -32,7 +35,11 @@ def simulator():
 def config(env_id="PushCube-v1", **changes):
     cameras = InitParams(camera_heights=64, camera_widths=64, camera_names=["base_camera", "hand_camera"])
     keys = {"id": env_id, "control_mode": "pd_ee_delta_pose", "init_params": cameras, **changes}
-    return EnvConfig(env_type="maniskill", **keys)
+    return env_of(env_type="maniskill", **keys)
+
+
+def make(cfg, slots=1):
+    return FACTORY.make(cfg, EnvContext(num_slots=slots))
 
 
 def start(reset_id, *, ignore=False):
@@ -71,16 +78,16 @@ def same(one, other):
 
 DIGEST = """
 import hashlib, sys
-sys.path.insert(0, {folder!r})
-from test_maniskill import FACTORY, config, play
-env = FACTORY.make(config(), 1)
+sys.path[:0] = {folders!r}
+from test_maniskill import config, make, play
+env = make(config())
 print("digest", hashlib.sha256(b"".join(part.tobytes() for part in play(env, 5))).hexdigest())
 env.close()
 """
 
 
 def test_an_episode_repeats_to_the_last_bit_after_others_in_other_slots_and_in_another_process():
-    env = FACTORY.make(config(), 2)
+    env = make(config(), 2)
     first = play(env, 5)
     pushes = [demonstrate(env, 0) for _ in range(3)]
     assert all(same(pushes[0], push) for push in pushes[1:]), "contacts of the former episode leave no trace"
@@ -90,7 +97,7 @@ def test_an_episode_repeats_to_the_last_bit_after_others_in_other_slots_and_in_a
     assert not same(first, play(env, 7))
     assert first[0].std() > 20, "pictures show something"
     env.close()
-    code = DIGEST.format(folder=os.path.dirname(__file__))
+    code = DIGEST.format(folders=[os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     mine = hashlib.sha256(b"".join(part.tobytes() for part in first)).hexdigest()
     assert f"digest {mine}" in done.stdout
@@ -100,7 +107,7 @@ def test_the_reset_id_decides_where_an_episode_begins():
     from embodyrl.envs.maniskill.sims import BatchSims
 
     cfg = config(obs_mode=ObsMode.state)
-    single = FACTORY.make(cfg, 1)
+    single = make(cfg)
     batch = LockstepEnv(BatchSims(single.spec, cfg, 1), 1, use_rel_reward=True, reward_coef=1.0)
     for env in (single, batch):
         states = []
@@ -116,7 +123,7 @@ def test_a_batch_of_one_gives_what_a_simulator_gives():
     """The code of the GPU's batch, with the only batch that the CPU can simulate."""
     from embodyrl.envs.maniskill.sims import BatchSims
 
-    single = FACTORY.make(config(), 1)
+    single = make(config())
     batch = LockstepEnv(BatchSims(single.spec, config(), 1), 1, use_rel_reward=True, reward_coef=1.0)
     actions = np.random.default_rng(0).uniform(-1, 1, (1, 8, 7)).astype(np.float32)
     seen = []
@@ -195,7 +202,7 @@ def test_tasks_that_draw_their_objects_are_known(env_id, drawn):
 
 def test_lean_changes_pictures_but_no_state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    full, lean = (FACTORY.make(config("PickCube-v1", render_profile=RenderProfile(p)), 1) for p in ("full", "lean"))
+    full, lean = (make(config("PickCube-v1", render_profile=RenderProfile(p))) for p in ("full", "lean"))
     pictures, states, physics = play(full, 3)
     lean_pictures, lean_states, lean_physics = play(lean, 3)
     np.testing.assert_array_equal(states, lean_states)
@@ -209,7 +216,7 @@ def test_lean_changes_pictures_but_no_state(tmp_path, monkeypatch):
 @pytest.mark.parametrize("env_id", ["PickCube-v1", "PushCube-v1", "PullCube-v1", "StackCube-v1"])
 def test_demonstrators_reach_their_goals(env_id):
     kwargs = {"robot_uids": "panda"} if env_id == "StackCube-v1" else {}
-    env = FACTORY.make(config(env_id, obs_mode=ObsMode.state, kwargs=kwargs), 1)
+    env = make(config(env_id, obs_mode=ObsMode.state, kwargs=kwargs))
     succeeded = 0
     for seed in range(100, 108):
         env.reset([0], [start(seed)])
@@ -221,16 +228,16 @@ def test_demonstrators_reach_their_goals(env_id):
 def test_what_is_wrong_is_said_before_a_worker_starts(tmp_path, monkeypatch):
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
     with pytest.raises(MissingDependencyError, match=r"assets bridge_v2_real2sim are not below"):
-        FACTORY.spec(config("PutCarrotOnPlateInScene-v1"))
+        FACTORY.spec(config("PutCarrotOnPlateInScene-v1"), EnvContext())
     assert list(tmp_path.rglob("*")) == [], "no half-made folder"
     with pytest.raises(MissingDependencyError, match="files of its robot are missing"):
-        FACTORY.spec(config("UnitreeH1Stand-v1", control_mode=None))
+        FACTORY.spec(config("UnitreeH1Stand-v1", control_mode=None), EnvContext())
     with pytest.raises(UnknownNameError, match="Did you mean 'PushCube-v1'"):
-        FACTORY.spec(config("PushCub-v1"))
+        FACTORY.spec(config("PushCub-v1"), EnvContext())
     with pytest.raises(ConfigError, match="pd_ee_pos not in supported modes"):
-        FACTORY.spec(config(control_mode="pd_ee_pos"))
+        FACTORY.spec(config(control_mode="pd_ee_pos"), EnvContext())
     with pytest.raises(ConfigError, match="cannot be built with sim_backend=gpu"):
-        FACTORY.spec(config(sim_backend=SimBackend.gpu, reward_coef=3.0))
+        FACTORY.spec(config(sim_backend=SimBackend.gpu, reward_coef=3.0), EnvContext())
     monkeypatch.setenv("VK_ICD_FILENAMES", str(tmp_path / "none.json"))
     with pytest.raises(MissingDependencyError, match=r"needs a Vulkan driver.*mesa-vulkan-drivers"):
-        FACTORY.spec(config(reward_coef=2.0))
+        FACTORY.spec(config(reward_coef=2.0), EnvContext())

@@ -13,11 +13,11 @@ from rank_work import RECORDS, fill
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.config.schema import ActorConfig, OptimConfig
 from embodyrl.runtime.build import draw_blueprint
 from embodyrl.runtime.policy_hosts import policy_init
 from embodyrl.workers.messages import LoadOrder, SaveOrder, UpdateOrder
 from embodyrl.workers.policy_host import PolicyHost
+from embodyrl.workers.settings import ValueOptimSettings
 from embodyrl.workers.training import Optimization
 
 
@@ -98,7 +98,7 @@ def test_every_optimizer_step_starts_from_no_gradient(make: Make):
 
 def test_gradients_are_clipped_to_their_norm_and_the_norm_is_reported_unclipped():
     module = torch.nn.Linear(2, 1, bias=False)
-    optimization = Optimization(module, ActorConfig(optim=OptimConfig(clip_grad=0.5)), 10)
+    optimization = Optimization(module, ValueOptimSettings(clip_grad=0.5), 10)
     for given, kept in (([3.0, 4.0], 0.5), ([0.06, 0.08], 0.1)):
         module.weight.grad = torch.tensor([given])
         assert optimization.step(0.0) == pytest.approx(np.linalg.norm(given))

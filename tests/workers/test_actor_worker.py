@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from toy_runs import rows, train_toy
 
-from embodyrl.config.schema import OptimConfig
 from embodyrl.workers.rollout_worker import even_parts
+from embodyrl.workers.settings import ValueOptimSettings
 from embodyrl.workers.training import Schedule, micro_batches
 
 WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
@@ -63,7 +63,7 @@ def test_even_parts_cover_everything_evenly(total, largest):
     ],
 )
 def test_learning_rate_warms_up_and_decays(schedule, expected):
-    cfg = OptimConfig(schedule=schedule, warmup_steps=2)
+    cfg = ValueOptimSettings(schedule=schedule, warmup_steps=2)
     plan = Schedule(cfg, total=len(expected))
     seen = []
     for position in range(len(expected)):

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from embodyrl.config.schema import EnvConfig
+from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
 from embodyrl.registry import Registry, closest, takes
 
@@ -49,7 +49,7 @@ class Probe:
     """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
 
 
-def probe(cfg: EnvConfig) -> Probe:
+def probe(cfg: GymSettings) -> Probe:
     """Build the environment, read what it declares, and close it again.
 
     Raises:
@@ -85,7 +85,7 @@ def _reports_success(env: Any) -> bool:
     return not {"success", "is_success"}.isdisjoint(env.step(env.action_space.sample())[4])
 
 
-def create(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
+def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
     """Build one environment, or a native vector environment of `num_envs`, with its wrappers.
 
     Raises:
@@ -107,7 +107,7 @@ def create(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
     return env
 
 
-def _construct(cfg: EnvConfig, kwargs: dict[str, Any], num_envs: int) -> Any:
+def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     assert cfg.id is not None
     try:
         if _is_path(cfg.id):

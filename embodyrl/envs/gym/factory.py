@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
+from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.protocol import EnvContext
 from embodyrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ SEEDS = 100_000
 class GymFactory:
     """Builds the environment that `env.id` names."""
 
-    consumes = frozenset({"id", "kwargs", "wrappers", "use_rel_reward", "reward_coef"})
+    settings = GymSettings
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: GymSettings) -> list[str]:
         """Return config problems, one line each; imports nothing of gymnasium."""
         return list(_problems(cfg))
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
+    def spec(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
         """Describe the environment; its spaces are only known once it is built, so one is built and closed again.
 
         Raises:
@@ -38,8 +39,8 @@ class GymFactory:
 
         return _spec(cfg, probe(cfg))
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
-        """Build the environment with `num_slots` slots in this process; each is constructed at its first reset."""
+    def make(self, cfg: GymSettings, context: EnvContext) -> ChunkedEnv:
+        """Build the environment in this process; each slot is constructed at its first reset."""
         from embodyrl.envs.gym.create import create, probe
         from embodyrl.envs.gym.sims import GymSims, VectorSims
 
@@ -47,11 +48,11 @@ class GymFactory:
         spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
         rewards = {"use_rel_reward": cfg.use_rel_reward, "reward_coef": cfg.reward_coef}
         if found.vector:
-            return LockstepEnv(VectorSims(spec, found, build, num_slots), num_slots, **rewards)
-        return ChunkedEnv(GymSims(spec, found, build), num_slots, **rewards)
+            return LockstepEnv(VectorSims(spec, found, build, context.num_slots), context.num_slots, **rewards)
+        return ChunkedEnv(GymSims(spec, found, build), context.num_slots, **rewards)
 
 
-def _spec(cfg: EnvConfig, found: Probe) -> EnvSpec:
+def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
     from embodyrl.envs.gym.spaces import ObservationWriter, action_space
 
     env_id = cfg.id
@@ -66,7 +67,7 @@ def _spec(cfg: EnvConfig, found: Probe) -> EnvSpec:
         cameras=observations.cameras,
         image_size=observations.image_size,
         state_dim=observations.state_dim,
-        max_episode_steps=found.max_episode_steps or max(cfg.train.max_episode_steps, cfg.eval.max_episode_steps),
+        max_episode_steps=found.max_episode_steps or cfg.longest_episode,
         action_space=actions,
         may_truncate=True,
         reports_success=found.reports_success,
@@ -74,7 +75,7 @@ def _spec(cfg: EnvConfig, found: Probe) -> EnvSpec:
     )
 
 
-def _problems(cfg: EnvConfig) -> Iterator[str]:
+def _problems(cfg: GymSettings) -> Iterator[str]:
     if cfg.id is None:
         yield "env.id is not set: it wants a Gymnasium id (env.id=CartPole-v1) or a class (env.id=my_pkg.my_mod:MyEnv)."
     for name in cfg.wrappers:
@@ -83,7 +84,7 @@ def _problems(cfg: EnvConfig) -> Iterator[str]:
                 f"env.wrappers: '{name}' is no package.module:attr of a callable env -> env, "
                 "for example gymnasium.wrappers:FlattenObservation."
             )
-    for split, values in (("train", cfg.train), ("eval", cfg.eval)):
+    for split, values in cfg.splits.items():
         if values.ignore_terminations:
             yield (
                 f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after its end; "

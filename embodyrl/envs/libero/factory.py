@@ -1,14 +1,14 @@
 """Checks, description and construction of the LIBERO environment; light until `make` is called."""
 
-import math
 from collections.abc import Iterator
 
-from embodyrl.config.schema import EnvConfig, RenderProfile
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.renderer import choose_renderer
 from embodyrl.envs.memory import tasks_in_memory
 from embodyrl.envs.problems import camera_problems, task_problems
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention
 
@@ -43,18 +43,27 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
 """Tasks with a scripted demonstrator: those that picking and placing solves (no drawer, knob or push)."""
 
 
+class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
+    """Keys of LIBERO."""
+
+    task_suite_name: str | None = None
+    """LIBERO suite."""
+    render_profile: RenderProfile = RenderProfile.full
+    """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
+    fast_physics: bool | None = None
+    """Inner loop without repeated work, equal to the benchmark's up to rounding; null: on with render_profile=lean."""
+
+
 class LiberoFactory:
     """Builds LIBERO environments from `env.task_suite_name`."""
 
-    consumes = frozenset(
-        {"task_suite_name", "use_rel_reward", "reward_coef", "init_params", "render_profile", "fast_physics"}
-    )
+    settings = LiberoSettings
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: LiberoSettings) -> list[str]:
         """Return config problems, one line each; imports nothing of the simulator."""
         return [*_suite_problems(cfg), *camera_problems(cfg, CAMERAS)]
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
+    def spec(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
         """Describe the suite; reads the benchmark's task map, starts no simulator.
 
         Raises:
@@ -84,26 +93,26 @@ class LiberoFactory:
             seeded_tasks=install.seeded_tasks(suite),
         )
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
-        """Build `num_slots` slots in this process; models are loaded when a slot first needs its task.
+    def make(self, cfg: LiberoSettings, context: EnvContext) -> ChunkedEnv:
+        """Build `context.num_slots` slots in this process; models are loaded when a slot first needs its task.
 
         Raises:
             MissingDependencyError: see `spec`.
         """
-        spec = self.spec(cfg)
+        spec = self.spec(cfg, context)
         install.prepare_process()
         from embodyrl.envs.libero.sims import LiberoSims
 
-        workers = math.ceil(max(cfg.train.total_num_envs, cfg.eval.total_num_envs) / num_slots)
         lean = cfg.render_profile is RenderProfile.lean
         fast = lean if cfg.fast_physics is None else cfg.fast_physics
-        held = tasks_in_memory(spec.task_bytes, workers)
+        held = tasks_in_memory(spec.task_bytes, context.num_workers)
         # Models that no slot needs now would only fill the GPU.
-        sims = LiberoSims(spec, max_models=min(held, num_slots) if spec.on_gpu else held, lean=lean, fast=fast)
-        return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
+        kept = min(held, context.num_slots) if spec.on_gpu else held
+        sims = LiberoSims(spec, max_models=kept, lean=lean, fast=fast)
+        return ChunkedEnv(sims, context.num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
 
 
-def _suite_problems(cfg: EnvConfig) -> Iterator[str]:
+def _suite_problems(cfg: LiberoSettings) -> Iterator[str]:
     name = cfg.task_suite_name
     known = ", ".join(sorted(SUITE_TASKS))
     if name is None:

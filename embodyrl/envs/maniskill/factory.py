@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from embodyrl.config.schema import EnvConfig, ObsMode, SimBackend
 from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
 from embodyrl.envs.maniskill.install import Description, describe_apart
+from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, DEMONSTRATED, EE_DELTA_POSE, SEEDS, instruction
 from embodyrl.envs.problems import camera_problems
+from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
@@ -18,18 +19,13 @@ _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 class ManiSkillFactory:
     """Builds the task that `env.id` names."""
 
-    consumes = frozenset(
-        {
-            *("id", "kwargs", "obs_mode", "sim_backend", "control_mode", "reward_mode", "render_profile"),
-            *("init_params", "use_rel_reward", "reward_coef"),
-        }
-    )
+    settings = ManiSkillSettings
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: ManiSkillSettings) -> list[str]:
         """Return config problems, one line each; imports nothing of the simulator."""
         return list(_problems(cfg))
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
+    def spec(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
         """Describe the task; it is built once in another process, which takes some seconds.
 
         Raises:
@@ -38,8 +34,8 @@ class ManiSkillFactory:
         """
         return _spec(cfg, describe_apart(cfg))
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
-        """Build the environment with `num_slots` simulators in this process, each at its first reset.
+    def make(self, cfg: ManiSkillSettings, context: EnvContext) -> ChunkedEnv:
+        """Build the environment with `context.num_slots` simulators in this process, each at its first reset.
 
         Raises:
             EmbodyError: see `spec`.
@@ -50,11 +46,11 @@ class ManiSkillFactory:
         spec = _spec(cfg, describe(cfg))
         rewards = {"use_rel_reward": cfg.use_rel_reward, "reward_coef": cfg.reward_coef}
         if spec.lockstep:
-            return LockstepEnv(BatchSims(spec, cfg, num_slots), num_slots, **rewards)
-        return ChunkedEnv(ManiSkillSims(spec, cfg), num_slots, **rewards)
+            return LockstepEnv(BatchSims(spec, cfg, context.num_slots), context.num_slots, **rewards)
+        return ChunkedEnv(ManiSkillSims(spec, cfg), context.num_slots, **rewards)
 
 
-def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
+def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
     name = cfg.id
     assert name is not None, "validate first"
     if found.draws_scene:
@@ -82,7 +78,7 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
         state_dim=found.state_dim,
         gripper=GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None,
         unnorm_key="bridge_orig" if bridge else "maniskill" if poses else None,
-        max_episode_steps=found.max_episode_steps or max(cfg.train.max_episode_steps, cfg.eval.max_episode_steps),
+        max_episode_steps=found.max_episode_steps or cfg.longest_episode,
         expert_tasks=(0,) if poses and not batched and name in DEMONSTRATED else (),
         lockstep=batched,
         on_gpu=batched,
@@ -91,7 +87,7 @@ def _spec(cfg: EnvConfig, found: Description) -> EnvSpec:
     )
 
 
-def _problems(cfg: EnvConfig) -> Iterator[str]:
+def _problems(cfg: ManiSkillSettings) -> Iterator[str]:
     if cfg.id is None:
         yield "env.id is not set: it wants the id of a ManiSkill task, for example env.id=PushCube-v1."
     if cfg.id in BRIDGE_EPISODES and cfg.sim_backend is SimBackend.gpu:

@@ -8,10 +8,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from embodyrl import errors
-from embodyrl.config.schema import EnvConfig
+from embodyrl.config.settings import plain
+from embodyrl.envs.maniskill.settings import ManiSkillSettings
 from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[maniskill]'"
@@ -27,15 +26,14 @@ _START_RENDERER = "import sapien; sapien.render.RenderSystem(sapien.Device('cpu'
 
 _DESCRIBE = """
 import dataclasses, json, os, sys
-from omegaconf import OmegaConf
 answer = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
-from embodyrl.config.schema import EnvConfig
+from embodyrl.envs.maniskill.settings import ManiSkillSettings
 from embodyrl.envs.maniskill.simulator import describe
 from embodyrl.errors import EmbodyError
-given = OmegaConf.merge(OmegaConf.structured(EnvConfig), OmegaConf.create(sys.stdin.read()))
+given = ManiSkillSettings.model_validate_json(sys.stdin.read())
 try:
-    json.dump({"found": dataclasses.asdict(describe(OmegaConf.to_object(given)))}, answer)
+    json.dump({"found": dataclasses.asdict(describe(given))}, answer)
 except EmbodyError as error:
     json.dump({"error": type(error).__name__, "text": str(error)}, answer)
 """
@@ -68,7 +66,7 @@ def vulkan_problem() -> str | None:
     return None if done.returncode == 0 else _last_words(done)
 
 
-def describe_apart(cfg: EnvConfig) -> Description:
+def describe_apart(cfg: ManiSkillSettings) -> Description:
     """Describe a task: importing and building it takes seconds, may crash in a driver, and must not ask questions.
 
     Raises:
@@ -76,7 +74,8 @@ def describe_apart(cfg: EnvConfig) -> Description:
     """
     if importlib.util.find_spec("mani_skill") is None or importlib.util.find_spec("sapien") is None:
         raise MissingDependencyError(f"ManiSkill is not installed. Cure: {INSTALL}")
-    return _described(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    task = {name: plain(getattr(cfg, name)) for name in ManiSkillSettings.model_fields}  # without the splits
+    return _described(json.dumps(task))
 
 
 @functools.lru_cache(maxsize=8)

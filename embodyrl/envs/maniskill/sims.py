@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.maniskill.expert import Demonstrator
+from embodyrl.envs.maniskill.settings import ManiSkillSettings
 from embodyrl.envs.maniskill.simulator import build, restart, restart_rows, state
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES
 from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
@@ -18,7 +18,7 @@ class ManiSkillSims:
 
     task_limit: int | None = None
 
-    def __init__(self, spec: EnvSpec, cfg: EnvConfig) -> None:
+    def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         self.spec = spec
         self._cfg = cfg
         # Tasks on Bridge data have no reward of their own.
@@ -80,7 +80,7 @@ class ManiSkillSims:
 class BatchSims(ManiSkillSims):
     """Slots of one simulation of them all; implements `BatchedSimulators`."""
 
-    def __init__(self, spec: EnvSpec, cfg: EnvConfig, num_slots: int) -> None:
+    def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings, num_slots: int) -> None:
         super().__init__(spec, cfg)
         self._env = build(cfg, cfg.obs_mode, num_slots)
         self._envs[0] = self._env  # closed with it

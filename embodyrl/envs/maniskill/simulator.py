@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodyrl.config.schema import EnvConfig, ObsMode, RenderProfile, SimBackend
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, Description
 from embodyrl.envs.maniskill.lean import lean_visuals
+from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, HAND_CAMERA
+from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
 from embodyrl.registry import closest
 
@@ -28,7 +29,7 @@ _HAND_CAMERA_PIXELS = 128
 _NO_VULKAN = ("ErrorIncompatibleDriver", "supported physical device", "rendering device", "createInstance")
 
 
-def build(cfg: EnvConfig, obs_mode: ObsMode, num_envs: int = 1) -> Any:
+def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
     """Build one task, or a batch of it, without Gymnasium's wrappers.
 
     Raises:
@@ -68,7 +69,7 @@ def build(cfg: EnvConfig, obs_mode: ObsMode, num_envs: int = 1) -> Any:
         ) from error
 
 
-def restart(cfg: EnvConfig, env: Any, reset_id: int, cameras: tuple[str, ...]) -> dict[str, Any]:
+def restart(cfg: ManiSkillSettings, env: Any, reset_id: int, cameras: tuple[str, ...]) -> dict[str, Any]:
     """Begin the episode whose seed (Bridge data: whose numbered placement) is the reset id; return the info.
 
     The scene is made anew: PhysX remembers more than ManiSkill resets (the order of contacts, what sleeps), so that a
@@ -78,7 +79,9 @@ def restart(cfg: EnvConfig, env: Any, reset_id: int, cameras: tuple[str, ...]) -
     return _reset(cfg, env, [reset_id], cameras, {"reconfigure": True, **placement})
 
 
-def restart_rows(cfg: EnvConfig, env: Any, reset_ids: Mapping[int, int], cameras: tuple[str, ...]) -> dict[str, Any]:
+def restart_rows(
+    cfg: ManiSkillSettings, env: Any, reset_ids: Mapping[int, int], cameras: tuple[str, ...]
+) -> dict[str, Any]:
     """Begin in each of these rows of a batch the episode whose seed is its reset id, by one reset; return the info.
 
     ManiSkill would draw all rows from the first one's seed, so that an episode depended on its neighbours. Here each
@@ -105,7 +108,7 @@ def restart_rows(cfg: EnvConfig, env: Any, reset_ids: Mapping[int, int], cameras
 
 
 def _reset(
-    cfg: EnvConfig, env: Any, seeds: list[int], cameras: tuple[str, ...], options: dict[str, Any]
+    cfg: ManiSkillSettings, env: Any, seeds: list[int], cameras: tuple[str, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
     if cfg.obs_mode is ObsMode.rgb:
         # Resets and steps would draw all cameras; `observe` draws those of the spec when somebody looks.
@@ -117,7 +120,7 @@ def _reset(
     return info
 
 
-def describe(cfg: EnvConfig) -> Description:
+def describe(cfg: ManiSkillSettings) -> Description:
     """Build the task, read what it declares, and close it again.
 
     Raises:
@@ -182,7 +185,7 @@ def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
     return common.flatten_state_dict(parts, use_torch=True)
 
 
-def _task(cfg: EnvConfig) -> Any:
+def _task(cfg: ManiSkillSettings) -> Any:
     """ManiSkill's entry of the task, whose files are there."""
     _prepare_process()
     from mani_skill.utils import assets, registration  # pyright: ignore[reportMissingImports]
@@ -239,7 +242,7 @@ def _hand_camera(panda: Any) -> list[Any]:
     ]
 
 
-def _lean(cfg: EnvConfig) -> contextlib.AbstractContextManager[None]:
+def _lean(cfg: ManiSkillSettings) -> contextlib.AbstractContextManager[None]:
     return lean_visuals() if cfg.render_profile is RenderProfile.lean else contextlib.nullcontext()
 
 

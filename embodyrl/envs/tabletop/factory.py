@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.problems import camera_problems, task_problems
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
 from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims
 from embodyrl.envs.tabletop.views import MAX_SIZE
 from embodyrl.envs.tabletop.world import TASKS
@@ -19,12 +20,16 @@ SMALLEST_IMAGE = 32
 """Pixels; on anything smaller a block has less than three."""
 
 
+class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
+    """Keys of the tabletop."""
+
+
 class TabletopFactory:
     """Builds the tabletop environment."""
 
-    consumes = frozenset({"use_rel_reward", "reward_coef", "init_params"})
+    settings = TabletopSettings
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: TabletopSettings) -> list[str]:
         """Return config problems, one line each."""
         return [
             *task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20"),
@@ -32,7 +37,7 @@ class TabletopFactory:
             *camera_problems(cfg, CAMERAS),
         ]
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
+    def spec(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
         """Describe the environment."""
         return EnvSpec(
             on_gpu=False,
@@ -49,13 +54,13 @@ class TabletopFactory:
             expert_tasks=tuple(range(len(TASKS))),
         )
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ChunkedEnv:
-        """Build `num_slots` tables in this process."""
-        sims = TabletopSims(self.spec(cfg))
-        return ChunkedEnv(sims, num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
+    def make(self, cfg: TabletopSettings, context: EnvContext) -> ChunkedEnv:
+        """Build `context.num_slots` tables in this process."""
+        sims = TabletopSims(self.spec(cfg, context))
+        return ChunkedEnv(sims, context.num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
 
 
-def _size_problems(cfg: EnvConfig) -> Iterator[str]:
+def _size_problems(cfg: TabletopSettings) -> Iterator[str]:
     params = cfg.init_params
     for key, value in {"camera_heights": params.camera_heights, "camera_widths": params.camera_widths}.items():
         if not SMALLEST_IMAGE <= value <= MAX_SIZE:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from embodyrl.config.schema import EnvConfig
 from embodyrl.conversation import Answer, Message, TextRow, join_messages
 from embodyrl.envs.protocol import AfterStep, Judge, Rows
+from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError
 from embodyrl.registry import Registry, takes
 from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
@@ -85,7 +85,7 @@ class ConversationEnv:
 
     task_limit: int | None = None
 
-    def __init__(self, spec: EnvSpec, cfg: EnvConfig, rows: Rows, judge: Judge, num_slots: int) -> None:
+    def __init__(self, spec: EnvSpec, cfg: TextSettings, rows: Rows, judge: Judge, num_slots: int) -> None:
         self.spec = spec
         self._coef, self._tools = cfg.reward_coef, cfg.tools
         self._rows = rows

@@ -1,23 +1,18 @@
 """Checks, description and construction of text environments."""
 
-from dataclasses import fields
-
-from embodyrl.config.schema import DataConfig, EnvConfig, RewardConfig
-from embodyrl.envs.protocol import EnvSetup
+from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
+from embodyrl.envs.text.settings import TextSettings
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 
 class TextFactory:
     """Builds the environment of the rows in `data` and the rewards in `reward`."""
 
-    consumes = frozenset(
-        {"max_turns", "tools", "reward_coef"}
-        | {f"data.{field.name}" for field in fields(DataConfig) if field.name != "image_aug"}
-        | {f"reward.{field.name}" for field in fields(RewardConfig)}
-    )
+    settings = TextSettings
+    reads_rows = True
 
-    def validate(self, cfg: EnvConfig) -> list[str]:
+    def validate(self, cfg: TextSettings) -> list[str]:
         """Return config problems, one line each."""
         problems = TOOLS.problems(cfg.tools, "env.tools")
         if bool(cfg.tools) != (cfg.max_turns > 1):
@@ -27,10 +22,10 @@ class TextFactory:
             )
         return problems
 
-    def spec(self, cfg: EnvConfig) -> EnvSpec:
+    def spec(self, cfg: TextSettings, context: EnvContext) -> EnvSpec:
         """Describe the environment: one task, whose initial states are the rows."""
-        assert isinstance(cfg, EnvSetup) and cfg.rows is not None and cfg.judge is not None
-        rows = cfg.rows
+        assert context.rows is not None and context.judge is not None
+        rows, judge = context.rows, context.judge
         return EnvSpec(
             name=f"text/{rows.name}",
             action_dim=1,
@@ -40,14 +35,14 @@ class TextFactory:
             max_chunks=cfg.max_turns,
             prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
             held_out=rows.held_out,
-            components=cfg.judge.components,
-            component_weights=cfg.judge.weights,
+            components=judge.components,
+            component_weights=judge.weights,
         )
 
-    def make(self, cfg: EnvConfig, num_slots: int) -> ConversationEnv:
-        """Build `num_slots` conversations in this process."""
-        assert isinstance(cfg, EnvSetup) and cfg.rows is not None and cfg.judge is not None
-        return ConversationEnv(self.spec(cfg), cfg, cfg.rows, cfg.judge, num_slots)
+    def make(self, cfg: TextSettings, context: EnvContext) -> ConversationEnv:
+        """Build `context.num_slots` conversations in this process."""
+        assert context.rows is not None and context.judge is not None
+        return ConversationEnv(self.spec(cfg, context), cfg, context.rows, context.judge, context.num_slots)
 
 
 FACTORY = TextFactory()

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from embodyrl import __version__
-from embodyrl.config.keys import spell
+from embodyrl.config.settings import spell
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate
@@ -38,7 +38,13 @@ _TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?ou
 _MAX_BARS, _MAX_FAILED, _LOG_TAIL = 60, 100, 12
 
 
-def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED_BYTES) -> list[str]:
+def write_report(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    embed_bytes: int = EMBED_BYTES,
+) -> list[str]:
     """Write the page about one or more runs, and return its summary as lines of text.
 
     Raises:
@@ -55,7 +61,7 @@ def write_report(folders: Sequence[Path], out: Path, *, embed_bytes: int = EMBED
         title=" vs ".join(h.name for h in histories),
         version=__version__,
         summary=lines,
-        runs=[_view(history) for history in histories],
+        runs=[_view(history, defaults or {}) for history in histories],
         charts=_charts(histories),
         parts=[*PHASES, "other"],
         table=_task_table(histories, tasks),
@@ -81,7 +87,7 @@ def _summary(histories: Sequence[History]) -> list[str]:
     return lines
 
 
-def _view(history: History) -> dict[str, Any]:
+def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What the template shows of one run."""
     steps = [row for row in history.rows if step_seconds(row)]
     last = history.evaluations[-1].episodes if history.evaluations else ()
@@ -100,7 +106,7 @@ def _view(history: History) -> dict[str, Any]:
         "faults": [line for line in events if _TROUBLE.search(line)],
         "tails": tails,
         "failed": [e for e in last if e.success_once is False][:_MAX_FAILED],
-        "settings": changed_settings(history.config),
+        "settings": changed_settings(history.config, defaults),
         "yaml": history.text("config.yaml"),
     }
 

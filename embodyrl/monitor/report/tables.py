@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from embodyrl.config.keys import all_keys, flat, plain, spell
+from embodyrl.config.settings import flat, plain, spell
 from embodyrl.monitor.history import Evaluation, History
 from embodyrl.monitor.intervals import Mean, mcnemar, wilson
 from embodyrl.monitor.report.charts import Line
@@ -67,13 +67,12 @@ def curve(history: History, metric: str, label: str, color: int) -> Line:
     return Line(label=label, points=points, band=band, color=color)
 
 
-def changed_settings(config: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Key, value and default of what a saved config sets otherwise, as they are typed."""
-    keys = all_keys()
     return [
-        (name, spell(value), spell(keys[name].default))
+        (name, spell(value), spell(defaults[name]) if name in defaults else "")
         for name, value in flat(config).items()
-        if name in keys and value != plain(keys[name].default)
+        if name not in defaults or value != plain(defaults[name])
     ]
 
 

@@ -1,11 +1,23 @@
 """Small actor-critic policies for states (`mlp`) and images (`cnn`). Importing this package does not import torch."""
 
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from embodyrl.config.schema import ModelConfig, Precision
+from pydantic import Field
+
+from embodyrl.config.settings import Count, Says
+from embodyrl.config.shared import Precision
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.settings import WeightSettings
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+
+
+class ActorCriticSettings(WeightSettings):
+    """Small networks."""
+
+    hidden_sizes: Annotated[list[Count], Field(min_length=1), Says("a list of widths, for example [64,64]")] = [64, 64]
+    """Widths of the hidden layers (mlp, cnn), of the policy's and of the value's network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,15 +26,15 @@ class ActorCriticFactory:
 
     name: str
     reads_images: bool
-    consumes: frozenset[str] = frozenset({"path", "num_action_chunks", "precision", "hidden_sizes"})
+    settings: ClassVar = ActorCriticSettings
 
-    def validate(self, cfg: ModelConfig) -> list[str]:
+    def validate(self, cfg: ActorCriticSettings) -> list[str]:
         """Return config problems, one line each with the cure."""
         if cfg.precision is Precision.fp32:
             return []
         return [f"model.precision={cfg.precision.value}: {self.name} computes in fp32 only; set model.precision=fp32."]
 
-    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+    def spec(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy: it fits itself to the environment's observations and actions."""
         shape = self._shape(cfg, env, value_dim)
         return PolicySpec(
@@ -39,7 +51,7 @@ class ActorCriticFactory:
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )
 
-    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+    def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:
         """Build the policy with fresh weights from the seed, or with those in `cfg.path`.
 
         Raises:
@@ -50,7 +62,7 @@ class ActorCriticFactory:
         spec = self.spec(cfg, request.env, request.value_dim)
         return ActorCriticPolicy(spec, self._shape(cfg, request.env, request.value_dim), cfg.path, request)
 
-    def _shape(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> NetShape:
+    def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
         return NetShape.of(
             env,
             hidden=tuple(cfg.hidden_sizes),

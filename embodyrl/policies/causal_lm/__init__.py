@@ -3,9 +3,10 @@
 import json
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import ModelConfig
+from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -20,9 +21,9 @@ class CausalLMFactory:
     name: str
     has_own_start: bool
     """Without `model.path` it starts from a small random Llama with a vocabulary of single characters."""
-    consumes: frozenset[str] = frozenset({"path", "num_action_chunks", "precision", "chat", "is_lora", "lora"})
+    settings: ClassVar = CausalLMSettings
 
-    def validate(self, cfg: ModelConfig) -> list[str]:
+    def validate(self, cfg: CausalLMSettings) -> list[str]:
         """Return config problems, one line each with the cure."""
         if cfg.path is None:
             if self.has_own_start:
@@ -35,7 +36,7 @@ class CausalLMFactory:
             for file in missing
         ]
 
-    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+    def spec(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy: a chunk is a reply, an action one token of it."""
         return PolicySpec(
             name=self.name,
@@ -48,7 +49,7 @@ class CausalLMFactory:
             reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
         )
 
-    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+    def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
         """Build the policy with the weights in `cfg.path`, or a small one with random weights from the seed.
 
         Raises:

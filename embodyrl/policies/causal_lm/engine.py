@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from embodyrl.config.schema import SamplingParams
+from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.types import FloatArray, IntArray
 
@@ -26,7 +26,7 @@ class VllmEngine:
     """One vLLM engine whose weights follow a module's."""
 
     def __init__(
-        self, save: Callable[[Path], None], *, dtype: str, temperature: float, sampling: SamplingParams, seed: int
+        self, save: Callable[[Path], None], *, dtype: str, temperature: float, sampling: SamplingSettings, seed: int
     ) -> None:
         """Build the engine from a folder that `save` writes.
 

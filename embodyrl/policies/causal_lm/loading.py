@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import ModelConfig
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.causal_lm.settings import CausalLMSettings
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -54,7 +54,7 @@ def tiny_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
         )
 
 
-def load(cfg: ModelConfig, *, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def load(cfg: CausalLMSettings, *, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """Return (model, tokenizer); the folder's own code is never run.
 
     Raises:
@@ -85,7 +85,7 @@ def load(cfg: ModelConfig, *, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def add_adapters(model: nn.Module, cfg: ModelConfig, *, trainable: bool) -> Any:
+def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool) -> Any:
     """Wrap the model with low-rank adapters (new ones, or those in `model.lora.path`), or merge a given adapter."""
     from peft import LoraConfig, PeftModel, get_peft_model
 

@@ -1,7 +1,6 @@
 """The language-model policy: prompts in, replies out; the same distribution acts and is trained."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.conversation import split_messages
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.causal_lm.loading import add_adapters, load
 from embodyrl.policies.causal_lm.sampling import choose
+from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
 class CausalLMPolicy:
     """Implements `Policy`. A chunk is one reply of at most K tokens; the token that ends it counts."""
 
-    def __init__(self, spec: PolicySpec, cfg: ModelConfig, request: PolicyRequest) -> None:
+    def __init__(self, spec: PolicySpec, cfg: CausalLMSettings, request: PolicyRequest) -> None:
         self.spec = spec
         self._temperature, self._sampling = request.temperature, request.sampling
         self._device = torch.device(request.device)
@@ -347,9 +347,9 @@ class CausalLMPolicy:
             if self._adapted:
                 set_peft_model_state_dict(self._net.lm, load_file(adapter / "adapter_model.safetensors"))
             else:
-                given = replace(self._cfg, path=str(folder), lora=replace(self._cfg.lora, path=None))
+                given = self._cfg.updated({"path": str(folder), "lora.path": None})
                 if adapter.is_dir():
-                    given = replace(self._cfg, lora=replace(self._cfg.lora, path=str(adapter)))
+                    given = self._cfg.updated({"lora.path": str(adapter)})
                 fresh, _ = load(given, seed=self._seed, dtype=next(self._net.lm.parameters()).dtype)
                 if given.lora.path is not None:
                     fresh = add_adapters(fresh, given, trainable=False)

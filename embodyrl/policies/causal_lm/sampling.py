@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
-from embodyrl.config.schema import SamplingParams
+from embodyrl.config.shared import SamplingSettings
 from embodyrl.policies.drawing import cumulative
 
 
-def choose(logits: Tensor, uniform: Tensor | None, temperature: float, params: SamplingParams, seen: Tensor) -> Tensor:
+def choose(
+    logits: Tensor, uniform: Tensor | None, temperature: float, params: SamplingSettings, seen: Tensor
+) -> Tensor:
     """Next tokens [B].
 
     Args:
@@ -29,7 +31,7 @@ def choose(logits: Tensor, uniform: Tensor | None, temperature: float, params: S
     )
 
 
-def truncate(logits: Tensor, params: SamplingParams) -> Tensor:
+def truncate(logits: Tensor, params: SamplingSettings) -> Tensor:
     """Remove all but the `top_k` most probable tokens, then those outside the nucleus `top_p` (arXiv 1904.09751)."""
     if 0 < params.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[:, -1:], -torch.inf)

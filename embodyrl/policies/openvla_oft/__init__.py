@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import LoraConfig, ModelConfig
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.openvla_oft.adapter import ADAPTER_CONFIG, find_adapter, read_adapter_spec
 from embodyrl.policies.openvla_oft.config import (
@@ -20,14 +19,11 @@ from embodyrl.policies.openvla_oft.config import (
     count_parameters,
     read_config,
 )
+from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft
 from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
+from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
-_COMMON = frozenset({
-    "path", "action_dim", "num_action_chunks", "unnorm_key", "num_images_in_input", "precision", "image_pipeline",
-    "action_normalization", "rope_bf16_table", "is_lora", "lora", "freeze", "compile",
-})  # fmt: skip
-_PARALLEL = frozenset({"use_proprio", "append_stop", "action_head", "num_diffusion_steps_inference", "use_film"})
 TRY_NOW = "To try things without a download, use model=openvla_oft_tiny."
 PUBLIC_LAYOUT = (
     "a local folder in the public OpenVLA-OFT layout (config.json, preprocessor_config.json, tokenizer.json, "
@@ -49,12 +45,13 @@ class OpenVlaOftFactory:
     """OpenVLA: one action per query, token by token; false: OpenVLA-OFT, a whole chunk at once."""
 
     @property
-    def consumes(self) -> frozenset[str]:
-        """Keys below `model` that are read."""
-        return _COMMON if self.autoregressive else _COMMON | _PARALLEL
+    def settings(self) -> type[OpenVlaSettings]:
+        """Its keys below `model`."""
+        return OpenVlaSettings if self.autoregressive else OftSettings
 
-    def validate(self, cfg: ModelConfig) -> list[str]:
-        """Return config problems, one line each with the cure."""
+    def validate(self, cfg: OpenVlaSettings) -> list[str]:
+        """Return config problems, one line each with the fix."""
+        cfg = as_oft(cfg)
         problems = []
         if self.autoregressive and cfg.num_action_chunks != 1:
             problems.append(
@@ -62,13 +59,14 @@ class OpenVlaOftFactory:
             )
         return problems + _training_problems(cfg) + _folder_problems(cfg)
 
-    def spec(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> PolicySpec:
+    def spec(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy from the checkpoint's JSON files.
 
         Raises:
             ConfigError: the checkpoint and the environment do not fit together.
             CheckpointError: a JSON file is missing or malformed.
         """
+        cfg = as_oft(cfg)
         config = read_config(_folder(cfg))
         problems = _mismatches(cfg, config, env)
         if problems:
@@ -91,7 +89,7 @@ class OpenVlaOftFactory:
             takes_noise=cfg.action_head != "l1",
         )
 
-    def build(self, cfg: ModelConfig, request: PolicyRequest) -> Policy:
+    def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
 
         Raises:
@@ -100,6 +98,7 @@ class OpenVlaOftFactory:
         """
         from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 
+        cfg = as_oft(cfg)
         if request.trainable and cfg.action_head == "diffusion":
             raise ConfigError(
                 "model.action_head=diffusion can only be evaluated. To train, use action_head=l1 (sft) or discrete."
@@ -108,7 +107,7 @@ class OpenVlaOftFactory:
         options = self._options(cfg, request.env, request.value_dim)
         return OpenVlaOftPolicy(cfg, read_config(_folder(cfg)), spec, options, request)
 
-    def _options(self, cfg: ModelConfig, env: EnvSpec, value_dim: int) -> OftOptions:
+    def _options(self, cfg: OftSettings, env: EnvSpec, value_dim: int) -> OftOptions:
         return OftOptions(
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
@@ -122,7 +121,7 @@ class OpenVlaOftFactory:
         )
 
 
-def _mismatches(cfg: ModelConfig, config: OftConfig, env: EnvSpec) -> list[str]:
+def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
     if not env.cameras or env.action_kind != ActionKind.box:
         has = f"{len(env.cameras)} cameras and {env.action_kind} actions"
         return [
@@ -149,10 +148,11 @@ def _mismatches(cfg: ModelConfig, config: OftConfig, env: EnvSpec) -> list[str]:
     return problems
 
 
-def _training_problems(cfg: ModelConfig) -> list[str]:
+def _training_problems(cfg: OftSettings) -> list[str]:
     """Keys of adapters that nothing would read, and adapters that do not exist."""
     problems = []
-    lora, untouched = cfg.lora, replace(cfg.lora, path=None) == LoraConfig()
+    lora = cfg.lora
+    untouched = lora.updated({"path": None}) == LoraSettings()
     if not untouched and lora.path is not None:
         problems.append(
             "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "
@@ -177,13 +177,13 @@ def _training_problems(cfg: ModelConfig) -> list[str]:
     return problems
 
 
-def _folder(cfg: ModelConfig) -> Path:
+def _folder(cfg: OftSettings) -> Path:
     if cfg.path is None:
         raise ConfigError(NO_PATH)
     return resolve_asset(cfg.path)
 
 
-def _folder_problems(cfg: ModelConfig) -> list[str]:
+def _folder_problems(cfg: OftSettings) -> list[str]:
     if cfg.path is None:
         return [NO_PATH]
     folder = resolve_asset(cfg.path)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.schema import ModelConfig
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.openvla_oft.statistics import STATISTICS_FILE, Statistics
 from embodyrl.registry import closest
 
@@ -303,7 +303,7 @@ def count_parameters(config: OftConfig, options: OftOptions) -> int:
     return total
 
 
-def adapter_parameters(cfg: ModelConfig, config: OftConfig) -> int:
+def adapter_parameters(cfg: OftSettings, config: OftConfig) -> int:
     """Parameters of adapters on all linear layers: an upper bound for those with targets of their own."""
     llama = config.llama
     width, hidden = llama.hidden_size, llama.intermediate_size
@@ -315,7 +315,7 @@ def adapter_parameters(cfg: ModelConfig, config: OftConfig) -> int:
     return cfg.lora.r * sides
 
 
-def activation_bytes(cfg: ModelConfig, config: OftConfig, *, tokens_per_chunk: int, recompute: bool = False) -> int:
+def activation_bytes(cfg: OftSettings, config: OftConfig, *, tokens_per_chunk: int, recompute: bool = False) -> int:
     """Bytes that one sample's forward pass keeps for its backward pass.
 
     Per token and layer: 10 vectors of the width and 4 of the MLP in a Llama layer, 8 and 2 in a ViT block; with

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.schema import ModelConfig, Precision
+from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.policies.drawing import sample_inverse_cdf
 from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, read_adapter_spec
@@ -29,6 +29,7 @@ from embodyrl.policies.openvla_oft.decoding import decode_tokens, denoise
 from embodyrl.policies.openvla_oft.images import preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.prompt import PromptEncoder
+from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import (
@@ -46,7 +47,7 @@ class OpenVlaOftPolicy:
     """A checkpoint bound to an environment's orientation, tasks and statistics; implements `Policy`."""
 
     def __init__(
-        self, cfg: ModelConfig, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest
+        self, cfg: OftSettings, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest
     ) -> None:
         self.spec = spec
         self._adapter = lora_spec(cfg) if cfg.is_lora and request.trainable else None
@@ -229,7 +230,7 @@ class OpenVlaOftPolicy:
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
 
 
-def build_module(cfg: ModelConfig, config: OftConfig, options: OftOptions, request: PolicyRequest) -> OpenVlaOft:
+def build_module(cfg: OftSettings, config: OftConfig, options: OftOptions, request: PolicyRequest) -> OpenVlaOft:
     """Build the model on the meta device, give it memory once, and fill it from the checkpoint or at random.
 
     Raises:
@@ -256,7 +257,7 @@ def build_module(cfg: ModelConfig, config: OftConfig, options: OftOptions, reque
     return module
 
 
-def _load(module: OpenVlaOft, cfg: ModelConfig, config: OftConfig, request: PolicyRequest) -> None:
+def _load(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: PolicyRequest) -> None:
     """Read the weights of `model.path`; put adapters on them, or merge the one of `model.lora.path`."""
     trains_adapter = cfg.is_lora and request.trainable
     adapter = None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
@@ -280,7 +281,7 @@ def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
             part.float()
 
 
-def lora_spec(cfg: ModelConfig) -> AdapterSpec:
+def lora_spec(cfg: OftSettings) -> AdapterSpec:
     """Rank, scale and targets: those of the adapter to start from, or else those of the config."""
     if cfg.lora.path is not None:
         folder = resolve_asset(cfg.lora.path)

@@ -1,0 +1,209 @@
+"""Keys that algorithms share; what only one estimator or loss reads stands beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from embodyrl.config.settings import Count, Index, Positive, Says, Settings, Share, Weight
+from embodyrl.config.shared import SamplingSettings
+
+RewardLevel = StrEnum("RewardLevel", ["chunk_level", "action_level"])
+TokenLevel = StrEnum("TokenLevel", ["token_level", "action_level", "chunk_level"])
+RewardNorm = StrEnum("RewardNorm", ["none", "group", "batch"])
+TruncatedEpisodes = StrEnum("TruncatedEpisodes", ["train", "mask", "zero_reward"])
+OldLogprob = StrEnum("OldLogprob", ["rollout", "recompute"])
+WeightMode = StrEnum("WeightMode", ["mask", "truncate"])
+WeightLevel = StrEnum("WeightLevel", ["token", "sequence", "geometric"])
+
+Bound = Annotated[float, Field(gt=1, le=10**9)]
+
+
+def _around_zero(value: list[float]) -> list[float]:
+    if len(value) != 2 or not value[0] < 0 < value[1]:
+        raise ValueError
+    return value
+
+
+def _shares(value: list[float]) -> list[float]:
+    if len(value) != 2 or not 0 <= value[0] < value[1] <= 1:
+        raise ValueError
+    return value
+
+
+class ActingAlgorithm(Settings):
+    """What acting takes from an algorithm."""
+
+    sampling_params: SamplingSettings = SamplingSettings()
+
+
+class AlgorithmSettings(ActingAlgorithm):
+    """What every estimator and every loss leaves to the loop."""
+
+    adv_type: str = "grpo"
+    """Advantage estimator."""
+    loss_type: str = "ppo_clip"
+    """Policy loss."""
+    group_size: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Episodes that share a reset id."""
+    rollout_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Rollouts of all slots per training step."""
+    update_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Passes over the collected batch."""
+    loss_agg_func: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """How token losses become one number."""
+    logprob_type: TokenLevel = TokenLevel.token_level
+    """Level of the probability ratio."""
+    entropy_type: TokenLevel = TokenLevel.token_level
+    """Level at which entropy is averaged."""
+    entropy_bonus: Annotated[float, Field(ge=-(10**6), le=10**6)] = 0.0
+    """Weight of the entropy."""
+    positive_nll_coef: Weight = 0.0
+    """Weight of the mean of -log pi over actions with a positive advantage."""
+    kl_beta: Weight = 0.0
+    """Weight of the KL to the reference (the initial weights)."""
+    kl_penalty_type: Literal["k1", "abs", "k2", "low_var_kl", "k3", "k3+", "k3_unbiased"] = "low_var_kl"
+    """KL estimator: k1, abs, k2, low_var_kl (= k3), k3+ (value of k3, gradient of k2), k3_unbiased."""
+    kl_in_reward: bool = False
+    """Take the KL from the rewards, action by action, instead of adding it to the loss."""
+    kl_target: Positive | None = None
+    """KL per token that an adaptive kl_beta aims at (with kl_in_reward); null: kl_beta stays."""
+    kl_horizon: Count = 10000
+    """Episodes over which the adaptive kl_beta moves."""
+    advantage_clip: (
+        Annotated[list[float], AfterValidator(_around_zero), Says("[low,high] with low < 0 < high")] | None
+    ) = None
+    """[low, high] bounds of advantages."""
+    reward_scale: Positive = 1.0
+    """Factor on rewards, after reward_bias."""
+    reward_bias: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
+    """Added to the outcome of an episode."""
+    reward_clip: Positive | None = None
+    """Outcomes are clipped to +- this."""
+    reward_norm: RewardNorm = RewardNorm.none
+    """Shift and scale outcomes to mean 0 and standard deviation 1 over the group or the batch."""
+    truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
+    """Episodes that hit a limit: train on them, mask (no loss, but their outcomes count in their groups) or
+    zero_reward."""
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Versions by which the oldest data of an update may lag behind its weights; 0: synchronous."""
+    old_logprob: OldLogprob = OldLogprob.rollout
+    """Denominator of the ratio: log-probabilities of the rollout, or recomputed by the actor before it trains."""
+    behave_weight_threshold: Positive | None = None
+    """Weigh the loss by pi_old / pi_rollout up to this cap (decoupled PPO; with old_logprob=recompute); null: off."""
+    behave_weight_mode: WeightMode = WeightMode.mask
+    """Above the cap: mask (weight 0) or truncate (weight = cap)."""
+    behave_weight_level: WeightLevel = WeightLevel.token
+    """One weight per token, or per sample: product (sequence) or geometric mean of its tokens."""
+    m2_threshold: Positive | None = None
+    """M2PO: drop the most off-policy tokens until their mean squared log-ratio is below this; null: off."""
+    off_policy_masking_delta: Positive | None = None
+    """Drop samples of negative advantage whose mean log pi_rollout - log pi exceeds this; null: off."""
+    early_stop_imp_ratio: Bound | None = None
+    """Leave out the rest of an update once the mean ratio of an optimizer step exceeds this; null: never."""
+
+    def problems(self) -> Iterator[str]:
+        """A KL that is taken from rewards has no gradient."""
+        yield from super().problems()
+        if self.kl_in_reward and self.kl_penalty_type in ("k3+", "k3_unbiased"):
+            yield (
+                f"algorithm.kl_penalty_type={self.kl_penalty_type} is a form for the loss; with kl_in_reward=true use "
+                "one of k1, abs, k2, low_var_kl, k3."
+            )
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what is switched off by another key."""
+        yield from super().idle()
+        no_ratio = "old_logprob is rollout, so pi_old / pi_rollout is 1; set old_logprob=recompute"
+        for off, missing, keys in (
+            (self.kl_beta == 0, "kl_beta is 0; set kl_beta above 0", ("kl_penalty_type", "kl_in_reward")),
+            (not self.kl_in_reward, "kl_in_reward is false; set it to true", ("kl_target",)),
+            (self.kl_target is None, "kl_target is null; set it", ("kl_horizon",)),
+            (self.reward_norm is RewardNorm.group and self.group_size == 1, "group_size is 1", ("reward_norm",)),
+            (self.old_logprob is OldLogprob.rollout, no_ratio, ("behave_weight_threshold", "m2_threshold")),
+            (
+                self.behave_weight_threshold is None,
+                "behave_weight_threshold is null; set it",
+                ("behave_weight_mode", "behave_weight_level"),
+            ),
+        ):
+            yield from ((f"algorithm.{key}", missing) for key in keys if off)
+
+
+class GroupSettings(AlgorithmSettings):
+    """An estimator that compares the episodes of a group."""
+
+    filter_rewards: (
+        Annotated[
+            list[float],
+            AfterValidator(_shares),
+            Says("two numbers [low,high] with 0 <= low < high <= 1, or null"),
+        ]
+        | None
+    ) = None
+    """[low, high]: groups whose mean success lies outside do not enter the update."""
+    filter_refills: Index = 0
+    """Rounds of further groups in place of filtered ones; if none is left after them, the weights stay as they are."""
+
+    def problems(self) -> Iterator[str]:
+        """One episode is no group."""
+        yield from super().problems()
+        if self.group_size < 2:
+            yield (
+                f"algorithm.group_size={self.group_size}: adv_type '{self.adv_type}' compares the episodes of a group; "
+                "set it to 2 or more, or use adv_type=gae."
+            )
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Without a filter there is nothing to refill."""
+        yield from super().idle()
+        if self.filter_rewards is None:
+            yield "algorithm.filter_refills", "filter_rewards is null; set its bounds"
+
+
+class NormalizeSettings(Settings):
+    """An estimator that may divide by a standard deviation."""
+
+    normalize_advantages: bool = True
+    """grpo, pass_at_k, gigpo: divide by the group's standard deviation; gae: whiten over the batch."""
+
+
+class DiscountSettings(Settings):
+    """An estimator that discounts."""
+
+    gamma: Share = 1.0
+    """Discount per credited step (chunk or action, see reward_type)."""
+
+
+class CreditSettings(AlgorithmSettings):
+    """An estimator with one credit per chunk or per action."""
+
+    reward_type: RewardLevel = RewardLevel.chunk_level
+    """Credit per chunk or per action."""
+
+    def problems(self) -> Iterator[str]:
+        """One ratio per chunk cannot carry one advantage per action."""
+        yield from super().problems()
+        if self.reward_type is RewardLevel.action_level and self.logprob_type is TokenLevel.chunk_level:
+            yield (
+                "algorithm.logprob_type=chunk_level has one ratio per chunk, but reward_type=action_level one "
+                "advantage per action; use logprob_type=action_level or token_level, or reward_type=chunk_level."
+            )
+
+
+class ValueSettings(CreditSettings):
+    """An estimator with a value head."""
+
+    value_clip: Positive | None = 0.2
+    """Clip of the value change; null: off."""
+    huber_delta: Positive | None = None
+    """Huber loss for the value instead of a square; null: off."""
+    value_coef: Weight = 0.5
+    """Weight of the value loss."""
+    critic_warmup: Index = 0
+    """Training steps at the start that train nothing but the value head."""

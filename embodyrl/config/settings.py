@@ -1,0 +1,353 @@
+"""What all settings are made of. Each class lives beside the code that reads it; a root joins those of a command.
+
+A field says everything about a key: type, range, default, and the string below it is its documentation. Values come
+from YAML and the command line, so they are checked as JSON is: no text becomes a number, no number a truth value.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise ValueError
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """Wording after "must be", for a field whose type and bounds do not say it."""
+
+    wording: str
+
+
+Count = Annotated[int, Field(ge=1, le=10**6)]
+"""How many of something there are."""
+Index = Annotated[int, Field(ge=0, lt=2**63)]
+CountOrAll = Annotated[int, Field(ge=-1, le=10**9), AfterValidator(_not_zero), Says("at least 1, or -1")]
+"""-1 stands for no limit, or for all."""
+Seconds = Annotated[float, Field(gt=0, le=10**9)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0, le=10**9)]
+Positive = Annotated[float, Field(gt=0, le=10**9)]
+Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4096), Says("a path")]
+Name = Annotated[str, Field(pattern=r"^[^/\s\x00]+$", max_length=100), Says("a name without '/' and blanks")]
+
+
+class Settings(BaseModel):
+    """Typed, frozen values by key.
+
+    >>> class Plan(Settings):
+    ...     steps: Count = 3
+    ...     '''Steps to take.'''
+    >>> Plan().updated({"steps": 4}).steps
+    4
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
+
+    def __eq__(self, other: object) -> bool:
+        """Same class, same values, wherever they came from."""
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def problems(self) -> Iterator[str]:
+        """Say what contradicts itself, one line each with the fix."""
+        yield from ()
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name keys that do nothing beside the values of others, each with what is missing; refused where typed."""
+        yield from ()
+
+    def updated(self, values: Mapping[str, Any]) -> Self:
+        """Return a copy with other values by dotted key; they are taken as they are."""
+        changes: dict[str, Any] = {}
+        for name, value in values.items():
+            head, _, rest = name.partition(".")
+            assert head in type(self).model_fields, f"no key {name}"
+            changes[head] = changes.get(head, getattr(self, head)).updated({rest: value}) if rest else value
+        return self.model_copy(update=changes)
+
+    def __reduce__(self) -> Any:
+        """Joined classes exist in one process only: they travel by the classes they were made of."""
+        bases = type(self).__bases__ if _is_joined(type(self)) else (type(self),)
+        return _rebuild, (bases, {name: getattr(self, name) for name in type(self).model_fields})
+
+
+_JOINED: set[type[Settings]] = set()
+
+
+def _rebuild(bases: tuple[type[Settings], ...], values: dict[str, Any]) -> Settings:
+    return join(*bases).model_construct(**values)
+
+
+def _is_joined(kind: type[Settings]) -> bool:
+    return kind in _JOINED
+
+
+def join(*parts: type[Settings]) -> Any:
+    """Return the class with the keys of all parts; the first one wins where two have the same key."""
+    kept = tuple(
+        p for i, p in enumerate(parts) if not any(q != p and issubclass(q, p) for q in parts) and p not in parts[:i]
+    )
+    if len(kept) == 1:
+        return kept[0]
+    return _join(kept)
+
+
+@functools.cache
+def _join(kept: tuple[type[Settings], ...]) -> type[Settings]:
+    joined = type("+".join(p.__name__ for p in kept), kept, {"__module__": __name__})
+    _JOINED.add(joined)
+    return joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """One leaf of a key tree."""
+
+    name: str
+    """Dotted name, for example `env.train.total_num_envs`."""
+    owner: type[Settings]
+    field: FieldInfo
+
+    @property
+    def default(self) -> Any:
+        """Its value where nothing is said; None also where something must be."""
+        return None if self.required else self.field.get_default(call_default_factory=True)
+
+    @property
+    def required(self) -> bool:
+        """It has no default."""
+        return self.field.is_required()
+
+    @property
+    def doc(self) -> str:
+        """What the string below the field says, in one line."""
+        return _doc_of(self.owner, self.name.rpartition(".")[2])
+
+    @property
+    def _type(self) -> tuple[Any, list[Any], bool]:
+        """Bare type, metadata, and whether null is allowed."""
+        hint, found, optional = self.field.annotation, list(self.field.metadata), False
+        while True:
+            if typing.get_origin(hint) is Annotated:
+                hint, *more = typing.get_args(hint)
+                found += more
+            elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+                optional = True
+                hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+            else:
+                break
+        flat = [part for item in found for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return hint, flat, optional
+
+    @property
+    def kind(self) -> Any:
+        """The bare type, without null."""
+        return self._type[0]
+
+    @property
+    def metadata(self) -> list[Any]:
+        """Bounds and wordings."""
+        return self._type[1]
+
+    @property
+    def optional(self) -> bool:
+        """Null is a value of it."""
+        return self._type[2]
+
+    @property
+    def free(self) -> bool:
+        """A mapping whose keys belong to the user."""
+        hint = self._type[0]
+        return hint is dict or typing.get_origin(hint) is dict
+
+    @property
+    def choices(self) -> list[str]:
+        """Members of an enumeration; empty for other types."""
+        hint = self._type[0]
+        if typing.get_origin(hint) is typing.Literal:
+            return [str(choice) for choice in typing.get_args(hint)]
+        return [m.value for m in hint] if isinstance(hint, type) and issubclass(hint, Enum) else []
+
+    @property
+    def type_text(self) -> str:
+        """The type as it is printed in help, for example `int | null` or `bf16 | fp32`."""
+        hint, _, optional = self._type
+        plain_type = isinstance(hint, type) and not typing.get_args(hint)
+        text = " | ".join(self.choices) or (hint.__name__ if plain_type else _strip(str(hint)))
+        return f"{text} | null" if optional else text
+
+    @property
+    def expectation(self) -> str:
+        """Type and range in words, for messages."""
+        hint, metadata, optional = self._type
+        said = next((item.wording for item in metadata if isinstance(item, Says)), None)
+        if said is None:
+            said = f"one of {', '.join(self.choices)}" if self.choices else _noun(hint, metadata)
+        return f"{said} or null" if optional and "null" not in said else said
+
+
+def _strip(text: str) -> str:
+    return text.replace("typing.", "")
+
+
+def _noun(hint: Any, metadata: list[Any]) -> str:
+    if typing.get_origin(hint) is list:
+        example = {int: "[0,1]", float: "[0.1,0.9]"}.get(typing.get_args(hint)[0], "[a,b]")
+        return f"a list such as {example}"
+    if hint is dict or typing.get_origin(hint) is dict:
+        return "a mapping such as {a: 1}"
+    noun = {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))
+    words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "below"}
+    bounds = [(sign, getattr(item, sign)) for item in metadata for sign in words if hasattr(item, sign)]
+    return " ".join([noun, " and ".join(f"{words[sign]} {bound}" for sign, bound in bounds)]).strip()
+
+
+@functools.cache
+def _docs(kind: type) -> dict[str, str]:
+    """The string below each field of one class, read from its source when somebody asks."""
+    if not (isinstance(kind, type) and issubclass(kind, Settings)) or _is_joined(kind):
+        return {}
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except (OSError, TypeError, SyntaxError):  # a class without source, made at a prompt
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for item, after in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)):
+            continue
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            found[item.target.id] = " ".join(str(after.value.value).split())
+    return found
+
+
+@functools.cache
+def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
+    """Every leaf of a class by dotted name."""
+    found: dict[str, Key] = {}
+    for name, info in kind.model_fields.items():
+        below = info.annotation
+        if isinstance(below, type) and issubclass(below, Settings):
+            found |= keys_of(below, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = Key(name=prefix + name, owner=kind, field=info)
+    return found
+
+
+@functools.cache
+def branches_of(kind: type[Settings]) -> frozenset[str]:
+    """Every inner node of a class, for example `env` and `env.train`."""
+    names = (name for key in keys_of(kind) for name in parents_of(key))
+    return frozenset(names)
+
+
+def parents_of(name: str) -> Iterator[str]:
+    """Names of the nodes above a key, nearest first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def find_key(kind: type[Settings], name: str) -> Key | None:
+    """Return the key of that name, or the free mapping that the name lies below."""
+    keys = keys_of(kind)
+    if name in keys:
+        return keys[name]
+    return next((keys[parent] for parent in parents_of(name) if parent in keys and keys[parent].free), None)
+
+
+def json_schema(kind: type[Settings]) -> dict[str, Any]:
+    """Return a JSON schema of a class with the documentation of every key."""
+    schema = kind.model_json_schema()
+    parts = {"": kind, **{part.__name__: part for part in _parts(kind)}}
+    for name, definition in {"": schema, **schema.get("$defs", {})}.items():
+        for key, entry in definition.get("properties", {}).items():
+            if name in parts and (doc := _doc_of(parts[name], key)):
+                entry["description"] = doc
+    return schema
+
+
+def _parts(kind: type[Settings]) -> Iterator[type[Settings]]:
+    for info in kind.model_fields.values():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Settings):
+            yield info.annotation
+            yield from _parts(info.annotation)
+
+
+def _doc_of(kind: type[Settings], field: str) -> str:
+    return next((found[field] for part in kind.__mro__ if field in (found := _docs(part))), "")
+
+
+def leaves(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every leaf."""
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Settings):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
+
+
+def nested(leaves_by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `flat`."""
+    tree: dict[str, Any] = {}
+    for name, value in leaves_by_name.items():
+        *parents, last = name.split(".")
+        at = tree
+        for part in parents:
+            at = at.setdefault(part, {})
+        at[last] = value
+    return tree
+
+
+def plain(value: object) -> Any:
+    """Return enum members by name, settings as mappings and everything else unchanged, also within containers."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Settings):
+        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    return value
+
+
+def spell(value: object) -> str:
+    """Write a value as it is typed on the command line: null, true, [0,1], {a:1}."""
+    value = plain(value)
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return f"[{','.join(spell(v) for v in value)}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{spell(v)}" for k, v in value.items()) + "}"
+    return str(value)

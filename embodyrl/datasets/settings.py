@@ -1,0 +1,54 @@
+"""Keys of what is learned from: demonstrations, and rows of text."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from embodyrl.config.settings import Count, Path, Says, Settings
+
+Text = Annotated[str, Field(max_length=100_000)]
+
+
+class DataSettings(Settings):
+    """Where data comes from."""
+
+    path: Path | None = None
+    """Folder of demonstrations, as `embodyrl collect` writes it; text: a .jsonl or .parquet file, a folder of them, or
+    package.module:function."""
+    val_path: Path | None = None
+    """The same for validation; default: a share of what is in data.path."""
+    val_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Share of the episodes in data.path that is held out for validation; 0: no validation."""
+    shuffle: bool = True
+    """Draw samples in random order."""
+
+    def idle(self):
+        """Name what other validation data replaces."""
+        if self.val_path is not None:
+            yield "data.val_share", f"data.val_path={self.val_path} names the validation data"
+
+
+class DemonstrationSettings(DataSettings):
+    """Demonstrations of a robot."""
+
+    image_aug: bool = True
+    """Random crop, brightness, contrast, saturation and hue, as in the official fine-tuning recipe."""
+
+
+class RowSettings(DataSettings):
+    """Rows of text."""
+
+    kwargs: dict[str, Any] = {}
+    """Passed to the function of data.path=package.module:function, which returns rows."""
+    prompt_key: str = "prompt"
+    """Column of what is asked: text, or a list of messages with role and content."""
+    answer_key: str = "answer"
+    """Column of what an answer is judged by, and what `embodyrl sft` imitates."""
+    answer_pattern: str | None = None
+    """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
+    prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Says("text that contains {prompt}")] = "{prompt}"
+    """Text around each prompt."""
+    system_prompt: str | None = None
+    """System message in front of each prompt."""
+    max_prompt_length: Count | None = 512
+    """Longer prompts, in tokens of the model without its chat template, are left out; null: all stay."""

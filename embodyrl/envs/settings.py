@@ -1,0 +1,140 @@
+"""Keys that environments share; what only one of them reads stands in its own folder."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from embodyrl.config.settings import Count, Says, Settings
+
+RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
+
+
+def _a_range(value: list[int]) -> list[int]:
+    if len(value) != 2 or not 0 <= value[0] <= value[1]:
+        raise ValueError
+    return value
+
+
+def _tasks(value: list[int]) -> list[int]:
+    if not value or min(value) < 0 or len(set(value)) < len(value):
+        raise ValueError
+    return value
+
+
+def _not_zero(value: float) -> float:
+    if value == 0:
+        raise ValueError
+    return value
+
+
+RewardFactor = Annotated[
+    float,
+    Field(ge=-(10**6), le=10**6),
+    AfterValidator(_not_zero),
+    Says("different from 0 (0 removes every reward)"),
+]
+Slots = Annotated[int, Field(ge=1, le=65536)]
+
+
+class PlayedSplit(Settings):
+    """Episodes that somebody plays."""
+
+    ignore_terminations: bool = False
+    """Go on after success until max_episode_steps."""
+    max_episode_steps: Count = 512
+    """Time limit in env steps; reaching it truncates the episode."""
+    task_ids: Annotated[list[int], AfterValidator(_tasks), Says("a list of different task numbers, [0,1]")] | None = (
+        None
+    )
+    """Tasks to use; default all."""
+
+
+class EnvSplit(PlayedSplit):
+    """Episodes of one kind, training or evaluation."""
+
+    total_num_envs: Slots = 8
+    """Env slots."""
+    state_ids: Annotated[list[int], AfterValidator(_a_range), Says("[first,last] with 0 <= first <= last")] | None = (
+        None
+    )
+    """[first, last]: initial states of each task that this split may use; default all."""
+
+
+class TrainSplit(EnvSplit):
+    """Episodes to train on."""
+
+    auto_reset: bool = True
+    """An ended slot starts its next episode at once; false: one episode per slot and rollout epoch."""
+    use_fixed_reset_state_ids: bool = True
+    """Members of a group, and all episodes of a slot within one rollout epoch, share one reset id."""
+    max_steps_per_rollout_epoch: Count | None = None
+    """Env steps per slot and rollout epoch where the algorithm counts steps (GAE); default max_episode_steps."""
+
+
+class EnvSettings(Settings):
+    """What every environment has: its name, and the splits that a command adds."""
+
+    env_type: str
+    """Which adapter: a registered name or package.module:attr."""
+
+    @property
+    def splits(self) -> dict[str, PlayedSplit]:
+        """The splits that the command reads, by name."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if isinstance(value, PlayedSplit)}
+
+    @property
+    def longest_episode(self) -> int:
+        """Largest `max_episode_steps` of the splits."""
+        return max(split.max_episode_steps for split in self.splits.values())
+
+
+class EvalEnv(EnvSettings):
+    """Environment of a command that evaluates."""
+
+    eval: EnvSplit = EnvSplit()
+
+
+class TrainEnv(EvalEnv):
+    """Environment of a command that trains."""
+
+    train: TrainSplit = TrainSplit()
+
+
+class CollectEnv(EnvSettings):
+    """Environment of a command that records episodes of the training split."""
+
+    train: EnvSplit = EnvSplit()
+
+
+class CheckedEnv(EnvSettings):
+    """Environment of a command that tries it out."""
+
+    train: PlayedSplit = PlayedSplit()
+
+
+class RewardSettings(Settings):
+    """What is done to the reward of every simulator."""
+
+    use_rel_reward: bool = True
+    """Reward is the change of the simulator's reward, so that a return telescopes to its last value."""
+    reward_coef: RewardFactor = 1.0
+    """Factor on every reward."""
+
+
+class InitParams(Settings):
+    """Cameras."""
+
+    camera_heights: Annotated[int, Field(ge=1, le=8192)] = 256
+    """Height of every camera image, pixels."""
+    camera_widths: Annotated[int, Field(ge=1, le=8192)] = 256
+    """Width of every camera image, pixels."""
+    camera_names: list[str] = ["agentview"]
+    """Cameras that are rendered for the policy, in the order of its image inputs; each one costs rendering time."""
+
+
+class CameraSettings(Settings):
+    """An environment with cameras."""
+
+    init_params: InitParams = InitParams()

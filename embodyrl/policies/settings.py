@@ -1,0 +1,74 @@
+"""Keys that policies share; what only one of them reads stands in its own folder."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from embodyrl.config.settings import Count, Path, Settings
+from embodyrl.config.shared import Precision
+
+
+class ModelSettings(Settings):
+    """What every policy has."""
+
+    model_type: str
+    """Which policy: a registered name or package.module:attr."""
+    num_action_chunks: Annotated[int, Field(ge=1, le=100_000)] = 8
+    """K: actions per policy query."""
+
+    @property
+    def weights(self) -> str | None:
+        """`path`, of a policy that has weights."""
+        return getattr(self, "path", None)
+
+    @property
+    def half(self) -> bool:
+        """It computes in bfloat16."""
+        return getattr(self, "precision", Precision.fp32) is Precision.bf16
+
+    @property
+    def precision_name(self) -> str:
+        """`precision`, for people."""
+        return str(getattr(self, "precision", Precision.fp32))
+
+    @property
+    def compiled(self) -> bool:
+        """torch.compile is asked for."""
+        return getattr(self, "compile", False)
+
+    @property
+    def adapted(self) -> bool:
+        """Low-rank adapters are trained, not the weights."""
+        return getattr(self, "is_lora", False)
+
+
+class WeightSettings(ModelSettings):
+    """A policy with weights."""
+
+    path: Path | None = None
+    """Checkpoint folder in the model's public layout."""
+    precision: Precision = Precision.bf16
+    """Compute precision; master weights stay fp32 while training."""
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters."""
+
+    r: Count = 32
+    """Rank."""
+    lora_alpha: Count = 32
+    """Scale numerator."""
+    target_modules: str = "all-linear"
+    """Which modules get adapters: all-linear, or last parts of module names with commas (q_proj,v_proj)."""
+    init_lora_weights: Literal["gaussian", "kaiming"] = "gaussian"
+    """Start of the first factor: gaussian or kaiming; the second one starts at 0, so that nothing changes at first."""
+    path: Path | None = None
+    """Adapter folder to start from; without is_lora it is merged into the weights."""
+
+
+class AdapterSettings(WeightSettings):
+    """A policy with weights that adapters can be put on."""
+
+    is_lora: bool = False
+    """Train low-rank adapters instead of all weights."""
+    lora: LoraSettings = LoraSettings()

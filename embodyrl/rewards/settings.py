@@ -1,0 +1,32 @@
+"""Keys of what judges an answer in words."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from embodyrl.config.settings import Index, Path, Seconds, Settings, Weight
+
+
+class JudgeSettings(Settings):
+    """Which rewards an answer earns."""
+
+    name: str | None = None
+    """Reward of a text answer that also decides success (at least 1); docs/text.md lists them."""
+    path: Path | None = None
+    """Another reward, or the only one: package.module:function of (prompt, response, reference) -> number or named
+    numbers, an http address that is asked, or the folder of a reward model."""
+    weights: dict[str, float] = {}
+    """Weight of each reward by name, 1 where none is given; names not chosen above are added."""
+    overlong_buffer: Index = 0
+    """Tokens below max_new_tokens in which a penalty grows from 0 to overlong_penalty; 0: none."""
+    overlong_penalty: Weight = 1.0
+    """Penalty of an answer that is cut off at max_new_tokens."""
+    timeout_s: Seconds = 5.0
+    """Longest time for one answer; then it earns 0 and is counted."""
+    workers: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Processes per env worker that judge answers."""
+
+    def idle(self):
+        """Name what no penalty reads."""
+        if not self.overlong_buffer:
+            yield "reward.overlong_penalty", "reward.overlong_buffer is 0; set it"

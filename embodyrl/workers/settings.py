@@ -1,0 +1,101 @@
+"""Keys of the actor."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from embodyrl.config.settings import Count, CountOrAll, Index, Positive, Settings
+
+Rate = Annotated[float, Field(ge=0, le=1000)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class RankSettings(Settings):
+    """How many processes hold the policy."""
+
+    size: CountOrAll = -1
+    """Actor ranks; -1: one per GPU of this host, or one without GPUs and where only one works."""
+
+
+class ActingSettings(Settings):
+    """The actor of a command that trains nothing: its ranks act."""
+
+    fsdp: RankSettings = RankSettings()
+
+
+class FsdpSettings(RankSettings):
+    """How ranks share the weights."""
+
+    shard_size: CountOrAll = -1
+    """Ranks that share one copy of the weights, the others replicate it (HSDP); -1: all ranks; 1: replicas only."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters after the forward pass (less memory, more communication)."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
+
+
+class OptimSettings(Settings):
+    """AdamW and its schedule."""
+
+    lr: Rate = 1.0e-4
+    """Learning rate."""
+    adam_beta1: Decay = 0.9
+    """AdamW: decay of the gradient mean."""
+    adam_beta2: Decay = 0.999
+    """AdamW: decay of the squared gradient."""
+    adam_eps: Positive = 1.0e-5
+    """AdamW: added to the denominator."""
+    weight_decay: Rate = 0.0
+    """AdamW: decoupled weight decay."""
+    clip_grad: Positive = 1.0
+    """Gradient norm limit."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """constant, linear, cosine, or wsd (constant, linear over the last tenth), over runner.max_steps."""
+    warmup_steps: Index = 0
+    """Optimizer steps of linear warm-up."""
+
+
+class ValueOptimSettings(OptimSettings):
+    """AdamW of a policy that may have a value head."""
+
+    value_lr: Rate = 3.0e-3
+    """Learning rate of the value head."""
+
+
+class SupervisedActorSettings(Settings):
+    """The actor of supervised training."""
+
+    micro_batch_size: Count = 8
+    """Chunk samples per forward."""
+    global_batch_size: Count = 160
+    """Chunk samples per optimizer step."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    optim: OptimSettings = OptimSettings()
+
+    def problems(self):
+        """A part is not larger than the whole."""
+        if self.micro_batch_size > self.global_batch_size:
+            yield (
+                f"actor.micro_batch_size={self.micro_batch_size} is larger than actor.global_batch_size="
+                f"{self.global_batch_size}, of which it is a part. Use actor.micro_batch_size={self.global_batch_size}."
+            )
+
+
+class ActorSettings(SupervisedActorSettings, ActingSettings):
+    """The actor of reinforcement learning."""
+
+    max_tokens_per_mbs: Count | None = None
+    """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
+    fsdp: FsdpSettings = FsdpSettings()
+    optim: ValueOptimSettings = ValueOptimSettings()
+
+    def problems(self):
+        """Ranks come in whole copies of the weights."""
+        yield from super().problems()
+        fsdp = self.fsdp
+        if fsdp.size > 0 and fsdp.shard_size > 0 and fsdp.size % fsdp.shard_size:
+            yield (
+                f"actor.fsdp.size={fsdp.size} is not a multiple of actor.fsdp.shard_size={fsdp.shard_size}: every copy "
+                "of the weights needs as many ranks. Use actor.fsdp.shard_size=-1."
+            )

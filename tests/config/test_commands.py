@@ -1,0 +1,132 @@
+"""Who reads what: typed and ignored is impossible, and nobody is refused for what they did not type."""
+
+from pathlib import Path
+
+import pytest
+
+from embodyrl.cli.main import main
+from embodyrl.config.settings import leaves
+from embodyrl.errors import ConfigError
+from embodyrl.runtime.config import load_config, load_saved_config, save_config
+
+IGNORED = [
+    ("eval", "actor.optim.lr=3"),
+    ("eval", "runner.max_steps=7"),
+    ("eval", "rollout.mode=disaggregated"),
+    ("eval", "rollout.num_workers=3"),
+    ("eval", "algorithm=ppo"),
+    ("eval", "data.path=x"),
+    ("collect", "algorithm.gamma=0.5"),
+    ("collect", "env.eval.total_num_envs=3"),
+    ("collect", "video=all"),
+    ("sft", "actor.fsdp.size=2"),
+    ("sft", "env.train.total_num_envs=3"),
+    ("sft", "ckpt=x"),
+    ("check-env", "seed=1 env.eval.total_num_envs=3"),
+    ("train", "env.eval.auto_reset=true"),
+    ("train", "env.eval.use_fixed_reset_state_ids=true"),
+    ("train", "env.eval.max_steps_per_rollout_epoch=9"),
+    ("train", "data.image_aug=true"),
+    ("train", "collect.out=x"),
+    ("train", "algorithm.gae_lambda=0.9"),
+    ("train", "algorithm.gae_lambda=1.0"),  # the default: typed all the same
+    ("train", "algorithm=ppo algorithm.filter_rewards=[0.1,0.9]"),
+    ("train", "algorithm=gdpo algorithm.reward_scale=2"),
+    ("train", "algorithm.kl_penalty_type=k1"),
+    ("train", "algorithm.behave_weight_mode=truncate"),
+    ("train", "model=mlp model.unnorm_key=x"),
+    ("train", "model=openvla model.use_proprio=true"),
+    ("train", "eval.sampling_params.temperature=2"),
+    ("sft", "data.path=demos data.prompt_key=zzz"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), IGNORED, ids=[f"{c} {w}" for c, w in IGNORED])
+def test_what_was_typed_is_read_or_refused_by_name(command: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(command, words.split())
+    (problem,) = caught.value.problems
+    assert words.split()[-1].partition("=")[0] in problem
+    assert "leave" in problem or "Did you mean" in problem
+
+
+FINE = [
+    ("train", "env.env_type=gym env.id=CartPole-v1 model=mlp"),  # on top of the default's keys
+    ("sft", "model=mlp data.path=demos"),  # whose preset speaks of algorithm.update_epoch
+    ("train", "algorithm=ppo algorithm.loss_type=sapo"),  # whose preset speaks of clips
+    ("eval", "eval=libero_standard env=libero_10"),
+    ("eval", "experiment=libero_laptop"),
+    ("collect", "experiment=libero_laptop"),
+    ("train", "model=random"),
+    ("train", "env=text/copy model=causal_lm_tiny data.prompt_key=q"),
+    ("sft", "data.path=rows.jsonl data.prompt_key=q"),
+    ("train", "runner.experiment_name=2024"),  # a number is a fine name
+]
+
+
+@pytest.mark.parametrize(("command", "words"), FINE, ids=[f"{c} {w}" for c, w in FINE])
+def test_what_nobody_typed_is_nobodys_fault(command: str, words: str, tmp_path: Path) -> None:
+    if command == "collect" and "experiment" in words:
+        with pytest.raises(ConfigError, match="experiment"):  # collect has no experiments
+            load_config(command, words.split())
+        return
+    cfg = load_config(command, words.split())
+    save_config(cfg, tmp_path / "config.yaml")
+    assert dict(leaves(load_saved_config(tmp_path, [], command=command))) == dict(leaves(cfg))
+
+
+NONSENSE = [
+    "env.train.task_ids=[[1]]",
+    "model=mlp model.hidden_sizes=[[1]]",
+    "algorithm.rollout_epoch=1e10",
+    "algorithm.rollout_epoch=10000000000",
+    "env.train.total_num_envs=1000000000",
+    "eval.episodes=1e14",
+    "eval.episodes=100000000000000",
+    "actor.optim.lr=1e300",
+    f"seed={'9' * 5000}",
+    f"runner.experiment_name={'x' * 300}",
+    f"env.train.task_ids={'[' * 2000}1{']' * 2000}",
+]
+
+
+@pytest.mark.parametrize("words", NONSENSE, ids=[w[:50] for w in NONSENSE])
+def test_nonsense_is_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words.split(), "--dry-run"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("embodyrl: error: ")
+    assert len(lines[0]) < 500
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "fragment"),
+    [
+        ("train ckpt=/nope --dry-run", 6, "ckpt=/nope"),
+        ("eval ckpt=/nope --dry-run", 6, "ckpt=/nope"),
+        ("train runner.output_dir=/dev/null/x --dry-run", 2, "runner.output_dir=/dev/null/x"),
+        ("sft data.path=/nope", 2, "data.path=/nope"),
+        ("sft data.path=/nope --dry-run", 2, "data.path=/nope"),
+    ],
+)
+def test_what_is_not_there_is_noticed_before_anything_starts(words, code, fragment, capsys) -> None:
+    assert main(words.split()) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert fragment in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("env.env_type", "os:system"), ("algorithm.loss_type", "os:getcwd"), ("launcher.name", "os:abort")],
+)
+def test_what_is_no_part_is_never_called(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", f"{name}={value}", "--dry-run"]) == 2
+    assert value in capsys.readouterr().err
+
+
+def test_a_run_of_an_earlier_version_loads(tmp_path: Path) -> None:
+    """It has keys of all parts, and some that are gone."""
+    save_config(load_config("train", []), tmp_path / "config.yaml")
+    with (tmp_path / "config.yaml").open("a") as file:
+        file.write("custom: {}\ndata: {path: null, image_aug: true}\ncollect: {out: null}\nreward: {name: null}\n")
+    assert load_saved_config(tmp_path, []).env.env_type == "tabletop"

@@ -1,0 +1,99 @@
+"""Classes of settings: joined ones, keys, wording, travelling between processes."""
+
+import pickle
+from enum import StrEnum
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from embodyrl.config.settings import (
+    Count,
+    Positive,
+    Says,
+    Settings,
+    find_key,
+    flat,
+    join,
+    keys_of,
+    nested,
+    plain,
+    spell,
+)
+from embodyrl.runtime.roots import all_keys
+
+Colour = StrEnum("Colour", ["red", "blue"])
+
+
+class Inner(Settings):
+    """Below."""
+
+    depth: Count = 2
+    """How deep,
+    in layers."""
+
+
+class Paint(Settings):
+    """One part."""
+
+    colour: Colour = Colour.red
+    """Which colour."""
+    inner: Inner = Inner()
+
+
+class Brush(Settings):
+    """Another part."""
+
+    width: Positive | None = None
+    """How wide."""
+    extra: dict[str, Any] = {}
+    """Anything."""
+
+
+def test_joined_classes_have_the_keys_of_all_parts_and_travel() -> None:
+    both = join(Paint, Brush, Settings)
+    assert both is join(Paint, Brush, Settings)
+    assert list(keys_of(both, "p.")) == ["p.width", "p.extra", "p.colour", "p.inner.depth"]
+    made = both(colour="blue", width=3, inner={"depth": 4})
+    again = pickle.loads(pickle.dumps(made))
+    assert again == made
+    assert type(again) is both
+    assert join(Settings, Paint) is Paint
+
+
+def test_values_are_checked_as_json_is() -> None:
+    for text in ('{"inner": {"depth": "2"}}', '{"inner": {"depth": true}}', '{"inner": {"depth": 2.5}}', '{"x": 1}'):
+        with pytest.raises(ValidationError):
+            Paint.model_validate_json(text, strict=True)
+
+
+def test_a_key_says_what_it_is() -> None:
+    keys = keys_of(join(Paint, Brush))
+    assert keys["inner.depth"].doc == "How deep, in layers."
+    assert keys["colour"].expectation == "one of red, blue"
+    assert keys["width"].expectation == "a number greater than 0 and at most 1000000000 or null"
+    assert keys["width"].type_text == "float | null"
+    found = find_key(join(Paint, Brush), "extra.a.b")
+    assert found is not None
+    assert found.free
+
+
+def test_updated_changes_a_leaf_and_nothing_else() -> None:
+    assert Paint().updated({"inner.depth": 7, "colour": Colour.blue}) == Paint(colour=Colour.blue, inner=Inner(depth=7))
+    assert plain(Paint()) == {"colour": "red", "inner": {"depth": 2}}
+    assert nested(flat(plain(Paint()))) == plain(Paint())
+    assert spell({"a": [True, None]}) == "{a:[true,null]}"
+
+
+def test_every_number_has_an_upper_bound() -> None:
+    """Planning builds lists of what is asked for: nobody's typing error may ask for 10**14 episodes."""
+    unbounded = [
+        name
+        for name, key in all_keys().items()
+        if key.kind in (int, float) and not any(hasattr(m, bound) for m in key.metadata for bound in ("le", "lt"))
+    ]
+    assert unbounded == []
+
+
+def test_wording_may_be_given() -> None:
+    assert any(isinstance(m, Says) for m in all_keys()["video"].metadata)

@@ -1,0 +1,21 @@
+"""Settings of parts, as a config would hold them."""
+
+from typing import Any
+
+from embodyrl.algorithms import algorithm_settings
+from embodyrl.config.settings import join
+from embodyrl.envs import ENVS
+from embodyrl.envs.settings import TrainEnv
+from embodyrl.policies import POLICIES
+
+
+def algorithm_of(adv_type: str = "grpo", loss_type: str = "ppo_clip", **keys: Any) -> Any:
+    return algorithm_settings(adv_type, loss_type)(adv_type=adv_type, loss_type=loss_type, **keys)
+
+
+def env_of(env_type: str, **keys: Any) -> Any:
+    return join(ENVS.get(env_type).settings, TrainEnv)(env_type=env_type, **keys)
+
+
+def model_of(model_type: str = "openvla_oft", **keys: Any) -> Any:
+    return POLICIES.get(model_type).settings(model_type=model_type, **keys)
