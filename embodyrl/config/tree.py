@@ -86,7 +86,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
                 line = event.start_mark.line + 1
                 raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
         raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
-    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")

@@ -168,7 +168,7 @@ def tasks_table(tasks: list[str]) -> pa.Table:
 
 
 def file_place(number: int) -> dict[str, int]:
-    """Chunk and file index of the how-manieth file."""
+    """Chunk and file index of the n-th file."""
     return {"chunk_index": number // CHUNKS_SIZE, "file_index": number % CHUNKS_SIZE}
 
 

@@ -223,6 +223,12 @@ def test_saved_config_round_trips(tmp_path: Path) -> None:
     assert differences == [(("seed", 0), ("seed", 9))]
 
 
+def test_a_number_that_python_cannot_read_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"seed: {'9' * 5000}\n")
+    with pytest.raises(ConfigError):
+        load_saved_config(tmp_path, [])
+
+
 def test_saved_config_is_as_strict(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
