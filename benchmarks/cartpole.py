@@ -25,8 +25,8 @@ SOLVED, LOOK_EVERY, EPISODES, MOST_STEPS = 475.0, 2048, 20, 100_000
 
 
 def ours(seed: int) -> int:
-    from embodyrl.runtime.config import load_config
-    from embodyrl.runtime.train import train
+    from embodyrl.commands.train import train
+    from embodyrl.plan.config import load_config
 
     with tempfile.TemporaryDirectory() as folder:
         words = [

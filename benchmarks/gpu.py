@@ -34,7 +34,7 @@ from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import EnvSpec, Observation
-from embodyrl.workers.messages import PublishOrder, RankSeat, TakeOrder
+from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.settings import ValueOptimSettings
 from embodyrl.workers.training import Optimization
@@ -162,17 +162,19 @@ def train_step(policy: Policy, args: argparse.Namespace) -> Callable[[], None]:
 def publication(policy: Policy) -> tuple[Callable[[], None], Callable[[], None]]:
     """One publication of what is trained, from the device into buckets of shared memory and back; and two plain copies
     of as many bytes in host memory, which is what it cannot do without."""
-    mail = Arena.create(bucket_layout(), 1)
+    bucket_arena = Arena.create(bucket_layout(), 1)
     buckets = list(fill_buckets([w for w in describe_weights(policy.module) if w.trained], BUCKET_BYTES))
-    row = mail["weights"][0]
+    row = bucket_arena["weights"][0]
     other = np.ones_like(row)
 
     def run() -> None:
         for parts in buckets:
-            ticket = mail.allocate()
-            publish(PublishOrder(sequence=0, ticket=ticket, parts=parts), policy.module, OneRank(RankSeat()), mail)
-            take(TakeOrder(sequence=0, ticket=ticket, parts=parts), policy.module, mail)
-            mail.free([ticket])
+            ticket = bucket_arena.allocate()
+            publish(
+                PublishRequest(sequence=0, ticket=ticket, parts=parts), policy.module, OneRank(RankInfo()), bucket_arena
+            )
+            take(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), policy.module, bucket_arena)
+            bucket_arena.free([ticket])
 
     def copy() -> None:
         for parts in buckets:

@@ -24,12 +24,12 @@ import numpy as np
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.config.paths import assets_dir
 from embodyrl.files import available_cores
-from embodyrl.runtime.build import Blueprint, draw_blueprint
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.planning import GIB, plan_memory
-from embodyrl.runtime.policy_hosts import policy_init, rendezvous
+from embodyrl.plan.blueprint import Blueprint, draw_blueprint
+from embodyrl.plan.config import load_config
+from embodyrl.plan.memory import GIB, plan_memory
+from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
 from embodyrl.types import encode_instruction
-from embodyrl.workers.messages import InferItem, InferOrder, RankSeat, UpdateOrder
+from embodyrl.workers.messages import InferItem, InferRequest, RankInfo, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
 SIZES = {"tiny": (128, 352, 3, 4), "100m": (768, 2048, 14, 12), "300m": (1024, 2816, 24, 16)}
@@ -88,21 +88,21 @@ def peak() -> float:
     return high - shared
 
 
-def process(folder: Path, case: Case, seat: RankSeat, twice: bool, out: Connection) -> None:
+def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Connection) -> None:
     """Act and train once; send the peak after acting and the one after training."""
     blueprint = draw(folder, case)
     arena = Arena.create(blueprint.layout, case.samples)
-    init = replace(policy_init(blueprint, arena, None), seat=seat)
+    init = replace(policy_init(blueprint, arena, None), rank_info=rank_info)
     trainer = actor = PolicyHost(init)
     if twice:
         actor = PolicyHost(replace(init, trains=False))
         actor.policy.module.load_state_dict(trainer.policy.module.state_dict())
     tickets = fill(arena, blueprint)
     items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
-    list(actor.handle(InferOrder(sequence=0, items=items, greedy=False, version=0)))
+    list(actor.handle(InferRequest(sequence=0, items=items, greedy=False, version=0)))
     acted = peak()
     episode = tuple(range(len(tickets)))
-    (done,) = trainer.handle(UpdateOrder(sequence=0, step=0, tickets=tickets, episode=episode))
+    (done,) = trainer.handle(UpdateRequest(sequence=0, step=0, tickets=tickets, episode=episode))
     assert done.metrics["optimizer_steps"] == 1
     out.send((acted, peak()))
     trainer.close()
@@ -125,8 +125,8 @@ def measure(folder: Path, case: Case, *, twice: bool = False) -> tuple[float, fl
     ends, processes = [], []
     for rank in range(case.ranks):
         ours, theirs = context.Pipe()
-        seat = replace(meet.seat, rank=rank, world=case.ranks)
-        processes.append(context.Process(target=process, args=(folder, case, seat, twice, theirs)))
+        rank_info = replace(meet.rank_info, rank=rank, world=case.ranks)
+        processes.append(context.Process(target=process, args=(folder, case, rank_info, twice, theirs)))
         processes[-1].start()
         theirs.close()
         ends.append(ours)

@@ -29,15 +29,16 @@ from embodyrl.envs.chunked import ChunkedEnv, SimStep
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.files import available_cores
+from embodyrl.plan.blueprint import deal_slots, draw_blueprint
+from embodyrl.plan.config import load_config
+from embodyrl.plan.episodes import EpisodeList, Wave
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained import UntrainedFactory, UntrainedPolicy
-from embodyrl.runtime import build
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.episodes import RolloutPlan, Wave
-from embodyrl.runtime.jobs import Job
-from embodyrl.runtime.rollouts import Rollouts
-from embodyrl.runtime.slots import Phase
+from embodyrl.scheduler.rollout import Rollout
+from embodyrl.scheduler.scheduler import RolloutScheduler
+from embodyrl.scheduler.slot import Phase
+from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec, FloatArray, Observation, ObservationOut, PolicyOutput
 
 SLOTS = 4
@@ -123,7 +124,7 @@ ENV = SleepyEnv()
 POLICY = SleepyPolicyFactory(name="sleepy", scripted=False)
 
 
-class LockStep(Rollouts):
+class LockStep(RolloutScheduler):
     """The usual loop: everybody simulates, then everybody is inferred."""
 
     def _dispatch_inference(self) -> None:
@@ -131,7 +132,7 @@ class LockStep(Rollouts):
             super()._dispatch_inference()
 
 
-def start(workers: int, sim: float) -> build.Crew:
+def start(workers: int, sim: float) -> Workers:
     """Start the real launcher, workers and policy process."""
     os.environ["OVERLAP_POLICY"] = str(sim / workers)
     slots = workers * SLOTS
@@ -141,23 +142,23 @@ def start(workers: int, sim: float) -> build.Crew:
         "model=random", "model.model_type=overlap:POLICY", "model.num_action_chunks=1",
         f"env.eval.max_episode_steps={EPISODE}",
     ]  # fmt: skip
-    blueprint = build.draw_blueprint(load_config("eval", words), training=False)
-    return build.start_crew(blueprint, Path(tempfile.mkdtemp()), print)
+    blueprint = draw_blueprint(load_config("eval", words), training=False)
+    return start_workers(blueprint, Path(tempfile.mkdtemp()), print)
 
 
-def scheduler(crew: build.Crew, stages: int, *, lock_step: bool) -> Rollouts:
+def scheduler(running: Workers, stages: int, *, lock_step: bool) -> RolloutScheduler:
     """Give the running workers another scheduler."""
-    old = crew.rollouts
-    seats = build.deal_slots(len(old._slots), len({slot.worker for slot in old._slots}))
-    kind = LockStep if lock_step else Rollouts
-    new = kind(crew.fleet, crew.arena, seats, crew.policy, replace(old._rules, stages=stages))
-    for seat in seats:
-        crew.fleet._callbacks[seat.name] = partial(new.on_message, seat.name)
+    old = running.scheduler
+    env_workers = deal_slots(len(old._slots), len({slot.worker for slot in old._slots}))
+    kind = LockStep if lock_step else RolloutScheduler
+    new = kind(running.supervisor, running.arena, env_workers, running.policy, replace(old._rules, stages=stages))
+    for worker in env_workers:
+        running.supervisor._callbacks[worker.name] = partial(new.on_message, worker.name)
     new._down.clear()
     return new
 
 
-def chunks_per_second(rollouts: Rollouts, straggle: str, chunks: int) -> float:
+def chunks_per_second(rollouts: RolloutScheduler, straggle: str, chunks: int) -> float:
     """Rate from the first end of an episode until the fastest slot begins its last one."""
     slots = len(rollouts._slots)
 
@@ -171,7 +172,7 @@ def chunks_per_second(rollouts: Rollouts, straggle: str, chunks: int) -> float:
         )
 
     wave = Wave(queues=tuple(queue(slot) for slot in range(slots)))
-    plan = RolloutPlan(num_slots=slots, max_episode_steps=EPISODE, ignore_terminations=True, waves=(wave,))
+    plan = EpisodeList(num_slots=slots, max_episode_steps=EPISODE, ignore_terminations=True, waves=(wave,))
     seen: list[tuple[float, int]] = []
     ended: Counter[int] = Counter()
 
@@ -181,7 +182,7 @@ def chunks_per_second(rollouts: Rollouts, straggle: str, chunks: int) -> float:
         if max(ended.values()) > before:
             seen.append((time.perf_counter(), rollouts._tally.env_steps))
 
-    rollouts.collect(Job(plan, keep=False, on_episode=note))
+    rollouts.collect(Rollout(plan, keep=False, on_episode=note))
     (begin, first), (end, last) = seen[0], seen[-2]
     return (last - first) / (end - begin)
 
@@ -194,10 +195,10 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=24, help="chunks of each slot")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
-    crew = start(args.workers, args.sim)
+    running = start(args.workers, args.sim)
 
     def run(what: str, stages: int, straggle: str = "none", *, lock_step: bool = False) -> float:
-        speed = chunks_per_second(scheduler(crew, stages, lock_step=lock_step), straggle, args.chunks)
+        speed = chunks_per_second(scheduler(running, stages, lock_step=lock_step), straggle, args.chunks)
         print(f"{what:46} {speed:8.1f} chunks/s", flush=True)
         return speed
 
@@ -221,7 +222,7 @@ def main() -> None:
             row(f"2 stages, {name}", slow, "2 stages without", speeds[2], 0.9)
             row(f"lock-step, {name}", slow_lock, "lock-step without", lock, None)
     finally:
-        crew.close()
+        running.close()
     if args.json:
         machine = {"platform": platform.platform(), "cores": available_cores(), "load": os.getloadavg()[0]}
         args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")

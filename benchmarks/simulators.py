@@ -11,7 +11,7 @@ which other programs on the machine do not change much, and memory is the proces
 Cheap environments: steps per second of CPU time of all processes together, environments spread over as many worker
 processes as there are cores (ours) or one process each (gymnasium's AsyncVectorEnv with shared memory,
 Stable-Baselines3's SubprocVecEnv). Candidates take turns; a figure is the best of its turns. Ours is the path of a
-rollout: orders, workers, the arena.
+rollout: requests, workers, the arena.
 """
 
 from __future__ import annotations
@@ -331,12 +331,12 @@ class OurVector:
     def __init__(self, name: str, count: int) -> None:
         from embodyrl.channels.arena import Arena
         from embodyrl.channels.layout import record_layout
+        from embodyrl.cluster.local import LocalLauncher
         from embodyrl.envs import ENVS
         from embodyrl.envs.protocol import EnvContext
-        from embodyrl.launch.local import LocalLauncher
+        from embodyrl.plan.blueprint import deal_slots
+        from embodyrl.plan.config import load_config
         from embodyrl.policies import POLICIES
-        from embodyrl.runtime.build import deal_slots
-        from embodyrl.runtime.config import load_config
         from embodyrl.workers.env_worker import EnvWorkerInit
         from embodyrl.workers.lifecycle import WorkerSpec
 
@@ -349,15 +349,15 @@ class OurVector:
         self._arena = Arena.create(record_layout(spec, policy), 2 * count)
         self._folder = tempfile.TemporaryDirectory()
         self._launcher = LocalLauncher(Path(self._folder.name))
-        self._seats = {seat.name: seat.slots for seat in deal_slots(count, min(CORES, count))}
-        for seat, slots in self._seats.items():
+        self._slots = {worker.name: worker.slots for worker in deal_slots(count, min(CORES, count))}
+        for worker, slots in self._slots.items():
             init = EnvWorkerInit(
                 env=cfg.env, context=replace(context, num_slots=len(slots)), video=cfg.video_cfg,
                 arena=self._arena.handle,
             )  # fmt: skip
-            worker = WorkerSpec(name=seat, entry="embodyrl.workers.env_worker:EnvWorker", init=init)
-            self._launcher.start(worker, timeout_s=120.0)
-        self._answers(len(self._seats))
+            spec = WorkerSpec(name=worker, entry="embodyrl.workers.env_worker:EnvWorker", init=init)
+            self._launcher.start(spec, timeout_s=120.0)
+        self._answers(len(self._slots))
         self._current = [self._arena.allocate() for _ in range(count)]
         self._next = [self._arena.allocate() for _ in range(count)]
         self._order({slot: None for slot in range(count)})
@@ -374,19 +374,19 @@ class OurVector:
 
     def _order(self, work: dict[int, Any], reuse: bool = False) -> None:
         from embodyrl.types import EpisodeStart
-        from embodyrl.workers.messages import EnvOrders, ResetOrder, StepOrder
+        from embodyrl.workers.messages import EnvRequest, ResetRequest, StepRequest
 
         sent = 0
         targets = self._current if reuse or None in work.values() else self._next
-        for seat, slots in self._seats.items():
+        for worker, slots in self._slots.items():
             mine = {slot: source for slot, source in work.items() if slot in slots}
             steps = tuple(
-                StepOrder(slot=slot - slots.start, source=source, target=targets[slot])
+                StepRequest(slot=slot - slots.start, source=source, target=targets[slot])
                 for slot, source in mine.items()
                 if source is not None
             )
             resets = tuple(
-                ResetOrder(
+                ResetRequest(
                     slot=slot - slots.start,
                     start=EpisodeStart(reset_id=slot, seed=0, max_episode_steps=10**6),
                     target=targets[slot],
@@ -395,12 +395,12 @@ class OurVector:
                 if source is None
             )
             if mine:
-                self._launcher.send(seat, EnvOrders(sequence=0, stage=0, steps=steps, resets=resets), timeout_s=60.0)
+                self._launcher.send(worker, EnvRequest(sequence=0, stage=0, steps=steps, resets=resets), timeout_s=60.0)
                 sent += 1
         self._answers(sent)
 
     def _answers(self, count: int) -> None:
-        from embodyrl.launch.protocol import WorkerDied
+        from embodyrl.cluster.protocol import WorkerDied
 
         while count:
             for event in self._launcher.wait(60.0):

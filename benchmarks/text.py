@@ -34,9 +34,9 @@ PEER = "TRL GRPOTrainer (transformers)"
 
 OURS = """
 import json, sys, time
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 from embodyrl.monitor.protocol import Monitor
-from embodyrl.runtime.train import train
+from embodyrl.commands.train import train
 folder, data, out, backend = sys.argv[1:5]
 prompts, group, tokens, steps = map(int, sys.argv[5:])
 rows, begun = [], [0.0]

@@ -6,7 +6,7 @@
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from embodyrl.version import __version__ as __version__
 
 _FUNCTIONS = ("collect", "compose", "evaluate", "sft", "train")
 

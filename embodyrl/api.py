@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.roots import CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from embodyrl.runtime.collect import CollectResult
-    from embodyrl.runtime.evaluation import EvalResult
-    from embodyrl.runtime.sft import SftResult
-    from embodyrl.runtime.train import TrainResult
+    from embodyrl.commands.collect import CollectResult
+    from embodyrl.commands.evaluation import EvalResult
+    from embodyrl.commands.sft import SftResult
+    from embodyrl.commands.train import TrainResult
 
 
 def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:
@@ -38,7 +38,7 @@ def train(cfg: TrainConfig, *, resume: Path | None = None) -> TrainResult:
         EmbodyError: every failure that has a cause to name.
     """
     _check(cfg)
-    from embodyrl.runtime.train import train as run
+    from embodyrl.commands.train import train as run
 
     return run(cfg, resume=resume)
 
@@ -50,7 +50,7 @@ def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
         EmbodyError: every failure that has a cause to name.
     """
     _check(cfg)
-    from embodyrl.runtime.evaluate import evaluate as run
+    from embodyrl.commands.evaluate import evaluate as run
 
     return run(cfg, resume=resume)
 
@@ -62,7 +62,7 @@ def collect(cfg: CollectConfig) -> CollectResult:
         EmbodyError: every failure that has a cause to name.
     """
     _check(cfg)
-    from embodyrl.runtime.collect import collect as run
+    from embodyrl.commands.collect import collect as run
 
     return run(cfg)
 
@@ -74,14 +74,14 @@ def sft(cfg: SftConfig, *, resume: Path | None = None) -> SftResult:
         EmbodyError: every failure that has a cause to name.
     """
     _check(cfg)
-    from embodyrl.runtime.sft import sft as run
+    from embodyrl.commands.sft import sft as run
 
     return run(cfg, resume=resume)
 
 
 def _check(cfg: Root) -> None:
-    from embodyrl.runtime.checks import check_components
-    from embodyrl.runtime.config import check_values
+    from embodyrl.plan.checks import check_components
+    from embodyrl.plan.config import check_values
 
     check_values(cfg)  # it may have been changed since it was composed
     check_components(cfg)

@@ -1,4 +1,4 @@
-"""Errors for users: each says what, where, the likely cause and the cure, and carries its exit code."""
+"""Errors for users: each says what, where, the likely cause and the fix, and carries its exit code."""
 
 import signal
 

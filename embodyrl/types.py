@@ -83,7 +83,7 @@ class EnvSpec:
     max_episode_steps: int = 0
     """The benchmark's own horizon, env steps."""
     expert_tasks: tuple[int, ...] = ()
-    """Tasks for which a scripted demonstrator exists."""
+    """Tasks for which a scripted expert exists."""
     action_space: ActionSpace | None = None
     """None: real numbers, by convention within -1..1."""
     task_bytes: int = 0
@@ -164,7 +164,7 @@ class PolicySpec:
     takes_noise: bool = True
     """Sampling differs from acting greedily."""
     scripted: bool = False
-    """The environment's own demonstrator chooses the actions, step by step; the policy only marks the wish."""
+    """The environment's own expert chooses the actions, step by step; the policy only marks the wish."""
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
     """Kinds of action spaces that it can act in."""
     reply_bytes: int = 0
@@ -266,7 +266,7 @@ class Episode:
     """Ended by the time limit, or cut by the step's quota: the return bootstraps."""
     cut: bool = False
     """Cut by the quota of chunk steps: not an episode of the success statistics."""
-    unhurried: bool = True
+    counted: bool = True
     """The quota left at its beginning sufficed for the longest episode; of others only short ones reach their end."""
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from embodyrl.runtime.checks import check_components
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.train import TrainResult, train
+from embodyrl.commands.train import TrainResult, train
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
 
 
 def learn(folder: Path, task: str, *overrides: str, name: str = "run") -> TrainResult:

@@ -12,10 +12,10 @@ class LightWorker:
     def ready(self) -> str:
         return "ready"
 
-    def handle(self, order: str) -> list[str]:
-        if order == "exit":
+    def handle(self, request: str) -> list[str]:
+        if request == "exit":
             os._exit(7)
-        return [os.environ.get("CUDA_VISIBLE_DEVICES", "all")] if order == "gpus" else [order]
+        return [os.environ.get("CUDA_VISIBLE_DEVICES", "all")] if request == "gpus" else [request]
 
     def close(self) -> None:
         pass

@@ -7,11 +7,11 @@ from typing import Any
 
 from toy_runs import toy_words
 
-from embodyrl.launch.inline import InlineLauncher
-from embodyrl.launch.local import LocalLauncher
-from embodyrl.launch.protocol import ClusterSettings, Event, ProcessSettings
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.roots import TrainConfig
+from embodyrl.cluster.inline import InlineLauncher
+from embodyrl.cluster.local import LocalLauncher
+from embodyrl.cluster.protocol import ClusterSettings, Event, ProcessSettings
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import TrainConfig
 from embodyrl.workers.lifecycle import WorkerSpec
 
 
@@ -30,8 +30,8 @@ class MixedLauncher:
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         self._of(spec.name).start(spec, timeout_s=timeout_s)
 
-    def send(self, worker: str, order: Any, *, timeout_s: float) -> None:
-        self._of(worker).send(worker, order, timeout_s=timeout_s)
+    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
+        self._of(worker).send(worker, request, timeout_s=timeout_s)
 
     def wait(self, timeout_s: float) -> list[Event]:
         events = self._inline.wait(0.0)

@@ -14,17 +14,17 @@ from torch import Tensor
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.runtime.build import Blueprint, draw_blueprint
-from embodyrl.runtime.policy_hosts import policy_init, rendezvous
+from embodyrl.plan.blueprint import Blueprint, draw_blueprint
+from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
 from embodyrl.types import encode_instruction
-from embodyrl.workers.messages import InferItem, InferOrder, LoadOrder, RankSeat, SaveOrder, UpdateOrder
+from embodyrl.workers.messages import InferItem, InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
 RECORDS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Rollout:
     """Updates `first`..`last`-1 with a config, from a saved state or from the start."""
 
     name: str
@@ -37,12 +37,12 @@ class Job:
 
 
 def run_ranks(
-    folder: Path, world: int, jobs: Sequence[Job], *, host: str = "127.0.0.1", deadline_s: float = 900.0
+    folder: Path, world: int, jobs: Sequence[Rollout], *, host: str = "127.0.0.1", deadline_s: float = 900.0
 ) -> None:
     """Carry out jobs on `world` ranks; each leaves <folder>/<name>/ with metrics.json and what was saved."""
     meetings = [rendezvous(world, host, timeout_s=3600) for _ in jobs]
     context = multiprocessing.get_context("spawn")
-    work = [(job, meeting.seat) for job, meeting in zip(jobs, meetings, strict=True)]
+    work = [(job, meeting.rank_info) for job, meeting in zip(jobs, meetings, strict=True)]
     processes = [context.Process(target=_rank, args=(folder, rank, world, work)) for rank in range(world)]
     for process in processes:
         process.start()
@@ -69,32 +69,37 @@ def state(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _rank(folder: Path, rank: int, world: int, work: Sequence[tuple[Job, RankSeat]]) -> None:
+def _rank(folder: Path, rank: int, world: int, work: Sequence[tuple[Rollout, RankInfo]]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    for job, seat in work:
-        _do(folder / job.name, job, replace(seat, rank=rank, world=world))
+    for job, rank_info in work:
+        _do(folder / job.name, job, replace(rank_info, rank=rank, world=world))
 
 
-def _do(folder: Path, job: Job, seat: RankSeat) -> None:
-    words = (*job.words, f"actor.fsdp.size={seat.world}", "actor.global_batch_size=6", "env.train.total_num_envs=8")
+def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
+    words = (
+        *job.words,
+        f"actor.fsdp.size={rank_info.world}",
+        "actor.global_batch_size=6",
+        "env.train.total_num_envs=8",
+    )
     cfg = toy_config(folder, "launcher=local", *words)
     blueprint = draw_blueprint(cfg, training=True)
     arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
-    host = PolicyHost(replace(policy_init(blueprint, arena, None), seat=seat))
+    host = PolicyHost(replace(policy_init(blueprint, arena, None), rank_info=rank_info))
     tickets = fill(arena, blueprint, host)
     if job.poison:
         arena["advantage"][tickets[0].record] = np.nan
     if job.load is not None:
-        list(host.handle(LoadOrder(sequence=0, folder=str(job.load))))
+        list(host.handle(LoadRequest(sequence=0, folder=str(job.load))))
     metrics = []
     for step in range(job.first, job.last):
-        order = UpdateOrder(sequence=0, step=step, tickets=tickets, episode=tuple(i // 3 for i in range(RECORDS)))
-        (done,) = host.handle(order)
+        request = UpdateRequest(sequence=0, step=step, tickets=tickets, episode=tuple(i // 3 for i in range(RECORDS)))
+        (done,) = host.handle(request)
         metrics.append(done.metrics)
-    list(host.handle(SaveOrder(sequence=0, folder=str(folder / "saved"))))
-    if seat.rank == 0:
+    list(host.handle(SaveRequest(sequence=0, folder=str(folder / "saved"))))
+    if rank_info.rank == 0:
         (folder / "metrics.json").write_text(json.dumps(metrics))
     host.close()
     arena.close()
@@ -114,6 +119,6 @@ def fill(arena: Arena, blueprint: Blueprint, host: PolicyHost, *, drift: float =
             arena["returns"][record] = rng.normal(size=arena["returns"].shape[1:])
             arena["valid"][record] = rng.random(arena["valid"].shape[1:]) < 0.9
     items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
-    list(host.handle(InferOrder(sequence=0, items=items, greedy=False, version=0)))
+    list(host.handle(InferRequest(sequence=0, items=items, greedy=False, version=0)))
     arena["logprob"][:] += rng.normal(0, drift, arena["logprob"].shape)
     return tickets

@@ -9,7 +9,7 @@ import imageio.v2
 import numpy as np
 
 from embodyrl.monitor.history import EpisodeRow
-from embodyrl.runtime.config import load_config, save_config
+from embodyrl.plan.config import load_config, save_config
 
 TASKS = ("open the drawer", "close the <drawer>")
 

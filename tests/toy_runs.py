@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from embodyrl.runtime.build import Blueprint, Crew, draw_blueprint, start_crew
-from embodyrl.runtime.checks import check_components
-from embodyrl.runtime.config import load_config, load_saved_config
-from embodyrl.runtime.roots import TrainConfig
-from embodyrl.runtime.train import train
+from embodyrl.commands.train import train
+from embodyrl.plan.blueprint import Blueprint, draw_blueprint
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.scheduler.start import Workers, start_workers
 
 TOY = (
     "env=libero_10",
@@ -88,12 +89,12 @@ def weights(run: Path, step: int) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Stage:
-    """A crew that waits for rollouts, without a run folder or a loop."""
+    """A workers that waits for rollouts, without a run folder or a loop."""
 
     blueprint: Blueprint
-    crew: Crew
+    workers: Workers
     said: list[str]
-    """What the fleet told the user."""
+    """What the supervisor told the user."""
 
 
 @contextmanager
@@ -101,8 +102,8 @@ def running_crew(folder: Path, *overrides: str, cfg: TrainConfig | None = None) 
     """Start the workers of a config, by default an inline one, and stop them at the end."""
     blueprint = draw_blueprint(cfg or toy_config(folder, *overrides), training=True)
     said: list[str] = []
-    crew = start_crew(blueprint, folder, said.append)
+    workers = start_workers(blueprint, folder, said.append)
     try:
-        yield Stage(blueprint, crew, said)
+        yield Stage(blueprint, workers, said)
     finally:
-        crew.close()
+        workers.close()

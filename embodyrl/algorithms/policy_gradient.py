@@ -341,7 +341,7 @@ def _require_finite(episode: Episode, what: str, values: FloatArray) -> None:
     if not bad.size:
         return
     spec = episode.spec
-    cure = (
+    fix = (
         "The simulator returned it: check the environment with `embodyrl check-env`."
         if what == "reward"
         else "Likely cause: rewards or value errors that grew without bound; lower actor.optim.value_lr, .lr "
@@ -349,7 +349,7 @@ def _require_finite(episode: Episode, what: str, values: FloatArray) -> None:
     )
     raise NonFiniteError(
         f"{what} is {bad[0]} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
-        f"{spec.seed}, {episode.length} env steps); the weights were not touched. {cure}"
+        f"{spec.seed}, {episode.length} env steps); the weights were not touched. {fix}"
     )
 
 

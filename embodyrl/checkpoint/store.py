@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from embodyrl import __version__
 from embodyrl.errors import CheckpointError
+from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
@@ -304,13 +304,13 @@ class CheckpointStore:
     def prune(self, keep: int, protect: Collection[int] = ()) -> list[int]:
         """Delete all but the newest `keep` checkpoints and those in `protect`; returns the deleted steps."""
         assert keep >= 1, keep
-        doomed = [step for step in self.steps()[:-keep] if step not in protect]
-        for step in doomed:
+        stale = [step for step in self.steps()[:-keep] if step not in protect]
+        for step in stale:
             # Renamed first: a deletion that is interrupted must not leave half a checkpoint under its name.
             scratch = self._scratch(step)
             os.replace(self.path(step), scratch)
             shutil.rmtree(scratch)
-        return doomed
+        return stale
 
     def clean_stale(self) -> list[Path]:
         """Delete scratch folders whose process is gone; call at start, before this process writes."""

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 
 if TYPE_CHECKING:
     from embodyrl.envs.check import Finding
@@ -17,7 +17,7 @@ def check_env(args: argparse.Namespace) -> int:
     """Run `embodyrl check-env`; 3 if a check fails."""
     cfg = load_config("check-env", args.words, config_dirs=args.config_dir)
     from embodyrl.envs.check import check_env as run
-    from embodyrl.runtime.checks import check_components
+    from embodyrl.plan.checks import check_components
 
     check_components(cfg)
     findings: list[Finding] = []

@@ -71,7 +71,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     store, steps = _target(args.words[1])
-    from embodyrl.runtime.export import export
+    from embodyrl.commands.export import export
 
     out = export(store.root.parent, steps[-1], Path(args.words[2]), overrides=args.trust)
     show_result(args, {"path": out}, [f"exported {store.path(steps[-1])} to {out}"])
@@ -82,7 +82,7 @@ def _prune(args: argparse.Namespace) -> int:
     if args.keep is None or not args.keep.isdecimal() or int(args.keep) < 1:
         raise ConfigError("embodyrl ckpt prune RUN --keep N: how many of the newest checkpoints stay, at least 1.")
     store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
-    from embodyrl.runtime.rundir import locked
+    from embodyrl.commands.run_folder import locked
 
     best = store.best()
     with locked(store.root.parent):

@@ -20,7 +20,7 @@ def list_things(args: argparse.Namespace) -> int:
         said = f"cannot list '{what}'.{closest(what, kinds)}" if what else "list what?"
         raise ConfigError(f"{said} One of: {', '.join(kinds)}.")
     if what == "runs":
-        from embodyrl.runtime.config import load_config
+        from embodyrl.plan.config import load_config
 
         folder = Path(load_config("train", overrides, config_dirs=args.config_dir).runner.output_dir)
         rows = [describe_run(run) for run in run_folders(folder)]
@@ -49,8 +49,8 @@ def _rate(success: float | None) -> str:
 def show(args: argparse.Namespace) -> int:
     """Run `embodyrl show`."""
     from embodyrl.config.settings import json_schema, keys_of, leaves, plain, spell
-    from embodyrl.runtime.config import load_config
-    from embodyrl.runtime.roots import ROOTS, suggest
+    from embodyrl.plan.config import load_config
+    from embodyrl.plan.roots import ROOTS, suggest
 
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
     group, equals, _ = what.partition("=")

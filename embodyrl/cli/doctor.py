@@ -6,7 +6,6 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from embodyrl import __version__
 from embodyrl.cli import probes
 from embodyrl.cli.output import show_result
 from embodyrl.cli.probes import Finding, probe_rendering, probe_sandbox, probe_video, probe_vulkan
@@ -14,15 +13,16 @@ from embodyrl.cli.runs import run_folders
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import read_history
 from embodyrl.monitor.report.tables import changed_settings
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.roots import TrainConfig, all_keys
-from embodyrl.runtime.texts import env_spec
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import TrainConfig, all_keys
+from embodyrl.plan.texts import env_spec
+from embodyrl.version import __version__
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; 3 if anything fails."""
     if args.json and args.report:
-        raise ConfigError("--report is text for people; leave out --json, or --report.")
+        raise ConfigError("--report is human-readable text; leave out --json, or --report.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
     folders = [Path(cfg.runner.output_dir), Path(cfg.video_cfg.base_dir)]
     findings = [
@@ -59,9 +59,9 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 
 def _probe_config(cfg: TrainConfig) -> list[Finding]:
     """Let the chosen environment and policy look for what they need on this machine."""
-    from embodyrl.runtime.build import count_env_workers, plan_devices
-    from embodyrl.runtime.checks import check_components
-    from embodyrl.runtime.planning import memory_of_tasks
+    from embodyrl.commands.facts import memory_of_tasks
+    from embodyrl.plan.blueprint import count_env_workers, plan_devices
+    from embodyrl.plan.checks import check_components
 
     try:
         check_components(cfg)

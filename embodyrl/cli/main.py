@@ -82,7 +82,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(overview())
         return 0
     if name == "--version":
-        from embodyrl import __version__
+        from embodyrl.version import __version__
 
         print(f"embodyrl {__version__}")
         return 0

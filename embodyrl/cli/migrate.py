@@ -26,9 +26,9 @@ from embodyrl.cli.output import show_result
 from embodyrl.config.settings import spell
 from embodyrl.errors import ConfigError
 from embodyrl.files import write_atomically
-from embodyrl.runtime.checks import check_components
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.roots import all_keys
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import all_keys
 
 TABLES = files("embodyrl.cli").joinpath("migration")
 STATES = ("mapped", "changed", "not needed", "unsupported", "unknown")

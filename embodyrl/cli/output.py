@@ -1,4 +1,4 @@
-"""What a command prints: lines for people, or JSON for machines."""
+"""What a command prints: human-readable lines, or JSON for machines."""
 
 import argparse
 import json

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.libero.renderer import choose_renderer, draw_frame
-from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, vulkan_problem
+from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, vulkan_problem
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.sandbox import confinement
 
@@ -151,7 +151,7 @@ def probe_vulkan() -> Finding:
         return Finding("vulkan", "warn", "sapien is not installed, which ManiSkill needs", INSTALL)
     problem = vulkan_problem()
     if problem:
-        return Finding("vulkan", "warn", f"sapien {version} cannot start, so ManiSkill cannot: {problem}", VULKAN_CURE)
+        return Finding("vulkan", "warn", f"sapien {version} cannot start, so ManiSkill cannot: {problem}", VULKAN_FIX)
     return Finding("vulkan", "ok", f"sapien {version} draws")
 
 

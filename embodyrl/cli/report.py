@@ -22,7 +22,7 @@ _SHOWN = 20
 def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`."""
     from embodyrl.monitor.report.page import write_report
-    from embodyrl.runtime.roots import all_keys
+    from embodyrl.plan.roots import all_keys
 
     runs = [find_run(word) for word in args.words]
     if not runs:
@@ -88,9 +88,9 @@ def replay(args: argparse.Namespace) -> int:
     if len(args.words) != 1 or not (args.step or "1").isdecimal():
         raise ConfigError("embodyrl replay takes one run and a step: embodyrl replay runs/my_run --step 51.")
     run = find_run(args.words[0])
-    from embodyrl.runtime.dump import dumped_steps
-    from embodyrl.runtime.replay import gap
-    from embodyrl.runtime.replay import replay as compute
+    from embodyrl.commands.dump import dumped_steps
+    from embodyrl.commands.replay import gap
+    from embodyrl.commands.replay import replay as compute
 
     step = int(args.step or max(dumped_steps(run), default=1))
     result = compute(run, step, overrides=trust)

@@ -12,8 +12,8 @@ from pathlib import Path
 from embodyrl.cli.runs import find_run, newest_run
 from embodyrl.config.trust import TRUST
 from embodyrl.errors import ConfigError, masked
-from embodyrl.runtime.config import dump_config, load_config, load_saved_config
-from embodyrl.runtime.roots import Root, RunConfig, TrainConfig
+from embodyrl.plan.config import dump_config, load_config, load_saved_config
+from embodyrl.plan.roots import Root, RunConfig, TrainConfig
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if args.command == "eval" or (isinstance(cfg, TrainConfig) and cfg.runner.only_eval)
         else args.command
     )
-    start = getattr(importlib.import_module(f"embodyrl.runtime.{name}"), name)
+    start = getattr(importlib.import_module(f"embodyrl.commands.{name}"), name)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = start(cfg, overrides=args.words, **more)
     if args.json:
@@ -98,7 +98,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
 
 def _only_look(args: argparse.Namespace, cfg: Root) -> bool:
     """Check the config against its components and serve the flags that stop before anything runs."""
-    from embodyrl.runtime.checks import check_components
+    from embodyrl.plan.checks import check_components
 
     check_components(cfg)
     if args.print_config:
@@ -107,7 +107,7 @@ def _only_look(args: argparse.Namespace, cfg: Root) -> bool:
         text = dump_config(cfg)
         print(json.dumps(yaml.safe_load(text), indent=2) if args.json else text.rstrip("\n"))
     elif args.dry_run:
-        from embodyrl.runtime.planning import describe
+        from embodyrl.commands.dry_run import describe
 
         print(masked(describe(cfg)))
     return args.print_config or args.dry_run

@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 
 _NAME = "runner.experiment_name="
 

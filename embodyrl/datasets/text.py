@@ -81,10 +81,10 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
     assert cfg.path is not None
     name = cfg.path.rpartition(":")[2] if _is_function(cfg.path) else Path(cfg.path).stem
     rows = TextRows(cfg=cfg, name=name, held_out=0)
-    talks = [rows.row(i).messages for i in range(rows.total)]
+    conversations = [rows.row(i).messages for i in range(rows.total)]
     keep = np.arange(rows.total)
     if cfg.max_prompt_length is not None and rows.total:
-        lengths = _lengths([" ".join(m.content for m in talk) for talk in talks], tokenizer)
+        lengths = _lengths([" ".join(m.content for m in conversation) for conversation in conversations], tokenizer)
         keep = keep[lengths <= cfg.max_prompt_length]
     own = len(rows._raw[0][1])
     held_out = round(cfg.val_share * len(keep)) if cfg.val_path is None else int((keep >= own).sum())
@@ -93,7 +93,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
             f"data.path={cfg.path}: no row is left for training out of {rows.total}; raise data.max_prompt_length or "
             "lower data.val_share."
         )
-    longest = max(len(join_messages(talks[i]).encode()) for i in keep)
+    longest = max(len(join_messages(conversations[i]).encode()) for i in keep)
     keep = keep if len(keep) < rows.total else None
     return replace(rows, keep=keep, held_out=held_out, prompt_bytes=longest)
 

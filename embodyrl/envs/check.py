@@ -10,7 +10,7 @@ from pathlib import Path
 
 from embodyrl.envs import check_episodes as episodes
 from embodyrl.envs import check_rules as rules
-from embodyrl.envs.check_rig import Rig, Violation
+from embodyrl.envs.check_harness import Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import CheckedEnv
 
@@ -26,7 +26,7 @@ class Finding:
     violations: tuple[Violation, ...] = ()
 
 
-_Check = Callable[[Rig], Iterator[Violation] | None]
+_Check = Callable[[Harness], Iterator[Violation] | None]
 
 CHECKS: dict[str, tuple[_Check, str]] = {
     check.__name__.removeprefix("check_"): (check, needs)
@@ -73,32 +73,32 @@ def check_env(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> It
         UnknownNameError: no such environment.
     """
     # The slots here are all there are, so an environment that shares out memory may use it.
-    rig = Rig(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
+    harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
     levels: dict[str, str] = {}
     try:
         for name, (check, needs) in CHECKS.items():
             if missing := [other for other in needs.split() if levels[other] != "ok"]:
                 finding = Finding(check=name, level="skip", note=f"needs {', '.join(missing)}")
             else:
-                finding = _run(name, check, rig, timeout_s)
+                finding = _run(name, check, harness, timeout_s)
             levels[name] = finding.level
             yield finding
     finally:
-        if "env" in vars(rig) and "close" not in levels:
-            rig.env.close()
+        if "env" in vars(harness) and "close" not in levels:
+            harness.env.close()
 
 
-def _run(name: str, check: _Check, rig: Rig, timeout_s: float) -> Finding:
-    rig.note = ""
+def _run(name: str, check: _Check, harness: Harness, timeout_s: float) -> Finding:
+    harness.note = ""
     try:
         with _deadline(timeout_s):
-            violations = tuple(check(rig) or ())
+            violations = tuple(check(harness) or ())
     except Exception as error:  # whatever foreign code raises is what we are here to report
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())
         found = f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
         violations = (Violation(name, "no error", found),)
-    return Finding(check=name, level="FAIL" if violations else "ok", note=rig.note, violations=violations)
+    return Finding(check=name, level="FAIL" if violations else "ok", note=harness.note, violations=violations)
 
 
 @contextmanager

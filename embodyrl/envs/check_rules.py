@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from embodyrl.envs.check_rig import CONTEXT, Rig, Violation, unless
+from embodyrl.envs.check_harness import CONTEXT, Harness, Violation, unless
 from embodyrl.types import EnvSpec
 
 HEAVY = ("torch", "mujoco", "robosuite", "libero", "sapien", "mani_skill", "gymnasium", "OpenGL", "transformers")
@@ -21,19 +21,19 @@ print("imported:", *sorted({name.partition(".")[0] for name in sys.modules} & se
 """
 
 
-def check_factory(rig: Rig) -> Iterator[Violation]:
+def check_factory(harness: Harness) -> Iterator[Violation]:
     """`validate` returns lines."""
-    lines = rig.factory.validate(rig.cfg)
+    lines = harness.factory.validate(harness.cfg)
     texts = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
     yield from unless(texts, "validate", "a list of texts, empty without problems", repr(lines)[:80])
 
 
-def check_light(rig: Rig) -> Iterator[Violation]:
+def check_light(harness: Harness) -> Iterator[Violation]:
     """Importing the factory and validating brings in nothing heavy (looked at in a process of its own)."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, *HEAVY],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        input=pickle.dumps(rig.cfg),
+        input=pickle.dumps(harness.cfg),
         capture_output=True,
         timeout=120,
         check=False,
@@ -46,14 +46,17 @@ def check_light(rig: Rig) -> Iterator[Violation]:
         yield Violation("validate", "no heavy import; import in make or later", ", ".join(heavy))
 
 
-def check_spec(rig: Rig) -> Iterator[Violation]:
+def check_spec(harness: Harness) -> Iterator[Violation]:
     """`EnvSpec` is complete and makes sense."""
-    spec = rig.spec
+    spec = harness.spec
     if not isinstance(spec, EnvSpec):
         yield Violation("spec", "an EnvSpec", type(spec).__name__)
         return
     yield from unless(
-        spec == rig.factory.spec(rig.cfg, CONTEXT), "spec", "the same description in every call", "two different ones"
+        spec == harness.factory.spec(harness.cfg, CONTEXT),
+        "spec",
+        "the same description in every call",
+        "two different ones",
     )
     yield from _tasks(spec)
     yield from _numbers(spec)
@@ -61,7 +64,7 @@ def check_spec(rig: Rig) -> Iterator[Violation]:
         inside = -spec.action_dim <= grip.index < spec.action_dim
         yield from unless(inside, "spec.gripper.index", f"below {spec.action_dim}", grip.index)
         yield from unless(grip.open != grip.closed, "spec.gripper", "open and closed to differ", f"{grip.open} twice")
-    rig.note = (
+    harness.note = (
         f"{spec.name}: {len(spec.tasks)} tasks, {spec.num_reset_ids} reset ids, {len(spec.cameras)} cameras of "
         f"{spec.image_size[0]}x{spec.image_size[1]}, state {spec.state_dim}, actions {spec.action_dim}"
     )

@@ -43,7 +43,7 @@ class SlotSimulators(Protocol):
         ...
 
     def expert(self, slot: int) -> FloatArray:
-        """Return the scripted demonstrator's next action [A]; only called for tasks in `spec.expert_tasks`."""
+        """Return the scripted expert's next action [A]; only called for tasks in `spec.expert_tasks`."""
         ...
 
     def observe(self, slot: int, out: ObservationOut) -> None:
@@ -137,11 +137,11 @@ class ChunkedEnv:
     def expert_chunk(
         self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
     ) -> tuple[FloatArray, ChunkResult]:
-        """Let the demonstrator act (see `Env.expert_chunk`)."""
+        """Let the expert act (see `Env.expert_chunk`)."""
         for slot in slots:
             if self._task(slot) not in self.spec.expert_tasks:
                 raise EnvError(
-                    f"{self._where(slot)}: there is no scripted demonstrator for this task; env '{self.spec.name}' has "
+                    f"{self._where(slot)}: there is no scripted expert for this task; env '{self.spec.name}' has "
                     f"one for tasks {list(self.spec.expert_tasks)}. Set env.train.task_ids and env.eval.task_ids."
                 )
         clean = np.zeros((len(slots), num_actions, self.spec.action_dim), np.float32)

@@ -155,7 +155,7 @@ def _library() -> ctypes.CDLL:
     except ImportError as error:
         raise MissingDependencyError(
             f"env.render_profile=lean needs meshoptimizer, which cannot be imported: {error}. "
-            "Cure: pip install meshoptimizer==0.2.30a0, or env.render_profile=full"
+            "Fix: pip install meshoptimizer==0.2.30a0, or env.render_profile=full"
         ) from error
     library, size, array = ctypes.CDLL(_loader.lib._name), ctypes.c_size_t, ctypes.c_void_p
     careful, sloppy = library.meshopt_simplifyWithAttributes, library.meshopt_simplifySloppy

@@ -39,13 +39,13 @@ class Env(Protocol):
     def expert_chunk(
         self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
     ) -> tuple[FloatArray, ChunkResult]:
-        """Let the scripted demonstrator (it may read privileged state) act for up to `num_actions` steps.
+        """Let the scripted expert (it may read privileged state) act for up to `num_actions` steps.
 
         Executes its actions with Gaussian noise of standard deviation `noise` on all dimensions but the gripper, and
         returns its own, clean choices [n, K, A] (what a learner should imitate) with the outcome.
 
         Raises:
-            EnvError: there is no demonstrator for a slot's task.
+            EnvError: there is no expert for a slot's task.
         """
         ...
 
@@ -58,7 +58,7 @@ class Env(Protocol):
         ...
 
     def render(self, slot: int) -> np.ndarray:
-        """Return an upright RGB frame [H, W, 3] uint8 of the slot, for people."""
+        """Return an upright RGB frame [H, W, 3] uint8 of the slot, human-readable."""
         ...
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Env(Protocol):
 class TextEnv(Env, Protocol):
     """An environment whose actions are words."""
 
-    def hear(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
+    def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Take what the next chunk of each slot says and whether it was cut off [n]; `step_chunk` follows at once."""
         ...
 
@@ -133,7 +133,7 @@ class EnvFactory(Protocol):
     """It is about the rows of `data` and judged by `reward`: both groups exist with it. False may be left out."""
 
     def validate(self, cfg: Any) -> list[str]:
-        """Return config problems, one line each with the cure; imports nothing heavy."""
+        """Return config problems, one line each with the fix; imports nothing heavy."""
         ...
 
     def spec(self, cfg: Any, context: EnvContext) -> EnvSpec:

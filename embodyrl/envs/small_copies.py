@@ -41,6 +41,6 @@ def small_copy(source: Path, setting: str, suffix: str, make: Callable[[], bytes
     except OSError as error:
         raise EnvError(
             f"env.render_profile=lean: its cache {folder} cannot be written: {error}. "
-            "Cure: free some space (60 MB), or set XDG_CACHE_HOME to a writable folder."
+            "Fix: free some space (60 MB), or set XDG_CACHE_HOME to a writable folder."
         ) from error
     return target

@@ -77,7 +77,7 @@ class Dashboard:
         self._phase = ""
 
     def event(self, line: str) -> None:
-        """Take in a line for people."""
+        """Take in a human-readable line."""
         self._events.append(line)
 
     def progress(self, done: int, total: int, what: str) -> None:

@@ -45,7 +45,7 @@ class Monitor:
         """A recording was written."""
 
     def text(self, line: str) -> None:
-        """One line for people."""
+        """One human-readable line."""
 
     def banner(self, lines: Sequence[str]) -> None:
         """Lines before the first step."""

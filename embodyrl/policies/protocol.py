@@ -106,7 +106,7 @@ class PolicyFactory(Protocol):
     """Its keys below `model`; the methods get an instance."""
 
     def validate(self, cfg: Any) -> list[str]:
-        """Return config problems, one line each with the cure; imports nothing heavy (no torch)."""
+        """Return config problems, one line each with the fix; imports nothing heavy (no torch)."""
         ...
 
     def spec(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicySpec:

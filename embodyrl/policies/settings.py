@@ -28,7 +28,7 @@ class ModelSettings(Settings):
 
     @property
     def precision_name(self) -> str:
-        """`precision`, for people."""
+        """`precision`, human-readable."""
         return str(getattr(self, "precision", Precision.fp32))
 
     @property

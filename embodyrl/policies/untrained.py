@@ -1,4 +1,4 @@
-"""Policies without weights: random actions, and the environment's own scripted demonstrator."""
+"""Policies without weights: random actions, and the environment's own scripted expert."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -15,7 +15,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
-from embodyrl.workers.messages import ScoreOrder, UpdateOrder
+from embodyrl.workers.messages import ScoreRequest, UpdateRequest
 from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.settings import ActorSettings
@@ -63,30 +63,30 @@ class ActorWorker:
         self._reference = reference
         self.optimization = Optimization(policy.module, cfg.optim, total_steps, ranks)
 
-    def score(self, order: ScoreOrder) -> None:
+    def score(self, request: ScoreRequest) -> None:
         """Write the reference policy's log-probabilities."""
         assert self._reference is not None, "no reference policy was built"
         size = self._cfg.micro_batch_size
-        for part in self._ranks.seat.share(len(order.tickets), size):
-            records = self._arena.read(order.tickets[part])
+        for part in self._ranks.rank_info.share(len(request.tickets), size):
+            records = self._arena.read(request.tickets[part])
             with torch.no_grad():
                 scores = self._reference.score(read_observation(self._arena, records), self._arena["tokens"][records])
             self._arena["ref_logprob"][records] = scores.logprob.float().cpu().numpy()
 
-    def update(self, order: UpdateOrder) -> InParts[dict[str, float]]:
+    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
         """Train on the batch, pausing after each micro-batch.
 
         Returns metrics averaged over optimizer steps (maxima for names ending in _max).
         """
-        records = self._arena.read(order.tickets)
-        batch = self._batch(records, np.asarray(order.episode, dtype=np.int64))
+        records = self._arena.read(request.tickets)
+        batch = self._batch(records, np.asarray(request.episode, dtype=np.int64))
         if self._algorithm.recomputes_logprob:
             self._ranks.act()
         proximal = yield from self._proximal(batch)
         self._ranks.train()
-        result = yield from self._train(batch, proximal, order.step)
+        result = yield from self._train(batch, proximal, request.step)
         self.optimization.zero_grad()
-        self._ranks.rest()
+        self._ranks.reshard()
         return result
 
     def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
@@ -117,10 +117,10 @@ class ActorWorker:
     def _samples(self, count: int, step: int) -> Iterator[list[int]]:
         """Yield the samples of each optimizer step of an update."""
         for epoch in range(self._rules.update_epoch):
-            order = _shuffle(count, self._seed, step, epoch)
+            request = _shuffle(count, self._seed, step, epoch)
             start = 0
             for size in even_parts(count, self._cfg.global_batch_size):
-                yield order[start : start + size].tolist()
+                yield request[start : start + size].tolist()
                 start += size
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
@@ -167,7 +167,7 @@ class ActorWorker:
         self.optimization.zero_grad()
         parts: list[dict[str, float]] = []
         cost = self._arena["cost"][batch.records[np.asarray(samples)]]
-        dealt = deal(cost, self._ranks.seat, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
+        dealt = deal(cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
         for number, (rows, counts) in enumerate(dealt, start=1):
             part = np.asarray(samples)[rows]
             records = batch.records[part]
@@ -175,7 +175,7 @@ class ActorWorker:
             inputs = self._inputs(batch, part, weights.rows(rows), proximal, scores.logprob.device)
             loss, metrics = self._algorithm.loss(scores, inputs)
             # FSDP averages gradients over the ranks; the weights of the samples already add up over all of them.
-            (loss * (self._ranks.seat.world if counts else 0)).backward()
+            (loss * (self._ranks.rank_info.world if counts else 0)).backward()
             if counts:
                 parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())})
             yield

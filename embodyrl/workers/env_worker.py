@@ -14,7 +14,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import ObservationOut, decode_instruction, encode_instruction
-from embodyrl.workers.messages import EnvOrders, EnvReport, Recording, ResetOrder, StepOrder, WorkerReady
+from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, StepRequest, WorkerReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class EnvWorkerInit:
     """Standard deviation of the noise on what the scripted expert does."""
     arena: ArenaHandle
     scripted: bool = False
-    """The environment's demonstrator acts; the chunk in the record is ignored and overwritten."""
+    """The environment's expert acts; the chunk in the record is ignored and overwritten."""
     single_step: bool = False
     """Execute only the first action of each chunk, so that every env step has a record of its own."""
     shared_arena: Arena | None = None
@@ -36,7 +36,7 @@ class EnvWorkerInit:
 
 
 @dataclass
-class _Tape:
+class _OpenRecording:
     recorder: VideoRecorder
     keep: str
 
@@ -48,7 +48,7 @@ class EnvWorker:
         self._init = init
         self._arena = init.shared_arena or Arena.attach(init.arena)
         self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
-        self._tapes: dict[int, _Tape] = {}
+        self._open_recordings: dict[int, _OpenRecording] = {}
         self._problems: list[Recording] = []
         self._unjudged: dict[int, str] = {}
         self._render_s = 0.0
@@ -57,31 +57,31 @@ class EnvWorker:
         """Introduce the worker."""
         return WorkerReady(task_limit=self._env.task_limit)
 
-    def handle(self, order: EnvOrders) -> Iterator[EnvReport]:
+    def handle(self, request: EnvRequest) -> Iterator[EnvReport]:
         """Run the chunks, then the resets, of one stage."""
         self._render_s = 0.0
         started = time.perf_counter()
-        recordings = self._step(order.steps) if order.steps else []
+        recordings = self._step(request.steps) if request.steps else []
         stepped = time.perf_counter()
         step_render_s = self._render_s
-        if order.resets:
-            self._reset(order.resets)
+        if request.resets:
+            self._reset(request.resets)
         ended = time.perf_counter()
         yield EnvReport(
-            sequence=order.sequence,
-            stage=order.stage,
+            sequence=request.sequence,
+            stage=request.stage,
             sim_s=stepped - started - step_render_s,
             render_s=self._render_s,
             reset_s=ended - stepped - (self._render_s - step_render_s),
             recordings=tuple(recordings + self._take_problems()),
-            unjudged=tuple(self._unjudged.items()) if order.steps else (),
+            unjudged=tuple(self._unjudged.items()) if request.steps else (),
         )
 
-    def _step(self, orders: tuple[StepOrder, ...]) -> list[Recording]:
+    def _step(self, requests: tuple[StepRequest, ...]) -> list[Recording]:
         arena = self._arena
-        slots = [o.slot for o in orders]
-        records = arena.read([o.source for o in orders])
-        film = self._film if self._tapes else None
+        slots = [o.slot for o in requests]
+        records = arena.read([o.source for o in requests])
+        film = self._film if self._open_recordings else None
         length = 1 if self._init.single_step else arena["action"].shape[1]
         if self._init.scripted:
             actions, result = self._env.expert_chunk(slots, length, noise=self._init.expert_noise, after_step=film)
@@ -89,28 +89,30 @@ class EnvWorker:
         else:
             if arena["reply"].shape[1]:
                 replies = [decode_instruction(row) for row in arena["reply"][records]]
-                cast(TextEnv, self._env).hear(slots, replies, arena["cut_off"][records])
+                cast(TextEnv, self._env).set_replies(slots, replies, arena["cut_off"][records])
             result = self._env.step_chunk(slots, arena["action"][records, :length], after_step=film)
         for name in ("reward", "terminated", "truncated", "valid", "success"):
             arena[name][records, :length] = getattr(result, name)
             arena[name][records, length:] = 0
         self._unjudged = result.unjudged
         arena["components"][records] = 0 if result.components is None else result.components
-        self._observe(slots, [o.target for o in orders])
+        self._observe(slots, [o.target for o in requests])
         return [
-            self._end_tape(slot) for slot, done in zip(slots, result.done, strict=True) if done and slot in self._tapes
+            self._end_recording(slot)
+            for slot, done in zip(slots, result.done, strict=True)
+            if done and slot in self._open_recordings
         ]
 
-    def _reset(self, orders: tuple[ResetOrder, ...]) -> None:
-        for order in orders:
-            if (tape := self._tapes.pop(order.slot, None)) is not None:
-                tape.recorder.discard()  # its episode was cut
-        slots = [o.slot for o in orders]
-        self._env.reset(slots, [o.start for o in orders])
-        for order in orders:
-            if order.video_stem is not None:
-                self._start_tape(order)
-        self._observe(slots, [o.target for o in orders])
+    def _reset(self, requests: tuple[ResetRequest, ...]) -> None:
+        for request in requests:
+            if (recording := self._open_recordings.pop(request.slot, None)) is not None:
+                recording.recorder.discard()  # its episode was cut
+        slots = [o.slot for o in requests]
+        self._env.reset(slots, [o.start for o in requests])
+        for request in requests:
+            if request.video_stem is not None:
+                self._start_tape(request)
+        self._observe(slots, [o.target for o in requests])
 
     def _observe(self, slots: list[int], targets: list[Ticket]) -> None:
         """Render into the records. A record stays unreadable until its observation is complete."""
@@ -129,41 +131,41 @@ class EnvWorker:
                 row[record] = encode_instruction(self._env.instruction(slot), row.shape[1])
         self._render_s += time.perf_counter() - started
 
-    def _start_tape(self, order: ResetOrder) -> None:
-        assert order.video_stem is not None
+    def _start_tape(self, request: ResetRequest) -> None:
+        assert request.video_stem is not None
         video = self._init.video
         try:
             recorder = VideoRecorder(
-                Path(order.video_stem),
+                Path(request.video_stem),
                 fps=video.fps,
-                instruction=self._env.instruction(order.slot),
+                instruction=self._env.instruction(request.slot),
                 info=isinstance(video, VideoSettings) and video.info_on_video,
             )
         except (EmbodyError, OSError) as error:
-            self._problems.append(Recording(slot=order.slot, path=None, problem=str(error)))
+            self._problems.append(Recording(slot=request.slot, path=None, problem=str(error)))
             return
-        self._tapes[order.slot] = _Tape(recorder, order.keep_video)
+        self._open_recordings[request.slot] = _OpenRecording(recorder, request.keep_video)
 
     def _film(self, slot: int, success: bool) -> None:
-        tape = self._tapes.get(slot)
-        if tape is None:
+        recording = self._open_recordings.get(slot)
+        if recording is None:
             return
         started = time.perf_counter()
         try:
-            tape.recorder.add(self._env.render(slot), success)
+            recording.recorder.add(self._env.render(slot), success)
         except (EmbodyError, OSError) as error:
-            tape.recorder.discard()
-            del self._tapes[slot]
+            recording.recorder.discard()
+            del self._open_recordings[slot]
             self._problems.append(Recording(slot=slot, path=None, problem=str(error)))
         self._render_s += time.perf_counter() - started
 
-    def _end_tape(self, slot: int) -> Recording:
-        tape = self._tapes.pop(slot)
-        if tape.keep == "failures" and tape.recorder.success:
-            tape.recorder.discard()
+    def _end_recording(self, slot: int) -> Recording:
+        recording = self._open_recordings.pop(slot)
+        if recording.keep == "failures" and recording.recorder.success:
+            recording.recorder.discard()
             return Recording(slot=slot, path=None)
         try:
-            path = tape.recorder.finish()
+            path = recording.recorder.finish()
         except (EmbodyError, OSError) as error:
             return Recording(slot=slot, path=None, problem=str(error))
         return Recording(slot=slot, path=str(path))
@@ -174,9 +176,9 @@ class EnvWorker:
 
     def close(self) -> None:
         """Stop recordings and free the simulators."""
-        for tape in self._tapes.values():
-            tape.recorder.discard()
-        self._tapes.clear()
+        for recording in self._open_recordings.values():
+            recording.recorder.discard()
+        self._open_recordings.clear()
         self._env.close()
         if self._init.shared_arena is None:
             self._arena.close()

@@ -1,4 +1,4 @@
-"""The life of a worker process: set-up, the order loop, and an end that leaves nothing behind."""
+"""The life of a worker process: set-up, the request loop, and an end that leaves nothing behind."""
 
 import ctypes
 import faulthandler
@@ -29,14 +29,14 @@ _LOG_LIMIT, _LOG_KEPT = 16 << 20, 1 << 20
 
 
 class Worker(Protocol):
-    """What runs in a worker process: orders in, replies out."""
+    """What runs in a worker process: requests in, replies out."""
 
     def ready(self) -> WorkerReady:
         """Introduce the worker to the driver."""
         ...
 
-    def handle(self, order: Any) -> Iterable[Any]:
-        """Carry out one order; yield its replies."""
+    def handle(self, request: Any) -> Iterable[Any]:
+        """Carry out one request; yield its replies."""
         ...
 
     def close(self) -> None:
@@ -83,8 +83,8 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
     try:
         worker = spec.build()
         channel.put(worker.ready())
-        while (order := channel.get(_IDLE_LIMIT_S)) is not None:
-            for reply in worker.handle(order):
+        while (request := channel.get(_IDLE_LIMIT_S)) is not None:
+            for reply in worker.handle(request):
                 channel.put(reply)
             if log_path is not None:
                 _cap(Path(log_path))

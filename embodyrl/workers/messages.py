@@ -10,7 +10,7 @@ from embodyrl.channels.buckets import WeightInfo, WeightPart
 from embodyrl.types import EpisodeStart
 
 POLICY_FOLDER = "policy"
-"""Where a SaveOrder puts the policy below its folder."""
+"""Where a SaveRequest puts the policy below its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class WorkerFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOrder:
+class StepRequest:
     """Run the chunk in `source` on a slot; the observation after it goes to `target`."""
 
     slot: int
@@ -42,7 +42,7 @@ class StepOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResetOrder:
+class ResetRequest:
     """Begin an episode on a slot; its first observation goes to `target`."""
 
     slot: int
@@ -63,12 +63,12 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvOrders(Order):
+class EnvRequest(Order):
     """Work for one stage of an env worker."""
 
     stage: int
-    steps: tuple[StepOrder, ...] = ()
-    resets: tuple[ResetOrder, ...] = ()
+    steps: tuple[StepRequest, ...] = ()
+    resets: tuple[ResetRequest, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvReport:
-    """All orders of one stage are carried out; results are in the arena."""
+    """All requests of one stage are carried out; results are in the arena."""
 
     sequence: int
     stage: int
@@ -106,7 +106,7 @@ class InferItem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferOrder(Order):
+class InferRequest(Order):
     """Choose actions for a batch; they are written beside the observations."""
 
     items: tuple[InferItem, ...]
@@ -119,7 +119,7 @@ class InferOrder(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueOrder(Order):
+class ValueRequest(Order):
     """Write the value of each observation into its record."""
 
     tickets: tuple[Ticket, ...]
@@ -127,14 +127,14 @@ class ValueOrder(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreOrder(Order):
+class ScoreRequest(Order):
     """Write the reference policy's log-probabilities into each record."""
 
     tickets: tuple[Ticket, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateOrder(Order):
+class UpdateRequest(Order):
     """Train on a replay batch whose advantages lie in the records."""
 
     step: int
@@ -142,30 +142,30 @@ class UpdateOrder(Order):
     episode: tuple[int, ...]
     """Episode id of each ticket."""
     in_parts: bool = False
-    """Reply after each micro-batch and wait for a ContinueOrder, so that inferences get their turn."""
+    """Reply after each micro-batch and wait for a ContinueRequest, so that inferences get their turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContinueOrder(Order):
+class ContinueRequest(Order):
     """Carry out the next part of the last update."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveOrder(Order):
+class SaveRequest(Order):
     """Write policy, optimizer and RNG state below `folder`."""
 
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOrder(Order):
-    """Load what a SaveOrder wrote."""
+class LoadRequest(Order):
+    """Load what a SaveRequest wrote."""
 
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishOrder(Order):
+class PublishRequest(Order):
     """Write parts of the trained weights into a bucket."""
 
     ticket: Ticket
@@ -173,7 +173,7 @@ class PublishOrder(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakeOrder(Order):
+class LoadWeightsRequest(Order):
     """Act with the parts in a bucket from now on."""
 
     ticket: Ticket
@@ -182,7 +182,7 @@ class TakeOrder(Order):
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """Reply to a policy order."""
+    """Reply to a policy request."""
 
     sequence: int
     seconds: float
@@ -190,11 +190,11 @@ class Done:
     error: str = ""
     """What went wrong with a checkpoint; the worker itself is as it was."""
     finished: bool = True
-    """False: a part of an order; the rest waits for a ContinueOrder."""
+    """False: a part of a request; the rest waits for a ContinueRequest."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSeat:
+class RankInfo:
     """Which rank a process is, and where the ranks of a run meet."""
 
     rank: int = 0

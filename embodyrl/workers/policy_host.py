@@ -16,17 +16,17 @@ from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker, InParts
 from embodyrl.workers.messages import (
-    ContinueOrder,
+    ContinueRequest,
     Done,
-    InferOrder,
-    LoadOrder,
-    PublishOrder,
-    RankSeat,
-    SaveOrder,
-    ScoreOrder,
-    TakeOrder,
-    UpdateOrder,
-    ValueOrder,
+    InferRequest,
+    LoadRequest,
+    LoadWeightsRequest,
+    PublishRequest,
+    RankInfo,
+    SaveRequest,
+    ScoreRequest,
+    UpdateRequest,
+    ValueRequest,
     WorkerReady,
 )
 from embodyrl.workers.ranks import OneRank, halve, open_ranks
@@ -55,10 +55,10 @@ class PolicyHostInit:
     total_steps: int
     """Training steps of the whole run."""
     threads: int
-    seat: RankSeat = field(default_factory=RankSeat)
+    rank_info: RankInfo = field(default_factory=RankInfo)
     acts: bool = True
     trains: bool
-    mail: ArenaHandle | None = None
+    bucket_arena: ArenaHandle | None = None
     """Where rollout and actor are apart: buckets for new weights."""
     sharded: bool = False
     """The ranks that train are FSDP's."""
@@ -75,13 +75,13 @@ class PolicyHost:
         seed_everything(init.seed, deterministic=init.deterministic)
         self._init = init
         self._arena = init.shared_arena or Arena.attach(init.arena)
-        self._mail = None if init.mail is None else Arena.attach(init.mail)
+        self._bucket_arena = None if init.bucket_arena is None else Arena.attach(init.bucket_arena)
         self.policy = self._build()
-        self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.seat)
-        self._ranks = OneRank(init.seat)
+        self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.rank_info)
+        self._ranks = OneRank(init.rank_info)
         self._actor: ActorWorker | None = None
         half = init.model.half
-        if init.mail is not None and not init.trains and half and not init.model.adapted:
+        if init.bucket_arena is not None and not init.trains and half and not init.model.adapted:
             halve(self.policy.module, sharded=init.sharded)
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
@@ -91,7 +91,7 @@ class PolicyHost:
             if algorithm.needs_reference:
                 reference = self._build()
                 reference.module.requires_grad_(False)
-            self._ranks = open_ranks(self.policy.module, init.seat, init.actor.fsdp, half=half, acts=init.acts)
+            self._ranks = open_ranks(self.policy.module, init.rank_info, init.actor.fsdp, half=half, acts=init.acts)
             self._actor = ActorWorker(
                 self.policy,
                 self._arena,
@@ -103,7 +103,7 @@ class PolicyHost:
                 reference=reference,
                 ranks=self._ranks,
             )
-            self._ranks.rest()
+            self._ranks.reshard()
 
     def _build(self) -> Policy:
         model = self._init.model
@@ -114,44 +114,44 @@ class PolicyHost:
 
     def ready(self) -> WorkerReady:
         """Introduce the worker."""
-        return WorkerReady(weights=() if self._mail is None else describe_weights(self.policy.module))
+        return WorkerReady(weights=() if self._bucket_arena is None else describe_weights(self.policy.module))
 
-    def handle(self, order: Any) -> Iterator[Done]:
-        """Carry out one order and report how long it took."""
+    def handle(self, request: Any) -> Iterator[Done]:
+        """Carry out one request and report how long it took."""
         started = time.perf_counter()
         error = ""
         try:
-            metrics = self._carry_out(order)
+            metrics = self._carry_out(request)
         except CheckpointError as problem:
             metrics, error = {}, str(problem)
         seconds = time.perf_counter() - started
         finished = metrics is not None
-        yield Done(sequence=order.sequence, seconds=seconds, metrics=metrics or {}, error=error, finished=finished)
+        yield Done(sequence=request.sequence, seconds=seconds, metrics=metrics or {}, error=error, finished=finished)
 
-    def _carry_out(self, order: Any) -> dict[str, float] | None:
+    def _carry_out(self, request: Any) -> dict[str, float] | None:
         """Return metrics, or None if this was a part only."""
-        match order:
-            case InferOrder():
-                self._rollout.infer(order)
-            case ValueOrder():
-                self._rollout.values(order)
-            case ScoreOrder():
-                self._trainer.score(order)
-            case UpdateOrder():
-                self._update = self._trainer.update(order)
-                return self._go_on(in_parts=order.in_parts)
-            case ContinueOrder():
+        match request:
+            case InferRequest():
+                self._rollout.infer(request)
+            case ValueRequest():
+                self._rollout.values(request)
+            case ScoreRequest():
+                self._trainer.score(request)
+            case UpdateRequest():
+                self._update = self._trainer.update(request)
+                return self._go_on(in_parts=request.in_parts)
+            case ContinueRequest():
                 return self._go_on(in_parts=True)
-            case PublishOrder() if self._mail is not None:
-                publish(order, self.policy.module, self._ranks, self._mail)
-            case TakeOrder() if self._mail is not None:
-                take(order, self.policy.module, self._mail)
-            case SaveOrder():
-                self._trainer.optimization.save(Path(order.folder), self.policy)
-            case LoadOrder():
-                self._trainer.optimization.load(Path(order.folder), self.policy)
+            case PublishRequest() if self._bucket_arena is not None:
+                publish(request, self.policy.module, self._ranks, self._bucket_arena)
+            case LoadWeightsRequest() if self._bucket_arena is not None:
+                take(request, self.policy.module, self._bucket_arena)
+            case SaveRequest():
+                self._trainer.optimization.save(Path(request.folder), self.policy)
+            case LoadRequest():
+                self._trainer.optimization.load(Path(request.folder), self.policy)
             case _:
-                raise AssertionError(f"unknown order {order!r}")
+                raise AssertionError(f"unknown request {request!r}")
         return {}
 
     def _go_on(self, *, in_parts: bool) -> dict[str, float] | None:
@@ -172,7 +172,7 @@ class PolicyHost:
 
     def close(self) -> None:
         self._ranks.close()
-        if self._mail is not None:
-            self._mail.close()
+        if self._bucket_arena is not None:
+            self._bucket_arena.close()
         if self._init.shared_arena is None:
             self._arena.close()

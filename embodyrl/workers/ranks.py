@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from embodyrl.channels.gate import LOOPBACK, pass_gate
 from embodyrl.errors import EmbodyError
 from embodyrl.types import PolicyScores
-from embodyrl.workers.messages import RankSeat
+from embodyrl.workers.messages import RankInfo
 from embodyrl.workers.settings import FsdpSettings
 
 VALUE_HEAD = "value_head"
@@ -35,8 +35,8 @@ _SIOCGIFADDR = 0x8915
 class OneRank:
     """A policy that one process trains alone."""
 
-    def __init__(self, seat: RankSeat) -> None:
-        self.seat = seat
+    def __init__(self, rank_info: RankInfo) -> None:
+        self.rank_info = rank_info
 
     def score(self, compute: Callable[[], PolicyScores], *, last: bool) -> PolicyScores:
         """Run a forward pass; `last`: its backward pass ends the accumulation of gradients."""
@@ -52,8 +52,8 @@ class OneRank:
     def act(self) -> None:
         """Make ready for acting; collective."""
 
-    def rest(self) -> None:
-        """Make ready for the next order: whole where the process acts, sharded where it only trains; collective."""
+    def reshard(self) -> None:
+        """Make ready for the next request: whole where the process acts, sharded where it only trains; collective."""
 
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
@@ -93,27 +93,27 @@ class _Root(nn.Module):
 class ShardedRanks(OneRank):
     """N ranks: each holds a shard of the fp32 weights, gradients and optimizer state."""
 
-    def __init__(self, module: nn.Module, seat: RankSeat, cfg: FsdpSettings, *, half: bool, acts: bool) -> None:
+    def __init__(self, module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> None:
         """Shard a module that holds the same weights on every rank; collective.
 
         Args:
             module: the policy's module.
-            seat: this process.
+            rank_info: this process.
             cfg: how to shard.
             half: gather the layers in bfloat16; master weights and reductions stay float32.
             acts: the process also acts.
         """
-        super().__init__(seat)
+        super().__init__(rank_info)
         self._module = module
         self._cfg = cfg
         self._acts = acts
         device = next(module.parameters()).device.type
-        _join(seat, device)
-        shards = seat.world if cfg.shard_size == -1 else cfg.shard_size
-        if shards == seat.world:
-            mesh = init_device_mesh(device, (seat.world,))
+        _join(rank_info, device)
+        shards = rank_info.world if cfg.shard_size == -1 else cfg.shard_size
+        if shards == rank_info.world:
+            mesh = init_device_mesh(device, (rank_info.world,))
         else:
-            mesh = init_device_mesh(device, (seat.world // shards, shards), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(device, (rank_info.world // shards, shards), mesh_dim_names=("replicate", "shard"))
         offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.cpu_offload else OffloadPolicy()
         common: dict[str, Any] = {
             "mesh": mesh,
@@ -142,7 +142,7 @@ class ShardedRanks(OneRank):
         # As JSON: torch's own exchange of objects unpickles whatever arrives.
         device = next(self._module.parameters()).device
         mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.seat.world)]
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.rank_info.world)]
         dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
         longest = max(int(length) for length in lengths)
         padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
@@ -160,7 +160,7 @@ class ShardedRanks(OneRank):
         for unit in self._units:
             unit.unshard()
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         if self._acts:
             self.act()
         else:
@@ -173,7 +173,7 @@ class ShardedRanks(OneRank):
         whole: dict[int, nn.Parameter] = {}
         for name, shard in shards.items():
             if id(shard) not in whole:
-                tensor = _whole(shard, keep=write or self.seat.rank == 0)
+                tensor = _whole(shard, keep=write or self.rank_info.rank == 0)
                 whole[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
             _replace(self._module, name, whole[id(shard)])
         try:
@@ -186,11 +186,11 @@ class ShardedRanks(OneRank):
                 for shard in {id(s): s for s in shards.values()}.values():
                     assert isinstance(shard, DTensor)
                     shard.copy_(_scatter(whole[id(shard)].data, shard))
-        self.rest()
+        self.reshard()
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
         if isinstance(state, DTensor):
-            return _whole(state, keep=everywhere or self.seat.rank == 0)
+            return _whole(state, keep=everywhere or self.rank_info.rank == 0)
         if isinstance(state, dict):
             return {key: self.gathered(value) for key, value in state.items()}
         if isinstance(state, list):
@@ -211,11 +211,11 @@ class ShardedRanks(OneRank):
             dist.destroy_process_group()
 
 
-def open_ranks(module: nn.Module, seat: RankSeat, cfg: FsdpSettings, *, half: bool, acts: bool) -> OneRank:
+def open_ranks(module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> OneRank:
     """Bind a policy's module to the ranks of the run; collective."""
-    if seat.world == 1 and not cfg.cpu_offload:
-        return OneRank(seat)
-    return ShardedRanks(module, seat, cfg, half=half, acts=acts)
+    if rank_info.world == 1 and not cfg.cpu_offload:
+        return OneRank(rank_info)
+    return ShardedRanks(module, rank_info, cfg, half=half, acts=acts)
 
 
 def halve(module: nn.Module, *, sharded: bool) -> None:
@@ -240,18 +240,18 @@ def layers(module: nn.Module) -> list[nn.Module]:
     return [unit for child in module.children() for unit in layers(child)]
 
 
-def _join(seat: RankSeat, device: str) -> None:
+def _join(rank_info: RankInfo, device: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(0)  # the only one that the process sees
-    limit = timedelta(seconds=seat.timeout_s)
+    limit = timedelta(seconds=rank_info.timeout_s)
     for library in ("GLOO", "NCCL"):  # left to themselves, they listen on the interface of the host's name, or on all
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface_to(seat.host or LOOPBACK))
-    host, port = seat.host, seat.port
-    if seat.secret:
-        host, port = pass_gate(host, port, seat.secret).getsockname()
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface_to(rank_info.host or LOOPBACK))
+    host, port = rank_info.host, rank_info.port
+    if rank_info.secret:
+        host, port = pass_gate(host, port, rank_info.secret).getsockname()
     store: Store = TCPStore(host, port, is_master=False, timeout=limit) if host else HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.world, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.world, timeout=limit)
 
 
 def interface_to(host: str) -> str:

@@ -10,7 +10,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation, decode_instruction, encode_reply
-from embodyrl.workers.messages import InferOrder, RankSeat, ValueOrder
+from embodyrl.workers.messages import InferRequest, RankInfo, ValueRequest
 
 
 def token_noise(keys: Sequence[tuple[int, int]], tokens_per_chunk: int) -> FloatArray:
@@ -52,13 +52,13 @@ def read_observation(arena: Arena, records: IntArray) -> Observation:
 class RolloutWorker:
     """Acts with the policy that it shares with the actor."""
 
-    def __init__(self, policy: Policy, arena: Arena, gripper: GripperConvention | None, seat: RankSeat) -> None:
+    def __init__(self, policy: Policy, arena: Arena, gripper: GripperConvention | None, rank_info: RankInfo) -> None:
         self._policy = policy
-        self._seat = seat
+        self._rank_info = rank_info
         self._arena = arena
         self._gripper = gripper
 
-    def infer(self, order: InferOrder) -> None:
+    def infer(self, request: InferRequest) -> None:
         """Choose one chunk per item and write it beside its observation.
 
         Raises:
@@ -66,14 +66,14 @@ class RolloutWorker:
                 the place where diverged weights are noticed even if no later update looks at them.
         """
         arena, policy = self._arena, self._policy
-        records = arena.read([item.ticket for item in order.items])
-        rows = _rows([item.row for item in order.items], order.padded_size)
+        records = arena.read([item.ticket for item in request.items])
+        rows = _rows([item.row for item in request.items], request.padded_size)
         noise = None
-        if not order.greedy:
-            keys = [(item.noise_seed, item.chunk) for item in order.items]
-            noise = _pad(token_noise(keys, policy.spec.tokens_per_chunk), rows, order.padded_size)
-        observation = read_observation(arena, _pad(records, rows, order.padded_size))
-        out = policy.act(observation, noise=noise, temperature=order.temperature)
+        if not request.greedy:
+            keys = [(item.noise_seed, item.chunk) for item in request.items]
+            noise = _pad(token_noise(keys, policy.spec.tokens_per_chunk), rows, request.padded_size)
+        observation = read_observation(arena, _pad(records, rows, request.padded_size))
+        out = policy.act(observation, noise=noise, temperature=request.temperature)
         actions = out.actions[rows]
         for what, values in (("action", actions), ("log-probability", out.logprob[rows]), ("value", out.value[rows])):
             if not np.isfinite(values).all():
@@ -87,20 +87,20 @@ class RolloutWorker:
         arena["tokens"][records] = out.tokens[rows]
         arena["logprob"][records] = out.logprob[rows]
         arena["value"][records] = out.value[rows]
-        arena["version"][records] = order.version
+        arena["version"][records] = request.version
         arena["cost"][records] = 1 if out.cost is None else out.cost[rows]
         if width := arena["reply"].shape[1]:
             assert out.cut_off is not None
             arena["reply"][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])
             arena["cut_off"][records] = out.cut_off[rows]
 
-    def values(self, order: ValueOrder) -> None:
+    def values(self, request: ValueRequest) -> None:
         """Write value estimates of final observations, for bootstrapping."""
-        size = order.padded_size or 32
-        for part in self._seat.share(len(order.tickets), size):
-            records = self._arena.read(order.tickets[part])
+        size = request.padded_size or 32
+        for part in self._rank_info.share(len(request.tickets), size):
+            records = self._arena.read(request.tickets[part])
             rows = np.arange(len(records))
-            padded = _pad(records, rows, order.padded_size)
+            padded = _pad(records, rows, request.padded_size)
             self._arena["value"][records] = self._policy.values(read_observation(self._arena, padded))[rows]
 
 

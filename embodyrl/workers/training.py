@@ -14,7 +14,7 @@ from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_r
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import IntArray
-from embodyrl.workers.messages import POLICY_FOLDER, RankSeat
+from embodyrl.workers.messages import POLICY_FOLDER, RankInfo
 from embodyrl.workers.ranks import VALUE_HEAD, OneRank
 from embodyrl.workers.settings import OptimSettings, ValueOptimSettings
 
@@ -97,7 +97,7 @@ class Optimization:
         self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps)
         self._clip = optim.clip_grad
-        self._ranks = ranks or OneRank(RankSeat())
+        self._ranks = ranks or OneRank(RankInfo())
 
     @property
     def lr(self) -> float:
@@ -140,7 +140,7 @@ class Optimization:
         problems: list[str] = []
 
         def write(files: Callable[[], None]) -> None:
-            if self._ranks.seat.rank or problems:
+            if self._ranks.rank_info.rank or problems:
                 return
             try:
                 files()
@@ -196,21 +196,21 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
     """
     if budget is None:
         return [np.arange(start, min(start + size, len(cost))) for start in range(0, len(cost), size)]
-    order = np.argsort(-cost, kind="stable")
+    request = np.argsort(-cost, kind="stable")
     batches: list[IntArray] = []
-    while order.size:
-        count = max(1, budget // max(1, int(cost[order[0]])))
-        batches.append(order[:count])
-        order = order[count:]
+    while request.size:
+        count = max(1, budget // max(1, int(cost[request[0]])))
+        batches.append(request[:count])
+        request = request[count:]
     return batches
 
 
-def deal(cost: IntArray, seat: RankSeat, size: int, max_cost: int | None) -> list[tuple[IntArray, bool]]:
+def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -> list[tuple[IntArray, bool]]:
     """Deal the samples of an optimizer step into micro-batches, the same number on every rank.
 
     Args:
         cost: [n] of each sample, as `micro_batches` takes it.
-        seat: this rank.
+        rank_info: this rank.
         size: samples of a micro-batch, at most.
         max_cost: see `micro_batches`.
 
@@ -219,8 +219,8 @@ def deal(cost: IntArray, seat: RankSeat, size: int, max_cost: int | None) -> lis
         all ranks must take part in every collective.
     """
     # Neighbours in length go to different ranks, so that the micro-batches which run side by side are alike.
-    order = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
-    shares = [order[rank :: seat.world] for rank in range(seat.world)]
+    request = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
+    shares = [request[rank :: rank_info.world] for rank in range(rank_info.world)]
     ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in shares]
-    mine = [(rows, True) for rows in ranks[seat.rank]]
+    mine = [(rows, True) for rows in ranks[rank_info.rank]]
     return mine + [(np.zeros(1, np.int64), False)] * (max(map(len, ranks)) - len(mine))

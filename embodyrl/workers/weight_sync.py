@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import WeightInfo, WeightPart
 from embodyrl.policies.protocol import weights_changed
-from embodyrl.workers.messages import PublishOrder, TakeOrder
+from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest
 from embodyrl.workers.ranks import OneRank
 
 
@@ -20,29 +20,29 @@ def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
     )
 
 
-def publish(order: PublishOrder, module: nn.Module, ranks: OneRank, mail: Arena) -> None:
+def publish(request: PublishRequest, module: nn.Module, ranks: OneRank, bucket_arena: Arena) -> None:
     """Write parts of the weights into a bucket, in the type of those who take them; all ranks, the first writes."""
     parameters = dict(module.named_parameters())
-    writes = ranks.seat.rank == 0
-    whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in order.parts)}
+    writes = ranks.rank_info.rank == 0
+    whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in request.parts)}
     if writes:
-        with mail.write(order.ticket) as record:
-            for part, target in _views(order.parts, mail, record):
+        with bucket_arena.write(request.ticket) as record:
+            for part, target in _views(request.parts, bucket_arena, record):
                 target.copy_(whole[part.name].detach().reshape(-1)[part.start : part.stop])
 
 
-def take(order: TakeOrder, module: nn.Module, mail: Arena) -> None:
+def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
     """Replace parts of the weights by those in a bucket."""
     parameters = dict(module.named_parameters())
-    (record,) = mail.read([order.ticket])
+    (record,) = bucket_arena.read([request.ticket])
     with torch.no_grad():
-        for part, source in _views(order.parts, mail, int(record)):
+        for part, source in _views(request.parts, bucket_arena, int(record)):
             parameters[part.name].view(-1)[part.start : part.stop].copy_(source)
     weights_changed(module)
 
 
-def _views(parts: tuple[WeightPart, ...], mail: Arena, record: int) -> Iterator[tuple[WeightPart, Tensor]]:
-    bucket = torch.from_numpy(mail["weights"][record])
+def _views(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Iterator[tuple[WeightPart, Tensor]]:
+    bucket = torch.from_numpy(bucket_arena["weights"][record])
     for part in parts:
         dtype: torch.dtype = getattr(torch, part.dtype)
         size = (part.stop - part.start) * dtype.itemsize

@@ -73,7 +73,7 @@ def test_problems(changes: dict, message: str):
 
 
 @pytest.mark.parametrize(
-    ("key", "changes", "missing", "cure"),
+    ("key", "changes", "missing", "fix"),
     [
         ("kl_penalty_type", {}, "kl_beta is 0", {"kl_beta": 0.1}),
         ("kl_in_reward", {}, "kl_beta is 0", {"kl_beta": 0.1}),
@@ -88,10 +88,10 @@ def test_problems(changes: dict, message: str):
         ("reward_norm", {"adv_type": "remax"}, "greedy episode", {"adv_type": "grpo"}),
     ],
 )
-def test_keys_without_effect_and_what_gives_them_one(key: str, changes: dict, missing: str, cure: dict):
+def test_keys_without_effect_and_what_gives_them_one(key: str, changes: dict, missing: str, fix: dict):
     (reason,) = (why for name, why in algorithm_of(**changes).idle() if name == f"algorithm.{key}")
     assert missing in reason
-    assert f"algorithm.{key}" not in dict(algorithm_of(**{**changes, **cure}).idle())
+    assert f"algorithm.{key}" not in dict(algorithm_of(**{**changes, **fix}).idle())
 
 
 def test_group_normalisation_needs_a_group():

@@ -8,12 +8,12 @@ from processes import listening, wait_until
 from torch.distributed import TCPStore
 
 from embodyrl.channels.gate import pass_gate
-from embodyrl.runtime.policy_hosts import rendezvous
+from embodyrl.scheduler.policy_hosts import rendezvous
 
 
 def test_a_store_behind_a_gate_serves_who_knows_the_secret():
     meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
-    way = pass_gate("127.0.0.2", meeting.seat.port, meeting.seat.secret)
+    way = pass_gate("127.0.0.2", meeting.rank_info.port, meeting.rank_info.secret)
     client = TCPStore(*way.getsockname(), is_master=False)
     client.set("key", b"x" * 100_000)
     assert meeting.store is not None
@@ -28,7 +28,7 @@ def test_a_store_behind_a_gate_serves_who_knows_the_secret():
 @pytest.mark.parametrize("said", [b"\0" * 32, b"x" * 100_000, b"short"])
 def test_a_stranger_is_cut_off(said: bytes):
     meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
-    with socket.create_connection(("127.0.0.2", meeting.seat.port), 10) as stranger:
+    with socket.create_connection(("127.0.0.2", meeting.rank_info.port), 10) as stranger:
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         try:
             stranger.sendall(said)

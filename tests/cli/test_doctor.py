@@ -15,7 +15,7 @@ from embodyrl.cli import probes
 from embodyrl.cli.doctor import bug_report
 from embodyrl.cli.main import main
 from embodyrl.cli.probes import probe_rendering, probe_video
-from embodyrl.runtime.config import load_config, save_config
+from embodyrl.plan.config import load_config, save_config
 
 DOCTOR = [sys.executable, "-m", "embodyrl.cli.main", "doctor", "--json"]
 

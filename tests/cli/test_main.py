@@ -15,8 +15,8 @@ import yaml
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.cli.runs import is_running
+from embodyrl.commands.run_folder import _take
 from embodyrl.config import tree
-from embodyrl.runtime.rundir import _take
 
 
 def embodyrl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +27,7 @@ def embodyrl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize(
-    ("typed", "cure"),
+    ("typed", "fix"),
     [
         ("env=libero_11", "Did you mean 'libero_10'?"),
         ("env.train.total_num_env=4", "Did you mean 'env.train.total_num_envs'?"),
@@ -36,14 +36,14 @@ def embodyrl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProc
         ("algorithm.group_size=3 env.train.total_num_envs=4", "env.train.total_num_envs=3 or 6"),
     ],
 )
-def test_wrong_config_exits_2_with_one_line_and_starts_nothing(tmp_path: Path, typed: str, cure: str) -> None:
+def test_wrong_config_exits_2_with_one_line_and_starts_nothing(tmp_path: Path, typed: str, fix: str) -> None:
     done = embodyrl("train", *typed.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
     lines = done.stderr.splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("embodyrl: error: ")
-    assert cure in lines[0]
+    assert fix in lines[0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,7 +137,7 @@ def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.cli.sweep import expand
-    from embodyrl.runtime.config import load_config
+    from embodyrl.plan.config import load_config
 
     for name in ("train", "eval"):
         for example in COMMANDS[name].examples:
@@ -148,7 +148,7 @@ def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str
 
 
 def saved_config(folder: Path) -> Path:
-    from embodyrl.runtime.config import load_config, save_config
+    from embodyrl.plan.config import load_config, save_config
 
     folder.mkdir(parents=True)
     save_config(load_config("train", ["seed=4", "runner.experiment_name=kitchen"]), folder / "config.yaml")
@@ -210,7 +210,7 @@ def test_the_schema_knows_every_key_of_the_chosen_parts(capsys: pytest.CaptureFi
 
 
 def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from embodyrl.runtime.config import load_config, load_saved_config
+    from embodyrl.plan.config import load_config, load_saved_config
 
     typed = ["experiment=libero_laptop", "env.train.task_ids=[1]", "seed=8"]
     assert main(["train", *typed, "--print-config"]) == 0

@@ -16,9 +16,9 @@ from embodyrl.cli.main import main
 from embodyrl.cli.migrate import Migration, load_table, read_source, systems, translate
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.runtime.config import load_config
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 DATA = Path(__file__).parent / "migrate_data"
@@ -135,7 +135,7 @@ def test_an_existing_experiment_is_kept(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_every_target_of_the_tables_is_a_key_of_ours() -> None:
-    from embodyrl.runtime.roots import is_known
+    from embodyrl.plan.roots import is_known
 
     for system in systems():
         for key, entry in load_table(system)["keys"].items():

@@ -20,8 +20,8 @@ from embodyrl.cli.main import main
 from embodyrl.cli.sweep import expand
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.roots import all_keys
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import all_keys
 
 RUN = {"--print-config", "--dry-run", "--json", "--config-dir"}
 SURFACE = {

@@ -7,7 +7,7 @@ import pytest
 from embodyrl.cli.main import main
 from embodyrl.config.settings import leaves
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.config import load_config, load_saved_config, save_config
+from embodyrl.plan.config import load_config, load_saved_config, save_config
 
 IGNORED = [
     ("eval", "actor.optim.lr=3"),

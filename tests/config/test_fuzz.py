@@ -10,9 +10,9 @@ import pytest
 from embodyrl.config import tree
 from embodyrl.config.settings import plain
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.runtime.checks import check_components
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.roots import ROOTS, all_keys
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import ROOTS, all_keys
 
 VALUES = (
     *("", "null", "true", "yes", "0", "-1", "1", "3", "2.5", "1e-4", "1e10", "1e308", "-1e400", "nan", "inf", "-inf"),

@@ -10,8 +10,8 @@ from embodyrl.config import tree
 from embodyrl.config.settings import leaves
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.config import load_config, load_saved_config, save_config
-from embodyrl.runtime.roots import all_keys
+from embodyrl.plan.config import load_config, load_saved_config, save_config
+from embodyrl.plan.roots import all_keys
 
 BAD = [
     # unknown names

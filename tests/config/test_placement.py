@@ -6,7 +6,7 @@ import pytest
 
 from embodyrl.config.placement import parse_placement
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 
 
 def test_components_get_their_nodes():

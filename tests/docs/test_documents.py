@@ -17,7 +17,7 @@ from run_files import write_run
 
 from embodyrl.cli.main import main
 from embodyrl.cli.sweep import expand
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 
 DOCS = SOURCE / "docs"
 PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -31,7 +31,7 @@ COMPOSED = {
     "model.path=Qwen": "download of a language model",
     "data.path=demos model=openvla_oft_tiny": "as the tabletop line below",
     "my_pkg": "a package of the reader's; own_env is run",
-    "eval=libero_standard": "500 episodes of LIBERO; tests/runtime/test_evaluation checks the protocol",
+    "eval=libero_standard": "500 episodes of LIBERO; tests/commands/test_evaluation checks the protocol",
     "ppo_trainer --config-dir": "needs the reader's model; tests/cli/test_migrate runs it",
 }
 """Parts of lines that are composed and checked only, with the reason."""
@@ -39,10 +39,10 @@ ELSEWHERE = {
     "embodyrl doctor": "tests/cli/test_doctor",
     "check-env env=libero": "minutes of LIBERO; tests/sim",
     "check-env env=maniskill": "minutes of ManiSkill; tests/sim",
-    "eval --resume": "tests/runtime/test_evaluation interrupts and resumes one",
+    "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
-    "embodyrl replay": "tests/runtime/test_replay dumps and replays",
-    "launcher=ray": "several machines; tests/launch/test_ray_launcher plays them on one",
+    "embodyrl replay": "tests/commands/test_replay dumps and replays",
+    "launcher=ray": "several machines; tests/cluster/test_ray_launcher plays them on one",
 }
 """Parts of lines that another test runs."""
 SIMULATED = ("libero", "maniskill")

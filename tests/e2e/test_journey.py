@@ -53,7 +53,7 @@ def test_eval_of_the_run_leaves_results_of_its_own(trained):
     words = [w for w in words if not w.startswith(train_only)]
     done = run_cli("eval", *words, "ckpt=runs/run", "video=first:1", "launcher.env_workers=1", "--json", cwd=cwd)
     assert done.returncode == 0, done.stderr
-    assert "overall" in done.stderr, "lines for people"
+    assert "overall" in done.stderr, "human-readable lines"
     said = json.loads(done.stdout)
     assert (said["overall"]["episodes"], len(said["recordings"])) == (4, 1)
     assert said["folder"].endswith("evaluated/eval/step_000002")

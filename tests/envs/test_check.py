@@ -14,7 +14,7 @@ from embodyrl.envs.check import CHECKS, check_env
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 
 
 class ScriptedFactory:

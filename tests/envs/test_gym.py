@@ -16,8 +16,8 @@ from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_act
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
-from embodyrl.runtime.checks import check_components
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut
 
 

@@ -10,14 +10,14 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from settings import env_of
 
+from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
 from embodyrl.envs.check import check_env
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.build import draw_blueprint
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.train import train
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut
 
 

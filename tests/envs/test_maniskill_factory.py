@@ -14,7 +14,7 @@ from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, INSTRUCTIONS, instruction
 from embodyrl.envs.settings import InitParams
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 
 PANDA = Description(
     control_mode="pd_ee_delta_pose",

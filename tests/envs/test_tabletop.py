@@ -9,7 +9,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, TrainSplit
 from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Skill, Task, World, new_world
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut
 
 FACTORY = ENVS.get("tabletop")

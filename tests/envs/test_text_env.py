@@ -32,7 +32,7 @@ def say(env, replies: list[str], lengths: list[int], cut_off: list[bool] | None 
     actions = np.full((len(replies), 8, 1), -1.0, np.float32)
     for row, length in zip(actions, lengths, strict=True):
         row[:length] = 7
-    env.hear(range(len(replies)), replies, np.array(cut_off or [False] * len(replies)))
+    env.set_replies(range(len(replies)), replies, np.array(cut_off or [False] * len(replies)))
     return env.step_chunk(range(len(replies)), actions)
 
 

@@ -162,7 +162,7 @@ class FakeGpu(TorchDispatchMode):
         self.live -= box[0]
 
     def report(self, title: str, top: int = 12) -> str:
-        """What was measured since `reset`, for people."""
+        """What was measured since `reset`, human-readable."""
         lines = [
             f"{title}: peak {self.peak / GIB:.1f} GiB, live {self.live / GIB:.1f} GiB, {self.kernels} kernels, "
             f"{self.flops / 1e12:.1f} TFLOP, {self.moved / 1e9:.0f} GB moved, roofline {self.seconds * 1e3:.0f} ms, "

@@ -28,8 +28,8 @@ from processes import MARK, marked_processes, start_cli, wait_until, workers_of
 from toy_runs import comparable, rows, running_crew
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.runtime.episodes import train_plan
-from embodyrl.runtime.jobs import Job
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.scheduler.rollout import Rollout
 
 PERIOD_S = 5.0
 ECHO = (
@@ -77,27 +77,27 @@ class Killer(threading.Thread):
 def soak_echo(folder: Path, seconds: float, seed: int) -> None:
     """Rollouts under fire; every action must meet its own reward."""
     with running_crew(folder, cfg=mixed_config(folder, *ECHO)) as stage:
-        crew, killer = stage.crew, Killer(os.getpid(), seed)
+        workers, killer = stage.workers, Killer(os.getpid(), seed)
         files = len(os.listdir("/proc/self/fd"))
         killer.start()
         end, steps, chunks = time.monotonic() + seconds, 0, 0
         while time.monotonic() < end:
-            plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, steps, counts_chunk_steps=False)
-            crew.rollouts.publish(steps)
-            rollout = crew.rollouts.collect(Job(plan))
+            plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, steps, counts_chunk_steps=False)
+            workers.scheduler.publish(steps)
+            rollout = workers.scheduler.collect(Rollout(plan))
             for e in rollout.episodes:
-                np.testing.assert_array_equal(e.reward, crew.arena["action"][e.records][..., 0])
-                assert (crew.arena["version"][e.records] == steps).all()
+                np.testing.assert_array_equal(e.reward, workers.arena["action"][e.records][..., 0])
+                assert (workers.arena["version"][e.records] == steps).all()
                 chunks += len(e.records)
             assert len(rollout.episodes) == plan.num_episodes
-            crew.rollouts.release(rollout)
-            assert crew.arena.num_free == crew.arena.capacity
+            workers.scheduler.release(rollout)
+            assert workers.arena.num_free == workers.arena.capacity
             steps += 1
         kills = killer.end()
-        assert wait_until(lambda: crew.fleet.pump(0.1) or crew.fleet.restarts == kills, 60), (
-            f"{kills} kills, {crew.fleet.restarts} restarts"
+        assert wait_until(lambda: workers.supervisor.pump(0.1) or workers.supervisor.restarts == kills, 60), (
+            f"{kills} kills, {workers.supervisor.restarts} restarts"
         )
-        assert wait_until(lambda: crew.fleet.pump(0.1) or len(workers_of(os.getpid())) == 2, 60)
+        assert wait_until(lambda: workers.supervisor.pump(0.1) or len(workers_of(os.getpid())) == 2, 60)
         leaked = len(os.listdir("/proc/self/fd")) - files
         assert leaked <= 0, f"{leaked} file descriptors more than before"
     print(f"echo: {kills} kills = restarts, {steps} steps, {chunks} chunks paired, 0 episodes lost, 0 leaks")

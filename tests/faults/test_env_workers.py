@@ -14,10 +14,10 @@ from processes import workers_of
 from toy_runs import Stage, rows, running_crew
 
 from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.train import train
 from embodyrl.errors import WorkerError
-from embodyrl.runtime.episodes import train_plan
-from embodyrl.runtime.jobs import Collection, Job
-from embodyrl.runtime.train import train
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.scheduler.rollout import Rollout, RolloutResult
 
 ECHO = ("env.kwargs.echo=true", "env.use_rel_reward=false", "algorithm.rollout_epoch=8", "launcher.env_workers=2")
 
@@ -27,9 +27,9 @@ def fault(folder: Path, *settings: str) -> list[str]:
     return [f"env.kwargs.{s}" for s in (*settings, f"once={folder}/marker")]
 
 
-def collect(stage: Stage) -> Collection:
-    plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
-    return stage.crew.rollouts.collect(Job(plan))
+def collect(stage: Stage) -> RolloutResult:
+    plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+    return stage.workers.scheduler.collect(Rollout(plan))
 
 
 def collect_with(folder: Path, *words: str) -> tuple[Sequence[str], int]:
@@ -39,10 +39,10 @@ def collect_with(folder: Path, *words: str) -> tuple[Sequence[str], int]:
         assert [e.spec.episode_id for e in rollout.episodes] == list(range(32)), "what was lost is played again"
         assert rollout.dropped == 0
         for e in rollout.episodes:
-            np.testing.assert_array_equal(e.reward, stage.crew.arena["action"][e.records][..., 0])
-        stage.crew.rollouts.release(rollout)
-        assert stage.crew.arena.num_free == stage.crew.arena.capacity
-        return stage.said, stage.crew.fleet.restarts
+            np.testing.assert_array_equal(e.reward, stage.workers.arena["action"][e.records][..., 0])
+        stage.workers.scheduler.release(rollout)
+        assert stage.workers.arena.num_free == stage.workers.arena.capacity
+        return stage.said, stage.workers.supervisor.restarts
 
 
 @pytest.mark.integration
@@ -97,9 +97,9 @@ def test_a_slow_worker_is_waited_for(tmp_path):
     words = ("env.kwargs.fault=slow", "algorithm.rollout_epoch=1", "launcher.env_workers=2")
     with running_crew(tmp_path, cfg=mixed_config(tmp_path, *words)) as stage:
         rollout = collect(stage)
-        assert (rollout.dropped, len(rollout.episodes), stage.crew.fleet.restarts) == (0, 4, 0)
+        assert (rollout.dropped, len(rollout.episodes), stage.workers.supervisor.restarts) == (0, 4, 0)
         assert rollout.tally.sim_s >= 0.05 * rollout.tally.env_steps
-        stage.crew.rollouts.release(rollout)
+        stage.workers.scheduler.release(rollout)
 
 
 @pytest.mark.integration

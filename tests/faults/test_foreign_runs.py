@@ -15,8 +15,8 @@ from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import read_history
+from embodyrl.plan.config import load_config, load_saved_config, save_config
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.runtime.config import load_config, load_saved_config, save_config
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
 

@@ -11,8 +11,8 @@ from processes import run_cli
 from toy_runs import rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.evaluate import evaluate
 from embodyrl.errors import CheckpointError, EmbodyError, NonFiniteError
-from embodyrl.runtime.evaluate import evaluate
 
 EXPLODING = ("env.kwargs.reward=1e37", "algorithm.normalize_advantages=false", "env.kwargs.goal=0.7")
 """Rewards, advantages and the loss are finite; the squares in the norm of the gradient are not."""

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from toy_runs import toy_config, train_toy
 
+from embodyrl.commands.evaluate import evaluate
 from embodyrl.envs.video import VideoError, VideoRecorder
 from embodyrl.errors import EmbodyError
-from embodyrl.runtime.evaluate import evaluate
 
 FRAME = np.zeros((64, 64, 3), np.uint8)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from embodyrl.commands.train import train
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.train import train
+from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut
 
 pytestmark = [

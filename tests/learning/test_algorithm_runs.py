@@ -8,9 +8,9 @@ import pytest
 from toy_runs import comparable, resume_toy, rows, train_toy, weights
 
 from embodyrl.algorithms.settings import GroupSettings
-from embodyrl.runtime.checks import check_components
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.train import train
+from embodyrl.commands.train import train
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
 
 PRESETS = sorted(p.stem for p in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml"))
 

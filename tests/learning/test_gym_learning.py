@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.build import draw_blueprint, mismatches
-from embodyrl.runtime.checks import check_components
-from embodyrl.runtime.config import load_config
-from embodyrl.runtime.train import train
+from embodyrl.plan.blueprint import draw_blueprint, mismatches
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
 from embodyrl.types import PolicySpec
 
 PENDULUM = (

@@ -7,11 +7,11 @@ import pytest
 from gates import gain, learn
 from toy_runs import rows
 
+from embodyrl.commands.sft import sft
+from embodyrl.commands.train import train
 from embodyrl.conversation import Message, TextRow
-from embodyrl.runtime.checks import check_components
-from embodyrl.runtime.config import load_config, load_saved_config
-from embodyrl.runtime.sft import sft
-from embodyrl.runtime.train import train
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.sandbox import calculate
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

@@ -7,11 +7,11 @@ import pytest
 from settings import model_of
 
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import read_config
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.runtime.config import load_config
 from embodyrl.types import GripperConvention
 
 

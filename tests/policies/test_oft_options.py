@@ -13,7 +13,7 @@ from test_oft_policy import observe, uniforms
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.runtime.config import load_config
+from embodyrl.plan.config import load_config
 
 
 def test_rounded_rotary_table(checkpoint, make_policy, golden):

@@ -35,12 +35,12 @@ def spec_of(suite):
 @pytest.fixture(scope="module")
 def roomy():
     """An environment with 3 slots whose models all fit."""
-    rig = Rig(spec_of("libero_goal"), slots=3, max_models=2)
-    yield rig
-    rig.env.close()
+    harness = Harness(spec_of("libero_goal"), slots=3, max_models=2)
+    yield harness
+    harness.env.close()
 
 
-class Rig:
+class Harness:
     """An environment and the simulators below it."""
 
     def __init__(self, spec, *, slots, max_models):
@@ -94,13 +94,13 @@ def actions_of(seed, chunks=2, length=4):
     return np.clip(noise, -1, 1).astype(np.float32)
 
 
-def play(rig, slot, task, index, actions, stove_on_before=None, seed=7):
-    rig.start(slot, task, index, seed)
+def play(harness, slot, task, index, actions, stove_on_before=None, seed=7):
+    harness.start(slot, task, index, seed)
     traces = []
     for number, chunk in enumerate(actions):
         if number == stove_on_before:
-            rig.turn_stove_on(slot)
-        traces.append(rig.chunk(slot, chunk))
+            harness.turn_stove_on(slot)
+        traces.append(harness.chunk(slot, chunk))
     return traces
 
 
@@ -224,7 +224,7 @@ def test_eviction_and_reload_continue_exactly():
     spec = spec_of("libero_10")
     kitchen, study = 2, 5
     first, second = actions_of(6, chunks=2), actions_of(7, chunks=2)
-    wide = Rig(spec, slots=2, max_models=2)
+    wide = Harness(spec, slots=2, max_models=2)
     wide.start(0, kitchen, 1)
     wide.start(1, study, 2)
     wide.turn_stove_on(0)
@@ -232,7 +232,7 @@ def test_eviction_and_reload_continue_exactly():
     assert wide.sims.pool.num_loaded == 2
     wide.env.close()
 
-    tight = Rig(spec, slots=2, max_models=1)
+    tight = Harness(spec, slots=2, max_models=1)
     tight.start(0, kitchen, 1)
     tight.turn_stove_on(0)
     tight.chunk(0, first[0]).assert_equal(reference[0][0])

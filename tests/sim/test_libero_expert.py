@@ -1,4 +1,4 @@
-"""Scripted demonstrators on the real LIBERO."""
+"""Scripted experts on the real LIBERO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embodyrl.types import EpisodeStart
 pytestmark = pytest.mark.sim
 
 
-class Rig:
+class Harness:
     def __init__(self, suite, *, slots=1, max_models=1):
         from embodyrl.envs.libero.sims import LiberoSims
 
@@ -42,16 +42,16 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def goal_rig():
-    rig = Rig("libero_goal", slots=2)
-    yield rig
-    rig.env.close()
+    harness = Harness("libero_goal", slots=2)
+    yield harness
+    harness.env.close()
 
 
 @pytest.fixture(scope="module")
 def object_rig():
-    rig = Rig("libero_object")
-    yield rig
-    rig.env.close()
+    harness = Harness("libero_object")
+    yield harness
+    harness.env.close()
 
 
 def test_the_suites_say_which_tasks_have_a_demonstrator():
@@ -73,7 +73,7 @@ def test_object_task_succeeds_from_several_states_with_and_without_noise(object_
 
 
 def test_an_object_that_is_taken_away_is_picked_up_again(object_rig):
-    """Put the object back on the floor while it is carried: the demonstrator notices and starts over."""
+    """Put the object back on the floor while it is carried: the expert notices and starts over."""
     object_rig.start(0, 0, 33)
     sim = object_rig.sims.pool.use(0)
     joint = sim._env.get_object("alphabet_soup_1").joints[0]
@@ -118,5 +118,5 @@ def test_seeds_choose_different_grasps(goal_rig):
 
 def test_a_task_without_demonstrator_is_refused(goal_rig):
     goal_rig.start(0, 7, 0)
-    with pytest.raises(EnvError, match=r"no scripted demonstrator.*\[1, 2, 4, 6, 8, 9\]"):
+    with pytest.raises(EnvError, match=r"no scripted expert.*\[1, 2, 4, 6, 8, 9\]"):
         goal_rig.env.expert_chunk([0], 1, noise=0.0)

@@ -74,14 +74,14 @@ def test_lean_states_equal_full_ones_and_fast_ones_agree(suite, task):
 
 def test_a_demonstration_of_the_fast_loop_succeeds_at_the_same_step_in_the_stock_loop():
     """Grasping and lifting amplify differences; success must still come at the very same step."""
-    from embodyrl.envs.libero.expert import Demonstrator
+    from embodyrl.envs.libero.expert import Expert
 
     suite, task, index = "libero_goal", 8, 11
     fast = simulator(suite, task, lean=True, fast=True)
     fast.reset(install.suite_init_states(suite, task)[index], 7)
-    demonstrator, actions, success = Demonstrator(3), [], []
+    expert, actions, success = Expert(3), [], []
     while not (success and success[-1]):
-        actions.append(demonstrator.act(fast.scene))
+        actions.append(expert.act(fast.scene))
         success.append(fast.step(actions[-1]).success)
         assert len(actions) < 200
     fast.close()

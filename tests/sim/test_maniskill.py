@@ -1,4 +1,4 @@
-"""The real ManiSkill: exact repetition, the identity of lean physics, demonstrators, messages."""
+"""The real ManiSkill: exact repetition, the identity of lean physics, experts, messages."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from rank_work import RECORDS, fill
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.runtime.build import draw_blueprint
-from embodyrl.runtime.policy_hosts import policy_init
-from embodyrl.workers.messages import LoadOrder, SaveOrder, UpdateOrder
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.scheduler.policy_hosts import policy_init
+from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.settings import ValueOptimSettings
 from embodyrl.workers.training import Optimization
@@ -32,7 +32,7 @@ class Actor:
 
     def update(self, step: int = 0) -> dict[str, float]:
         """Train on the records, each an episode."""
-        (done,) = self.host.handle(UpdateOrder(step=step, tickets=self.tickets, episode=tuple(range(RECORDS))))
+        (done,) = self.host.handle(UpdateRequest(step=step, tickets=self.tickets, episode=tuple(range(RECORDS))))
         return done.metrics
 
 
@@ -116,11 +116,11 @@ def test_a_loaded_state_goes_on_where_the_saved_one_was(make: Make, tmp_path):
     for step in range(4):
         first.update(step)
     draw_numbers()  # a new actor is seeded like the first one was
-    list(first.host.handle(SaveOrder(folder=str(tmp_path / "saved"))))
+    list(first.host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
     drawn = draw_numbers()
     rate = first.update(4)["lr"]
     second = make(*words)
-    list(second.host.handle(LoadOrder(folder=str(tmp_path / "saved"))))
+    list(second.host.handle(LoadRequest(folder=str(tmp_path / "saved"))))
     assert draw_numbers() == drawn
     assert second.update(4)["lr"] == pytest.approx(rate)
     assert rate == pytest.approx(0.001 * (6 - 4) / (6 - 2))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from rank_work import Job, losses, run_ranks, state
+from rank_work import Rollout, losses, run_ranks, state
 
-from embodyrl.workers.messages import RankSeat
+from embodyrl.workers.messages import RankInfo
 from embodyrl.workers.ranks import layers
 from embodyrl.workers.training import deal
 
@@ -33,12 +33,12 @@ def same(one, other, *, tolerance=1e-5):
 @pytest.mark.integration
 @pytest.mark.timeout(1200)
 def test_two_ranks_equal_one(tmp_path):
-    run_ranks(tmp_path, 1, [Job(name="one", words=FULL, last=3)])
+    run_ranks(tmp_path, 1, [Rollout(name="one", words=FULL, last=3)])
     words = (*FULL, "actor.micro_batch_size=2", "actor.gradient_checkpointing=true")
-    run_ranks(tmp_path, 2, [Job(name="two", words=words, last=3), Job(name="first", words=FULL, last=1)])
+    run_ranks(tmp_path, 2, [Rollout(name="two", words=words, last=3), Rollout(name="first", words=FULL, last=1)])
     same(tmp_path / "one", tmp_path / "two")
-    run_ranks(tmp_path, 1, [Job(name="second", words=FULL, first=1, last=2, load=tmp_path / "first" / "saved")])
-    run_ranks(tmp_path, 2, [Job(name="third", words=FULL, first=2, last=3, load=tmp_path / "second" / "saved")])
+    run_ranks(tmp_path, 1, [Rollout(name="second", words=FULL, first=1, last=2, load=tmp_path / "first" / "saved")])
+    run_ranks(tmp_path, 2, [Rollout(name="third", words=FULL, first=2, last=3, load=tmp_path / "second" / "saved")])
     assert losses(tmp_path / "third")[0]["loss"] == pytest.approx(losses(tmp_path / "one")[2]["loss"], abs=1e-5)
     a, b = state(tmp_path / "one" / "saved"), state(tmp_path / "third" / "saved")
     for key in a:
@@ -49,7 +49,7 @@ def test_two_ranks_equal_one(tmp_path):
 @pytest.mark.timeout(300)
 def test_all_ranks_refuse_what_is_not_finite_on_one(tmp_path):
     words = (*FULL, "faults.on_nonfinite=skip", "algorithm.update_epoch=1")
-    jobs = [Job(name="before", words=words, last=0), Job(name="bad", words=words, last=1, poison=True)]
+    jobs = [Rollout(name="before", words=words, last=0), Rollout(name="bad", words=words, last=1, poison=True)]
     run_ranks(tmp_path, 2, jobs, host="127.0.0.2")  # as between hosts: through the gate
     (metrics,) = losses(tmp_path / "bad")
     assert (metrics["skipped_nonfinite"], metrics["optimizer_steps"]) == (1, 0)
@@ -68,13 +68,13 @@ def test_one_two_and_four_ranks_agree_after_twenty_steps(tmp_path, words):
         "replicas": ("actor.fsdp.shard_size=1",),
         "offload": ("actor.fsdp.cpu_offload=true",),
     }
-    run_ranks(tmp_path, 1, [Job(name="one", words=words, last=20), Job(name="half1", words=words, last=10)])
-    jobs = [Job(name=f"{name}2", words=(*words, *more), last=20) for name, more in variants.items()]
-    back = Job(name="to2", words=words, first=10, last=20, load=tmp_path / "half1" / "saved")
-    run_ranks(tmp_path, 2, [*jobs, back, Job(name="half2", words=words, last=10)], deadline_s=3000)
-    hsdp = Job(name="hsdp4", words=(*words, "actor.fsdp.shard_size=2"), last=20)
-    run_ranks(tmp_path, 4, [Job(name="four", words=words, last=20), hsdp], deadline_s=3000)
-    forth = Job(name="to1", words=words, first=10, last=20, load=tmp_path / "half2" / "saved")
+    run_ranks(tmp_path, 1, [Rollout(name="one", words=words, last=20), Rollout(name="half1", words=words, last=10)])
+    jobs = [Rollout(name=f"{name}2", words=(*words, *more), last=20) for name, more in variants.items()]
+    back = Rollout(name="to2", words=words, first=10, last=20, load=tmp_path / "half1" / "saved")
+    run_ranks(tmp_path, 2, [*jobs, back, Rollout(name="half2", words=words, last=10)], deadline_s=3000)
+    hsdp = Rollout(name="hsdp4", words=(*words, "actor.fsdp.shard_size=2"), last=20)
+    run_ranks(tmp_path, 4, [Rollout(name="four", words=words, last=20), hsdp], deadline_s=3000)
+    forth = Rollout(name="to1", words=words, first=10, last=20, load=tmp_path / "half2" / "saved")
     run_ranks(tmp_path, 1, [forth])
     for other in (*(f"{name}2" for name in variants), "four", "hsdp4"):
         same(tmp_path / "one", tmp_path / other)
@@ -86,7 +86,7 @@ def test_one_two_and_four_ranks_agree_after_twenty_steps(tmp_path, words):
 
 @pytest.mark.parametrize(("count", "world", "micro"), [(1, 4, 2), (7, 2, 2), (8, 4, 8), (9, 2, 3), (160, 7, 3)])
 def test_every_sample_counts_once_and_ranks_work_alike(count, world, micro):
-    dealt = [deal(np.ones(count, np.int64), RankSeat(rank=rank, world=world), micro, None) for rank in range(world)]
+    dealt = [deal(np.ones(count, np.int64), RankInfo(rank=rank, world=world), micro, None) for rank in range(world)]
     assert len({len(batches) for batches in dealt}) == 1
     counted = np.concatenate([rows for batches in dealt for rows, counts in batches if counts])
     assert sorted(counted) == list(range(count))
@@ -96,17 +96,17 @@ def test_every_sample_counts_once_and_ranks_work_alike(count, world, micro):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_budget_of_tokens_holds_on_every_rank_and_is_used(world):
     cost = np.random.default_rng(0).integers(10, 400, 50)
-    dealt = [deal(cost, RankSeat(rank=rank, world=world), 1, 800) for rank in range(world)]
+    dealt = [deal(cost, RankInfo(rank=rank, world=world), 1, 800) for rank in range(world)]
     assert len({len(batches) for batches in dealt}) == 1
     counted = [rows for batches in dealt for rows, counts in batches if counts]
     assert sorted(np.concatenate(counted)) == list(range(50))
     assert all(len(rows) * cost[rows].max() <= 800 for rows in counted)
-    assert len(dealt[0]) <= -(-len(deal(cost, RankSeat(), 1, 800)) // world) + 1
+    assert len(dealt[0]) <= -(-len(deal(cost, RankInfo(), 1, 800)) // world) + 1
 
 
 def test_shares_of_ranks_are_the_batches_of_one_rank():
-    whole = RankSeat().share(11, 3)
-    shared = [part for rank in range(2) for part in RankSeat(rank=rank, world=2).share(11, 3)]
+    whole = RankInfo().share(11, 3)
+    shared = [part for rank in range(2) for part in RankInfo(rank=rank, world=2).share(11, 3)]
     assert sorted(shared, key=lambda part: part.start) == whole
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from toy_runs import running_crew
 
-from embodyrl.runtime.episodes import train_plan
-from embodyrl.runtime.jobs import Job
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.scheduler.rollout import Rollout
 from embodyrl.types import GripperConvention
 from embodyrl.workers.rollout_worker import convert_gripper
 
@@ -44,10 +44,10 @@ def test_padding_to_a_fixed_batch_changes_nothing_but_rounding(tmp_path):
     seen = []
     for deterministic in ("true", "false"):
         with running_crew(tmp_path, f"runner.deterministic={deterministic}", "env.kwargs.echo=true") as stage:
-            plan = train_plan(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
-            rollout = stage.crew.rollouts.collect(Job(plan))
+            plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+            rollout = stage.workers.scheduler.collect(Rollout(plan))
             first = [e.records[0] for e in rollout.episodes]
-            arena = stage.crew.arena
+            arena = stage.workers.arena
             seen.append((arena["tokens"][first].copy(), arena["logprob"][first].copy()))
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     np.testing.assert_allclose(seen[0][1], seen[1][1], atol=1e-5)

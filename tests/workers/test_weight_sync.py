@@ -8,7 +8,7 @@ import torch
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import bucket_layout, fill_buckets
 from embodyrl.policies.protocol import weights_version
-from embodyrl.workers.messages import PublishOrder, RankSeat, TakeOrder
+from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.weight_sync import describe_weights, publish, take
 
@@ -24,17 +24,17 @@ def module(dtype, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_arrive_in_the_type_of_the_reader(size, dtype):
     trained, acting = module(torch.float32, 1), module(dtype, 2)
-    mail = Arena.create(bucket_layout(size), 2)
+    bucket_arena = Arena.create(bucket_layout(size), 2)
     wanted = describe_weights(acting)
     for parts in fill_buckets(wanted, size):
         assert all(part.offset + (part.stop - part.start) * 2 <= size for part in parts)
-        ticket = mail.allocate()
-        publish(PublishOrder(sequence=0, ticket=ticket, parts=parts), trained, OneRank(RankSeat()), mail)
-        take(TakeOrder(sequence=0, ticket=ticket, parts=parts), acting, mail)
-        mail.free([ticket])
+        ticket = bucket_arena.allocate()
+        publish(PublishRequest(sequence=0, ticket=ticket, parts=parts), trained, OneRank(RankInfo()), bucket_arena)
+        take(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), acting, bucket_arena)
+        bucket_arena.free([ticket])
     for (name, a), b in zip(trained.named_parameters(), acting.parameters(), strict=True):
         assert torch.equal(a.to(b.dtype), b), name
-    mail.close()
+    bucket_arena.close()
 
 
 def test_every_element_travels_once():
@@ -48,11 +48,11 @@ def test_every_element_travels_once():
 
 def test_engines_notice_new_weights():
     """vLLM takes over the module's weights when their version changed."""
-    acting, mail = module(torch.float32, 2), Arena.create(bucket_layout(4096), 1)
+    acting, bucket_arena = module(torch.float32, 2), Arena.create(bucket_layout(4096), 1)
     before = weights_version(acting)
     (parts,) = fill_buckets(describe_weights(acting), 4096)
-    order = TakeOrder(sequence=0, ticket=mail.allocate(), parts=parts)
-    publish(PublishOrder(sequence=0, ticket=order.ticket, parts=parts), acting, OneRank(RankSeat()), mail)
-    take(order, acting, mail)
+    request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
+    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), acting, OneRank(RankInfo()), bucket_arena)
+    take(request, acting, bucket_arena)
     assert weights_version(acting) > before
-    mail.close()
+    bucket_arena.close()

@@ -1,4 +1,4 @@
-"""Constructs Gymnasium environments from the config; what goes wrong becomes an error with a cure."""
+"""Constructs Gymnasium environments from the config; what goes wrong becomes an error with a fix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Probe:
     max_episode_steps: int
     """The environment's own time limit, env steps; 0: none known."""
     kwargs: dict[str, Any]
-    """Arguments of its constructor: `env.kwargs`, and a render mode for people where it has one."""
+    """Arguments of its constructor: `env.kwargs`, and a render mode to look at where it has one."""
     reports_success: bool
     """The `info` of its first step says something of success."""
     vector: bool

@@ -43,7 +43,7 @@ class GymSims:
         )
 
     def expert(self, slot: int) -> FloatArray:
-        raise EnvError(f"env '{self.spec.name}' has no scripted demonstrator.")
+        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
     def observe(self, slot: int, out: ObservationOut) -> None:
         self._writer.write(self._observations[slot], out)

@@ -1,7 +1,7 @@
-"""Scripted demonstrators: pick up and place by privileged poses, through the same 7-D actions as any policy.
+"""Scripted experts: pick up and place by privileged poses, through the same 7-D actions as any policy.
 
 Closed loop: every action follows from the current state, a missed or lost object is approached again, with another
-grasp. So a demonstrator tolerates noise on its actions.
+grasp. So an expert tolerates noise on its actions.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ DoubleArray = npt.NDArray[np.float64]
 Actions = Iterator[FloatArray]
 
 
-class Demonstrator:
+class Expert:
     """Solves one episode; the variant (which grasp first) follows from the seed.
 
     It holds no part of the simulator, so it outlives a swap or reload of the model that carries its slot.

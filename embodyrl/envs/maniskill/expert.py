@@ -1,4 +1,4 @@
-"""Scripted demonstrators of four tasks: reactive, privileged, straight in hand displacements."""
+"""Scripted experts of four tasks: reactive, privileged, straight in hand displacements."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ _ABOVE = 0.06
 _OPEN, _CLOSED = 1.0, -1.0
 
 
-class Demonstrator:
+class Expert:
     """Plays one episode; stays within the tasks' 50 steps."""
 
     def __init__(self, env: Any, name: str) -> None:

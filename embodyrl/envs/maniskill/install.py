@@ -15,7 +15,7 @@ from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[maniskill]'"
 
-VULKAN_CURE = (
+VULKAN_FIX = (
     "apt-get install libvulkan1 mesa-vulkan-drivers, in version 25 or newer (on Debian 12 from bookworm-backports; "
     "scripts/setup.sh does it)"
 )
@@ -73,7 +73,7 @@ def describe_apart(cfg: ManiSkillSettings) -> Description:
         EmbodyError: the task cannot be built; the message says why.
     """
     if importlib.util.find_spec("mani_skill") is None or importlib.util.find_spec("sapien") is None:
-        raise MissingDependencyError(f"ManiSkill is not installed. Cure: {INSTALL}")
+        raise MissingDependencyError(f"ManiSkill is not installed. Fix: {INSTALL}")
     task = {name: plain(getattr(cfg, name)) for name in ManiSkillSettings.model_fields}  # without the splits
     return _described(json.dumps(task))
 
@@ -84,11 +84,11 @@ def _described(cfg: str) -> Description:
     if done is None:
         raise MissingDependencyError(
             f"ManiSkill did not build its task within {_TIMEOUT_S:.0f} s, likely because of its Vulkan driver. "
-            f"Cure: {VULKAN_CURE}"
+            f"Fix: {VULKAN_FIX}"
         )
     if done.returncode:
         raise MissingDependencyError(
-            f"ManiSkill failed to build its task: {_last_words(done)}. Cure: {INSTALL}; {VULKAN_CURE}"
+            f"ManiSkill failed to build its task: {_last_words(done)}. Fix: {INSTALL}; {VULKAN_FIX}"
         )
     answer = json.loads(done.stdout)
     if "error" in answer:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.envs.chunked import SimStep
-from embodyrl.envs.maniskill.expert import Demonstrator
+from embodyrl.envs.maniskill.expert import Expert
 from embodyrl.envs.maniskill.settings import ManiSkillSettings
 from embodyrl.envs.maniskill.simulator import build, restart, restart_rows, state
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES
@@ -25,14 +25,14 @@ class ManiSkillSims:
         self._rewarded = cfg.reward_mode != "none" and cfg.id not in BRIDGE_EPISODES
         self._envs: dict[int, Any] = {}
         self._infos: dict[int, dict[str, Any]] = {}
-        self._demonstrators: dict[int, Demonstrator] = {}
+        self._experts: dict[int, Expert] = {}
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
         """Start the episode of the reset id, which decides everything."""
         if slot not in self._envs:
             self._envs[slot] = build(self._cfg, self._cfg.obs_mode)
         self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras)
-        self._demonstrators.pop(slot, None)
+        self._experts.pop(slot, None)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A], which ManiSkill clips to its bounds."""
@@ -40,16 +40,16 @@ class ManiSkillSims:
         return self._outcomes(reward, terminated, self._infos[slot])[0]
 
     def expert(self, slot: int) -> FloatArray:
-        if slot not in self._demonstrators:
-            self._demonstrators[slot] = Demonstrator(self._envs[slot], self.spec.name)
-        return self._demonstrators[slot].act()
+        if slot not in self._experts:
+            self._experts[slot] = Expert(self._envs[slot], self.spec.name)
+        return self._experts[slot].act()
 
     def observe(self, slot: int, out: ObservationOut) -> None:
         """Draw the cameras of the spec and write the state vector into the views."""
         self._write(self._look(self._envs[slot], self._infos[slot]), 0, out)
 
     def render(self, slot: int) -> ByteArray:
-        """Return a frame of ManiSkill's camera for people."""
+        """Return a frame of ManiSkill's camera to look at."""
         return self._envs[slot].render_rgb_array()[0].numpy()
 
     def close(self) -> None:
@@ -109,5 +109,5 @@ class BatchSims(ManiSkillSims):
         self._write(self._seen, slot, out)
 
     def render(self, slot: int) -> ByteArray:
-        """Return a frame of ManiSkill's camera for people."""
+        """Return a frame of ManiSkill's camera to look at."""
         return self._env.render_rgb_array()[slot].cpu().numpy()

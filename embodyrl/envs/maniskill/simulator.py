@@ -1,4 +1,4 @@
-"""Builds ManiSkill tasks in this process; what goes wrong becomes an error with a cure."""
+"""Builds ManiSkill tasks in this process; what goes wrong becomes an error with a fix."""
 
 import contextlib
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodyrl.envs.maniskill.install import INSTALL, VULKAN_CURE, Description
+from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, Description
 from embodyrl.envs.maniskill.lean import lean_visuals
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, HAND_CAMERA
@@ -22,7 +22,7 @@ from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, Un
 from embodyrl.registry import closest
 
 _PEOPLE_PIXELS = 320
-"""Side of a frame for people."""
+"""Side of a frame to look at."""
 
 _HAND_CAMERA_PIXELS = 128
 
@@ -55,14 +55,14 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
             return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs})
     except (EOFError, SystemExit) as error:
         raise MissingDependencyError(
-            f"env.id={cfg.id}: files of its robot are missing. Cure: python -m mani_skill.utils.download_asset {cfg.id}"
+            f"env.id={cfg.id}: files of its robot are missing. Fix: python -m mani_skill.utils.download_asset {cfg.id}"
         ) from error
     except (RuntimeError, OSError, AssertionError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, EmbodyError):
             raise
         text = " ".join(str(error).split())[:300]
         if any(mark in text for mark in _NO_VULKAN):
-            raise MissingDependencyError(f"ManiSkill needs a Vulkan driver: {text}. Cure: {VULKAN_CURE}") from error
+            raise MissingDependencyError(f"ManiSkill needs a Vulkan driver: {text}. Fix: {VULKAN_FIX}") from error
         raise ConfigError(
             f"env.id={cfg.id} cannot be built with sim_backend={cfg.sim_backend.value}, obs_mode={obs_mode.value}, "
             f"control_mode={cfg.control_mode}, reward_mode={cfg.reward_mode}, kwargs={dict(cfg.kwargs)}: {text}."
@@ -209,7 +209,7 @@ def _task(cfg: ManiSkillSettings) -> Any:
     if missing:
         raise MissingDependencyError(
             f"env.id={name}: assets {', '.join(missing)} are not below {assets.DATA_SOURCES[missing[0]].output_dir}. "
-            f"Cure: python -m mani_skill.utils.download_asset {name}"
+            f"Fix: python -m mani_skill.utils.download_asset {name}"
         )
     return task
 
@@ -221,7 +221,7 @@ def _prepare_process() -> None:
             importlib.import_module("mani_skill.envs")  # registers the tasks
             from mani_skill.agents.robots import Panda  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise MissingDependencyError(f"ManiSkill cannot be imported: {error}. Cure: {INSTALL}") from error
+        raise MissingDependencyError(f"ManiSkill cannot be imported: {error}. Fix: {INSTALL}") from error
     logging.getLogger("mani_skill").setLevel(logging.ERROR)
     robot: Any = Panda
     robot._sensor_configs = property(_hand_camera)

@@ -40,7 +40,7 @@ EE_DELTA_POSE = "pd_ee_delta_pose"
 """Seven numbers: hand displacement (1 is 0.1 m), its rotation (1 is 0.1 rad), gripper (1 opens, -1 closes)."""
 
 DEMONSTRATED = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
-"""Tasks with a scripted demonstrator, in `EE_DELTA_POSE`."""
+"""Tasks with a scripted expert, in `EE_DELTA_POSE`."""
 
 
 def instruction(env_id: str) -> str:

@@ -1,4 +1,4 @@
-"""The scripted demonstrator: a function of the table's true state, so that it recovers from anything."""
+"""The scripted expert: a function of the table's true state, so that it recovers from anything."""
 
 import math
 

@@ -14,7 +14,7 @@ from embodyrl.types import EnvSpec, GripperConvention
 STATES_PER_TASK = 4000
 
 HORIZON = 48
-"""Step limit: about twice what the demonstrator needs."""
+"""Step limit: about twice what the expert needs."""
 
 SMALLEST_IMAGE = 32
 """Pixels; on anything smaller a block has less than three."""

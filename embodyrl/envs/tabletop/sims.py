@@ -14,7 +14,7 @@ STATE_DIM = 4
 """Gripper position x, y, z (m) and opening (1 open, 0 closed)."""
 
 PEOPLE_SIZE = 288
-"""P: side of each picture in a frame for people, pixels."""
+"""P: side of each picture in a frame to look at, pixels."""
 
 
 class TabletopSims:

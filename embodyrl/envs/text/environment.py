@@ -66,7 +66,7 @@ def clip(text: str, width: int) -> str:
 
 
 @dataclass
-class _Talk:
+class _Conversation:
     """One slot's conversation."""
 
     row: TextRow
@@ -90,19 +90,19 @@ class ConversationEnv:
         self._coef, self._tools = cfg.reward_coef, cfg.tools
         self._rows = rows
         self._judge = judge
-        self._talks: list[_Talk | None] = [None] * num_slots
+        self._conversations: list[_Conversation | None] = [None] * num_slots
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Begin the conversation of row `reset_id` in each slot."""
         for slot, start in zip(slots, starts, strict=True):
             row = self._rows[start.reset_id]
-            self._talks[slot] = _Talk(row, list(row.messages))
+            self._conversations[slot] = _Conversation(row, list(row.messages))
 
-    def hear(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
+    def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Take the replies that the next `step_chunk` is about, and which of them were cut off [n]."""
         for slot, reply, cut in zip(slots, replies, cut_off, strict=True):
-            talk = self._talk(slot)
-            talk.reply, talk.cut_off = reply, bool(cut)
+            conversation = self._conversation(slot)
+            conversation.reply, conversation.cut_off = reply, bool(cut)
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
@@ -115,16 +115,16 @@ class ConversationEnv:
         valid = actions[:, :, 0] >= 0
         last = np.maximum(valid.sum(axis=1) - 1, 0)
         valid[:, 0] = True  # an empty reply is a decision too
-        talks = [self._talk(slot) for slot in slots]
-        over = [i for i, talk in enumerate(talks) if not self._use_tool(talk)]
+        conversations = [self._conversation(slot) for slot in slots]
+        over = [i for i, conversation in enumerate(conversations) if not self._use_tool(conversation)]
         reward = np.zeros(shape, np.float32)
         flags = {n: np.zeros(shape, np.bool_) for n in ("terminated", "truncated", "success")}
         components = np.zeros((len(slots), len(self.spec.components)), np.float32)
         answers = [
             Answer(
-                prompt=next(m.content for m in talks[i].row.messages if m.role != "system"),
-                response=talks[i].reply,
-                reference=talks[i].row.reference,
+                prompt=next(m.content for m in conversations[i].row.messages if m.role != "system"),
+                response=conversations[i].reply,
+                reference=conversations[i].row.reference,
                 tokens=int(valid[i].sum()),
             )
             for i in over
@@ -134,39 +134,41 @@ class ConversationEnv:
             reward[i, last[i]] = self._coef * judged.reward
             flags["success"][i, last[i]] = judged.success
             flags["terminated"][i, last[i]] = True
-            flags["truncated"][i, last[i]] = talks[i].cut_off
+            flags["truncated"][i, last[i]] = conversations[i].cut_off
             components[i] = judged.components
             if judged.problem is not None:
                 unjudged[slots[i]] = judged.problem
-            talks[i].messages.append(Message(role="assistant", content=clip(talks[i].reply, LAST_BYTES - 16)))
+            conversations[i].messages.append(
+                Message(role="assistant", content=clip(conversations[i].reply, LAST_BYTES - 16))
+            )
         return ChunkResult(reward=reward, valid=valid, components=components, unjudged=unjudged, **flags)
 
-    def _use_tool(self, talk: _Talk) -> bool:
+    def _use_tool(self, conversation: _Conversation) -> bool:
         """Answer the tool call that a reply makes, if it makes one and a further reply can follow."""
-        talk.turns += 1
-        call = find_call(talk.reply, self._tools) if talk.turns < self.spec.max_chunks else None
+        conversation.turns += 1
+        call = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.max_chunks else None
         if call is None:
             return False
-        said = Message(role="assistant", content=talk.reply)
+        said = Message(role="assistant", content=conversation.reply)
         heard = Message(role="tool", content=clip(answer(call, self._tools), ANSWER_BYTES))
-        longer = [*talk.messages, said, heard]
+        longer = [*conversation.messages, said, heard]
         if len(join_messages(longer).encode()) > self.spec.prompt_bytes - LAST_BYTES:
             return False
-        talk.messages = longer
+        conversation.messages = longer
         return True
 
     def expert_chunk(
         self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
     ) -> tuple[FloatArray, ChunkResult]:
         """Refuse: the answers are in the data; `embodyrl sft` learns from them."""
-        raise EnvError(f"env '{self.spec.name}' has no scripted demonstrator.")
+        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
     def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
         """Do nothing: the conversation is the instruction, and there is nothing else to see."""
 
     def instruction(self, slot: int) -> str:
         """Return the conversation so far."""
-        return join_messages(self._talk(slot).messages)
+        return join_messages(self._conversation(slot).messages)
 
     def render(self, slot: int) -> np.ndarray:
         """Refuse: there is no picture."""
@@ -175,7 +177,7 @@ class ConversationEnv:
     def close(self) -> None:
         self._judge.close()
 
-    def _talk(self, slot: int) -> _Talk:
-        talk = self._talks[slot]
-        assert talk is not None, f"slot {slot} has no conversation; reset it first"
-        return talk
+    def _conversation(self, slot: int) -> _Conversation:
+        conversation = self._conversations[slot]
+        assert conversation is not None, f"slot {slot} has no conversation; reset it first"
+        return conversation

@@ -9,7 +9,6 @@ from typing import Any
 
 import jinja2
 
-from embodyrl import __version__
 from embodyrl.config.settings import spell
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
@@ -18,6 +17,7 @@ from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.monitor.report.tables import changed_settings, compare, curve, differing
 from embodyrl.monitor.timing import PHASES, duration, step_seconds, time_tree
+from embodyrl.version import __version__
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("success", ("eval/success_once", "train/success_once")),

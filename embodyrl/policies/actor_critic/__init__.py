@@ -29,7 +29,7 @@ class ActorCriticFactory:
     settings: ClassVar = ActorCriticSettings
 
     def validate(self, cfg: ActorCriticSettings) -> list[str]:
-        """Return config problems, one line each with the cure."""
+        """Return config problems, one line each with the fix."""
         if cfg.precision is Precision.fp32:
             return []
         return [f"model.precision={cfg.precision.value}: {self.name} computes in fp32 only; set model.precision=fp32."]

@@ -76,12 +76,12 @@ class ActorCriticPolicy:
         """
         features = self._features(obs)
         outputs = self._net.outputs(features)
-        heat = temperature or self._temperature
+        scale = temperature or self._temperature
         uniform = None
         if noise is not None:
             uniform = torch.from_numpy(noise).to(self._device).unflatten(1, self._chunk)
-        choice = self._net.head.choose(outputs, uniform, heat)
-        logprob, _ = self._net.head.score(outputs, choice, heat)
+        choice = self._net.head.choose(outputs, uniform, scale)
+        logprob, _ = self._net.head.score(outputs, choice, scale)
         return PolicyOutput(
             actions=self._net.head.to_actions(choice.cpu().numpy()),
             tokens=self._net.head.to_tokens(choice),

@@ -24,7 +24,7 @@ class CausalLMFactory:
     settings: ClassVar = CausalLMSettings
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:
-        """Return config problems, one line each with the cure."""
+        """Return config problems, one line each with the fix."""
         if cfg.path is None:
             if self.has_own_start:
                 return []

@@ -173,7 +173,7 @@ class CausalLMPolicy:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, log-probabilities and values, all [B, K]."""
         exact = torch.are_deterministic_algorithms_enabled()
-        heat, limit, count = temperature or self._temperature, self.spec.num_action_chunks, len(prompts)
+        scale, limit, count = temperature or self._temperature, self.spec.num_action_chunks, len(prompts)
         first = {tuple(p): i for i, p in reversed(list(enumerate(prompts)))}
         # Members of a group share their prompt: it is read once.
         source = list(range(count)) if exact else sorted(first.values())
@@ -193,8 +193,8 @@ class CausalLMPolicy:
         uniform = None if noise is None else torch.from_numpy(noise).to(self._device)
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
         for t in range(limit):
-            chosen = choose(logits, None if uniform is None else uniform[rows, t], heat, self._sampling, seen)
-            logprob = (logits / heat).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
+            chosen = choose(logits, None if uniform is None else uniform[rows, t], scale, self._sampling, seen)
+            logprob = (logits / scale).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
             for array, now in zip(out, (chosen, logprob, value), strict=True):
                 array[rows, t] = torch.where(done, array[rows, t], now.to(array.dtype))
             done = done | torch.isin(chosen, self.ends) | self._stops(out[0][rows], t)

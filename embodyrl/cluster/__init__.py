@@ -1,0 +1,9 @@
+"""Launchers: where workers run and how their deaths are noticed."""
+
+from embodyrl.cluster.protocol import LAUNCHERS
+
+LAUNCHERS.add("inline", "embodyrl.cluster.inline:InlineLauncher")
+LAUNCHERS.add("local", "embodyrl.cluster.local:LocalLauncher")
+LAUNCHERS.add("ray", "embodyrl.cluster.ray_launcher:RayLauncher")
+
+__all__ = ["LAUNCHERS"]

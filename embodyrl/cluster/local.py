@@ -1,0 +1,203 @@
+"""Workers as spawned processes of this host, supervised by their pipes and by their process sentinels."""
+
+import multiprocessing
+import os
+import select
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from embodyrl.channels.channel import PipeChannel
+from embodyrl.clock import RunClock
+from embodyrl.cluster.protocol import ClusterSettings, Event, ProcessSettings, WorkerDied
+from embodyrl.errors import ChannelClosed, ChannelTimeout, WorkerError
+from embodyrl.workers.lifecycle import WorkerSpec, log_tail, worker_main
+from embodyrl.workers.messages import WorkerFailed
+
+_DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
+_JOIN_S = 5.0
+
+
+@dataclass
+class _Handle:
+    """One running worker."""
+
+    process: BaseProcess
+    channel: PipeChannel
+    log: Path
+    since: float
+    """Start of the wait for the oldest open request."""
+    ready: bool = False
+    open_limits: deque[float] = field(default_factory=deque)
+    """Allowed seconds of each unanswered request, oldest first."""
+
+    @property
+    def due(self) -> float:
+        return self.since + self.open_limits[0] if self.open_limits else float("inf")
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self.channel.connection.fileno(), self.process.sentinel
+
+
+class LocalLauncher:
+    """Spawned processes; a death or a missed deadline becomes an event within milliseconds."""
+
+    settings = ProcessSettings
+    section = None
+    in_process = False
+    host = "127.0.0.1"
+
+    def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
+        self._log_dir = log_dir
+        self._clock = RunClock()
+        self._context = multiprocessing.get_context("spawn")
+        self._handles: dict[str, _Handle] = {}
+        self._events: deque[Event] = deque()
+        # One lasting object: `multiprocessing.connection.wait` registers everything anew at each call.
+        self._poll = select.poll()
+        self._watched: dict[int, str] = {}
+        """Worker of each pipe and each process sentinel, by file descriptor."""
+
+    def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        assert spec.name not in self._handles, f"worker {spec.name} is already running"
+        if spec.gpu is not None:
+            spec = replace(spec, environ=spec.environ | {"CUDA_VISIBLE_DEVICES": spec.gpu})
+        log = self._log_dir / f"{spec.name}.log"
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=worker_main, args=(theirs, spec, str(log)), name=f"embodyrl:{spec.name}", daemon=True
+        )
+        # The child's libraries read these at import, before any code of ours runs there.
+        previous = {key: os.environ.get(key) for key in spec.environ}
+        os.environ.update(spec.environ)
+        # The tracker unblocks SIGINT when it starts, so it must be running before.
+        resource_tracker.ensure_running()
+        # A child inherits the mask: Ctrl-C during its imports would print a traceback into the user's terminal.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for key, value in previous.items():
+                if value is None:
+                    os.environ.pop(key, None)
+                else:
+                    os.environ[key] = value
+        theirs.close()
+        handle = _Handle(process, PipeChannel(ours), log, self._clock.now(), open_limits=deque([timeout_s]))
+        self._handles[spec.name] = handle
+        for descriptor in handle.descriptors:
+            self._watched[descriptor] = spec.name
+            self._poll.register(descriptor, select.POLLIN)
+
+    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
+        handle = self._handles.get(worker)
+        if handle is None:
+            raise WorkerError(f"worker {worker} is not running.")
+        if not handle.open_limits:
+            handle.since = self._clock.now()
+        handle.open_limits.append(timeout_s)
+        try:
+            handle.channel.put(request)
+        except ChannelClosed:
+            pass  # its sentinel reports the death, with the reason, at the next wait
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        now = self._clock.now()
+        due = min((handle.due for handle in self._handles.values()), default=float("inf"))
+        timeout = max(0.0, min(timeout_s, due - now, 1.0)) if not self._events else 0.0
+        for name in sorted({self._watched[descriptor] for descriptor, _ in self._poll.poll(timeout * 1000)}):
+            self._drain(name)
+        for name in [n for n, handle in self._handles.items() if handle.due <= self._clock.now()]:
+            self._hung(name)
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _drain(self, name: str) -> None:
+        """Take all replies of a worker, then notice whether it is dead."""
+        handle = self._handles[name]
+        while True:
+            try:
+                message = handle.channel.get(0.0)
+            except (ChannelTimeout, ChannelClosed, OSError):
+                break
+            if isinstance(message, WorkerFailed):
+                self._reap(name, f"raised {message.error}", message.traceback, message.exit_code)
+                return
+            handle.ready = True
+            handle.since = self._clock.now()
+            if handle.open_limits:
+                handle.open_limits.popleft()
+            self._events.append(Event(worker=name, message=message))
+        if not handle.process.is_alive():
+            self._reap(name, _exit_reason(handle.process.exitcode))
+
+    def _hung(self, name: str) -> None:
+        """Dump the stack of a worker that missed its deadline into its log, then kill it."""
+        handle = self._handles[name]
+        limit = handle.open_limits[0]
+        pid = handle.process.pid
+        assert pid is not None
+        try:
+            os.kill(pid, signal.SIGUSR1)
+        except ProcessLookupError:
+            pass  # it died in this moment; buried below all the same
+        handle.process.join(_DUMP_S)
+        self._reap(name, f"gave no answer for {limit:g} s (stack dump in its log)")
+
+    def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
+        handle = self._handles.pop(name)
+        handle.process.kill()
+        handle.process.join(_JOIN_S)
+        self._forget(handle)
+        died = WorkerDied(
+            reason=reason, log=str(handle.log), traceback=traceback or log_tail(handle.log), exit_code=exit_code
+        )
+        self._events.append(Event(worker=name, message=died))
+
+    def _forget(self, handle: _Handle) -> None:
+        for descriptor in handle.descriptors:
+            self._poll.unregister(descriptor)
+            del self._watched[descriptor]
+        handle.channel.close()
+
+    def interrupt(self) -> None:
+        """Nothing to do: the driver only waits."""
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        handles = list(self._handles.values())
+        self._handles.clear()
+        self._events.clear()
+        deadline = time.monotonic() + grace_s
+        try:
+            for handle in handles:
+                try:
+                    handle.channel.put(None)
+                except ChannelClosed:
+                    pass  # already gone
+            for handle in handles:
+                if not handle.ready:
+                    handle.process.kill()  # busy with imports, and nothing to close yet
+                handle.process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            # Also when a second Ctrl-C cuts the wait short: workers ignore the gentle signals.
+            for handle in handles:
+                handle.process.kill()
+            for handle in handles:
+                handle.process.join(_JOIN_S)
+                self._forget(handle)
+
+
+def _exit_reason(code: int | None) -> str:
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hint = " (the kernel may have killed it for memory)" if name == "SIGKILL" else ""
+        return f"died with {name}{hint}"
+    return f"exited with code {code}"

@@ -1,0 +1,285 @@
+"""The same workers as Ray actors, on the hosts of a cluster."""
+
+import os
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.gate import LOOPBACK
+from embodyrl.clock import RunClock
+from embodyrl.cluster.protocol import ClusterSection, ClusterSettings, Event, ProcessSettings, WorkerDied
+from embodyrl.cluster.remote import Pools, Rows, copy_in, copy_out, paste
+from embodyrl.config.placement import parse_placement
+from embodyrl.devices import visible_gpus
+from embodyrl.errors import ConfigError, WorkerError
+from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log_tail
+from embodyrl.workers.messages import WorkerFailed
+
+try:
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray import exceptions  # pyright: ignore[reportMissingImports]
+    from ray.util import scheduling_strategies  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    raise ConfigError("launcher=ray: the package is not installed. pip install 'embodyrl[ray]'.") from error
+
+_GET_S = 60.0
+_LOOK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What an actor returns for one request."""
+
+    replies: tuple[Any, ...]
+    rows: list[Rows]
+    log: bytes
+
+
+class RemoteWorker:
+    """A worker in a Ray actor. Beside the driver it shares the arena; elsewhere it has a mirror of it."""
+
+    def __init__(self, spec: WorkerSpec, driver_node: str, turn: int) -> None:
+        os.environ.update(spec.environ)
+        if spec.component == "env":
+            gpus = () if spec.gpu == "" else visible_gpus()
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)] if gpus else ""
+        self._log = tempfile.TemporaryFile()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(self._log.fileno(), stream.fileno())
+        self._told = 0
+        self._spec = spec
+        self._beside_driver = ray.get_runtime_context().get_node_id() == driver_node
+        self._pools: Pools | None = None
+        self._worker: Worker | None = None
+
+    def start(self) -> _Answer:
+        """Build the worker."""
+        self._pools = pools = _open_pools(self._spec, mirror=not self._beside_driver)
+        init = replace(self._spec.init, shared_arena=pools[0])
+        if len(pools) > 1:
+            init = replace(init, bucket_arena=pools[1].handle)
+        try:
+            self._worker = replace(self._spec, init=init).build()
+        except Exception as error:
+            return self._answer(describe_failure(error))
+        return self._answer(self._worker.ready())
+
+    def handle(self, request: Any, rows: list[Rows]) -> _Answer:
+        """Carry out a request."""
+        assert self._worker is not None and self._pools is not None, "not started"
+        if not self._beside_driver:
+            paste(self._pools, rows)
+        try:
+            replies = tuple(self._worker.handle(request))
+        except Exception as error:
+            return self._answer(describe_failure(error))
+        return self._answer(*replies, rows=[] if self._beside_driver else copy_out(self._pools, request))
+
+    def _answer(self, *replies: Any, rows: list[Rows] | None = None) -> _Answer:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        size = self._log.seek(0, os.SEEK_END)
+        log = os.pread(self._log.fileno(), size - self._told, self._told)
+        self._told = size
+        return _Answer(replies, rows or [], log)
+
+
+@dataclass
+class _Handle:
+    actor: Any
+    node: str
+    pools: Pools
+    beside_driver: bool
+    log: Path
+    since: float
+    limits: deque[float]
+    open: deque[Any] = field(default_factory=deque)
+    """References of unanswered requests, oldest first."""
+
+
+class RayLauncher:
+    """Joins the running cluster (RAY_ADDRESS, or one on this host) or starts one here; implements `Launcher`."""
+
+    settings = ProcessSettings
+    section = ClusterSection
+    in_process = False
+
+    def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
+        cluster = cluster or ClusterSettings()
+        self._log_dir = log_dir
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            ray.init(log_to_driver=False, configure_logging=False)
+        self._driver_node = ray.get_runtime_context().get_node_id()
+        self._nodes = self._find_nodes(cluster.num_nodes)
+        self._placement = parse_placement(cluster.component_placement, cluster.num_nodes)
+        self._handles: dict[str, _Handle] = {}
+        self._look_at = 0.0
+        self._clock = RunClock()
+        self._lost: set[str] = set()
+        """Nodes that could not be reached; they are not used again."""
+        self._events: deque[Event] = deque()
+
+    def _find_nodes(self, count: int) -> list[str]:
+        """Ids of the hosts, that of the driver first."""
+        alive = sorted(_living())
+        alive.sort(key=lambda node: node != self._driver_node)
+        if len(alive) < count:
+            raise WorkerError(
+                f"cluster.num_nodes={count}, but the Ray cluster has {len(alive)} living nodes; `ray status` shows "
+                "them. Start the others with `ray start --address=HEAD:PORT`, or lower cluster.num_nodes."
+            )
+        return alive[:count]
+
+    @property
+    def host(self) -> str:
+        apart = {self._nodes[i] for i in self._placement["actor"]} - {self._driver_node}
+        return ray.util.get_node_ip_address() if apart else LOOPBACK
+
+    def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        assert spec.name not in self._handles, f"worker {spec.name} is already running"
+        number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
+        chosen = self._placement[spec.component]
+        living = _living() - self._lost
+        candidates = [self._nodes[i] for i in chosen if self._nodes[i] in living] or [self._driver_node]
+        node = candidates[number % len(candidates)]
+        gpus = 1 if spec.component != "env" and ray.cluster_resources().get("GPU", 0) else 0
+        environ = {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if spec.component == "env":
+            # Ray would hide all GPUs from who reserves none; simulators share those of their host with the policy.
+            environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        options = {
+            "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "scheduling_strategy": scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            "runtime_env": {"env_vars": environ},
+        }
+        remote_spec = replace(spec, init=replace(spec.init, shared_arena=None))
+        actor = (
+            ray.remote(RemoteWorker)
+            .options(**options)
+            .remote(remote_spec, self._driver_node, number // len(candidates))
+        )
+        handle = _Handle(
+            actor=actor,
+            node=node,
+            pools=_open_pools(spec, mirror=False),
+            beside_driver=node == self._driver_node,
+            log=self._log_dir / f"{spec.name}.log",
+            since=self._clock.now(),
+            limits=deque([timeout_s]),
+        )
+        handle.open.append(actor.start.remote())
+        self._handles[spec.name] = handle
+
+    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
+        handle = self._handles.get(worker)
+        if handle is None:
+            raise WorkerError(f"worker {worker} is not running.")
+        if not handle.limits:
+            handle.since = self._clock.now()
+        handle.limits.append(timeout_s)
+        rows = [] if handle.beside_driver else copy_in(handle.pools, request)
+        handle.open.append(handle.actor.handle.remote(request, rows))
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        now = self._clock.now()
+        due = min((handle.since + handle.limits[0] for handle in self._handles.values() if handle.limits), default=now)
+        oldest = {handle.open[0]: name for name, handle in self._handles.items() if handle.open}
+        if oldest and not self._events:
+            limit = max(0.0, min(timeout_s, due - now, 1.0))
+            ready, _ = ray.wait(list(oldest), num_returns=1, timeout=limit)
+            if ready:
+                ready, _ = ray.wait(list(oldest), num_returns=len(oldest), timeout=0)
+            for reference in ready:
+                self._take(oldest[reference], reference)
+        elif not self._events:
+            time.sleep(min(timeout_s, 0.01))
+        self._look_at_nodes()
+        late = [n for n, s in self._handles.items() if s.limits and s.since + s.limits[0] <= self._clock.now()]
+        for name in late:
+            self._reap(name, f"gave no answer for {self._handles[name].limits[0]:g} s")
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _look_at_nodes(self) -> None:
+        """Bury the workers of lost hosts, of which Ray does not always tell those who wait for them."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_S
+        living = _living()
+        for name in [name for name, handle in self._handles.items() if handle.node not in living]:
+            self._lost.add(self._handles[name].node)
+            self._reap(name, f"is gone with its host (Ray node {self._handles[name].node[:8]})")
+
+    def _take(self, name: str, reference: Any) -> None:
+        handle = self._handles[name]
+        try:
+            answer: _Answer = ray.get(reference, timeout=_GET_S)
+        except exceptions.RayTaskError as error:
+            self._reap(name, f"raised {error.cause!r}", traceback=str(error))
+            return
+        except exceptions.ActorUnavailableError as error:
+            # The cluster itself notices a lost host only many seconds later, and would place the successor there.
+            self._lost.add(handle.node)
+            self._reap(name, f"is gone with its host (Ray node {handle.node[:8]})", traceback=str(error))
+            return
+        except exceptions.RayActorError as error:
+            self._reap(name, "died", traceback=str(error))
+            return
+        handle.open.popleft()
+        handle.limits.popleft()
+        handle.since = self._clock.now()
+        if answer.log:
+            with open(handle.log, "ab") as file:
+                file.write(answer.log)
+        paste(handle.pools, answer.rows)
+        for reply in answer.replies:
+            if isinstance(reply, WorkerFailed):
+                self._reap(name, f"raised {reply.error}", traceback=reply.traceback, exit_code=reply.exit_code)
+                return
+            self._events.append(Event(worker=name, message=reply))
+
+    def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
+        handle = self._handles.pop(name)
+        _close(handle.pools)
+        ray.kill(handle.actor, no_restart=True)
+        died = WorkerDied(
+            reason=reason, log=str(handle.log), traceback=traceback or log_tail(handle.log), exit_code=exit_code
+        )
+        self._events.append(Event(worker=name, message=died))
+
+    def interrupt(self) -> None:
+        """Nothing to do: the driver only waits."""
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        for handle in self._handles.values():
+            ray.kill(handle.actor, no_restart=True)
+            _close(handle.pools)
+        self._handles.clear()
+        self._events.clear()
+        if self._ours and ray.is_initialized():
+            ray.shutdown()
+
+
+def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
+    """The driver's pools, on its host; or, elsewhere, empty ones like them."""
+    handles = [handle for handle in (spec.init.arena, getattr(spec.init, "bucket_arena", None)) if handle is not None]
+    return tuple(Arena.create(h.layout, h.capacity) if mirror else Arena.attach(h) for h in handles)
+
+
+def _close(pools: Pools) -> None:
+    for pool in pools:
+        pool.close()
+
+
+def _living() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

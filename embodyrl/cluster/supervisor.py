@@ -1,0 +1,148 @@
+"""All workers of a run behind one wait: replies go to their callbacks, deaths to the restart policy."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from embodyrl.cluster.protocol import Launcher, WorkerDied
+from embodyrl.cluster.settings import ActingFaults, OnEnvCrash
+from embodyrl.cluster.signals import StopRequest
+from embodyrl.cluster.timeline import Timeline
+from embodyrl.errors import EmbodyError, NonFiniteError, WorkerError
+from embodyrl.workers.lifecycle import WorkerSpec
+from embodyrl.workers.messages import WorkerReady
+
+Callback = Callable[[Any], None]
+
+_BACKOFF_S = 0.5
+
+
+class Supervisor:
+    """Start, feed and supervise the workers; only the driver thread uses it."""
+
+    def __init__(
+        self, launcher: Launcher, faults: ActingFaults, say: Callable[[str], None], timeline: Timeline
+    ) -> None:
+        self._launcher = launcher
+        self._faults = faults
+        self.say = say
+        self.timeline = timeline
+        self._specs: dict[str, WorkerSpec] = {}
+        self._callbacks: dict[str, Callback] = {}
+        self._starting: set[str] = set()
+        self._restarts: dict[str, int] = {}
+        self._restart_at: dict[str, float] = {}
+        self._stop = StopRequest()
+        self._shielded = False
+
+    @property
+    def restarts(self) -> int:
+        """Restarts since the run began."""
+        return sum(self._restarts.values())
+
+    def start(self, specs: dict[str, tuple[WorkerSpec, Callback]]) -> None:
+        """Start workers side by side and wait until all are ready.
+
+        Raises:
+            Interrupted: a signal asked the run to stop.
+            WorkerError: a worker could not start.
+        """
+        with self.signals():
+            for name, (spec, callback) in specs.items():
+                self._specs[name] = spec
+                self._callbacks[name] = callback
+                self._starting.add(name)
+                self._launcher.start(spec, timeout_s=self._faults.start_timeout_s)
+            while self._starting:
+                self.pump(1.0)
+
+    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
+        """Send a request; its reply reaches the worker's callback from `pump`."""
+        self.timeline.sent(worker, request)
+        self._launcher.send(worker, request, timeout_s=timeout_s)
+
+    def pump(self, timeout_s: float) -> None:
+        """Wait for news at most `timeout_s` and hand it out.
+
+        Raises:
+            Interrupted: a signal asked the run to stop.
+            WorkerError: a worker died that is not restarted, or its budget is used up.
+        """
+        self._check_stop()
+        if self._stop.looked():
+            doing = (f"{n} {'starting' if n in self._starting else self.timeline.waiting_for(n)}" for n in self._specs)
+            self.say(f"SIGUSR1: {', '.join(doing)}; {self.restarts} restarts")
+        now = time.monotonic()
+        for name in [n for n, due in self._restart_at.items() if due <= now]:
+            del self._restart_at[name]
+            self._launcher.start(self._specs[name], timeout_s=self._faults.start_timeout_s)
+        if self._restart_at:
+            timeout_s = max(0.0, min(timeout_s, min(self._restart_at.values()) - now))
+        # Replies before deaths: a signal to the whole group may have killed a worker that was just being born, and then
+        # the signal is the story, not the death.
+        for event in sorted(self._launcher.wait(timeout_s), key=lambda e: isinstance(e.message, WorkerDied)):
+            if isinstance(event.message, WorkerDied):
+                self._check_stop()
+                self.timeline.died(event.worker)
+                self._on_worker_death(event.worker, event.message)
+            elif isinstance(event.message, WorkerReady):
+                self._starting.discard(event.worker)
+            else:
+                self.timeline.answered(event.worker, event.message)
+            self._callbacks[event.worker](event.message)
+
+    def _check_stop(self) -> None:
+        if not self._shielded:
+            self._stop.check()
+
+    def _on_worker_death(self, name: str, died: WorkerDied) -> None:
+        """Plan a restart, or raise what ends the run."""
+        spec = self._specs[name]
+        where = f" Log: {died.log}" if died.log else ""
+        never_ready = name in self._starting and self._restarts.get(name, 0) == 0
+        if not spec.restartable or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
+            raise _fatal(f"worker {name} {died.reason}.{where}", died)
+        count = self._restarts.get(name, 0)
+        if count >= self._faults.max_restarts_per_worker:
+            raise WorkerError(
+                f"worker {name} {died.reason}; it was restarted {count} times already "
+                f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
+            )
+        delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
+        self._restarts[name] = count + 1
+        self._starting.add(name)
+        self._restart_at[name] = time.monotonic() + delay
+        self.say(
+            f"worker {name} {died.reason}; restarting it ({count + 1} of "
+            f"{self._faults.max_restarts_per_worker}), its running episodes are played again.{where}"
+        )
+
+    def signals(self) -> AbstractContextManager[None]:
+        """Turn signals into `Interrupted` at the next safe point; a second one ends the workers at once."""
+        return self._stop.listening(self._launcher.interrupt, on_second=lambda: self._launcher.stop(grace_s=0.0))
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        """Finish what is inside (an update, a checkpoint) before a signal takes effect."""
+        previous, self._shielded = self._shielded, True
+        try:
+            yield
+        finally:
+            self._shielded = previous
+
+    def stop(self) -> None:
+        """End all workers."""
+        self._launcher.stop()
+
+
+def _fatal(text: str, died: WorkerDied) -> EmbodyError:
+    """The error that ends the run, with the exit code the worker's own error asked for."""
+    if died.exit_code == NonFiniteError.exit_code:
+        return NonFiniteError(died.reason.removeprefix("raised "))
+    if died.exit_code == EmbodyError.exit_code:
+        return WorkerError(f"{text}\n{died.traceback}".rstrip())
+    # It names its cause; the log has the traceback.
+    error = WorkerError(text)
+    error.exit_code = died.exit_code
+    return error

@@ -1,0 +1,170 @@
+"""Who worked when, as the driver sees it: metrics of a step, and a trace for Perfetto or chrome://tracing."""
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from embodyrl.channels.arena import Arena
+from embodyrl.files import write_atomically
+from embodyrl.workers.messages import Done, EnvReport, EnvRequest, InferRequest, UpdateRequest
+
+_TRACE_LIMIT = 500_000
+"""Spans kept for the trace; about 100 MB of JSON."""
+
+CLOCK_METRICS = frozenset(
+    f"rollout/{name}"
+    for name in ("slot_occupancy", "policy_busy", "env_busy", "policy_waits_for_env", "env_waits_for_policy")
+)
+
+
+class Span(NamedTuple):
+    """One request of one worker, in seconds since the timeline began."""
+
+    worker: str
+    name: str
+    start: float
+    end: float
+    size: int
+    """Slots (or observations, records) that the request is about."""
+    detail: dict[str, float]
+
+
+class Timeline:
+    """Spans of all requests; a worker carries out one request at a time, so a span begins when the one before ended."""
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        env_workers: Sequence[str],
+        arena: Arena,
+        keep: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._num_slots = num_slots
+        self._env_workers = env_workers
+        self._arena = arena
+        self._clock = clock
+        self._zero = clock()
+        self._open: dict[str, deque[tuple[str, float, int]]] = {}
+        self._free_since: dict[str, float] = {}
+        self._begun = 0.0
+        self._step: list[Span] = []
+        self._staleness: Counter[int] = Counter()
+        self._trace: list[Span] | None = [] if keep else None
+
+    def begin(self) -> None:
+        """Start a new step."""
+        self._begun = self._now()
+        self._step.clear()
+        self._staleness.clear()
+
+    def sent(self, worker: str, request: Any) -> None:
+        """A request is on its way."""
+        name, size = _describe(request)
+        self._open.setdefault(worker, deque()).append((name, self._now(), size))
+        if isinstance(request, UpdateRequest):
+            version = self._arena["version"]
+            self._staleness.update(request.step - int(version[ticket.record]) for ticket in request.tickets)
+
+    def answered(self, worker: str, message: Any) -> None:
+        """A worker replied to its oldest request (or said something that no request asked for)."""
+        if isinstance(message, EnvReport):
+            detail = {"sim_s": message.sim_s, "render_s": message.render_s, "reset_s": message.reset_s}
+        elif isinstance(message, Done):
+            detail = {"seconds": message.seconds}
+        else:
+            return
+        if not self._open.get(worker):
+            return
+        name, asked, size = self._open[worker].popleft()
+        now = self._now()
+        self._add(Span(worker, name, max(asked, self._free_since.get(worker, 0.0)), now, size, detail))
+        self._free_since[worker] = now
+
+    def waiting_for(self, worker: str) -> str:
+        """What a worker is doing and for how long, human-readable."""
+        name, asked, _ = next(iter(self._open.get(worker, ())), ("", 0.0, 0))
+        return f"{name} since {self._now() - asked:.1f} s" if name else "idle"
+
+    def died(self, worker: str) -> None:
+        """A worker is gone, and its requests with it."""
+        for name, asked, size in self._open.pop(worker, ()):
+            self._add(Span(worker, f"{name} (died)", asked, self._now(), size, {}))
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of the step's rollout, from its beginning to its last chunk; staleness of what was trained on.
+
+        `policy_waits_for_env`: the policy had nothing to do while some env worker was busy. `env_waits_for_policy`: the
+        average env worker had nothing to do while the policy acted. `staleness/k`: share of chunks that were k weight
+        versions old when they were trained on.
+        """
+        total = self._staleness.total()
+        result = {f"rollout/staleness/{age}": n / total for age, n in sorted(self._staleness.items())}
+        chunks = [s for s in self._step if s.name == "chunk"]
+        if not chunks:
+            return result
+        # Orders of the step before may have been answered in this one, and resets of the next step are on their way.
+        start, end = self._begun, max(s.end for s in chunks)
+        inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
+        wall, workers = max(end - start, 1e-9), len(self._env_workers)
+        env = {w: [(s.start, s.end) for s in inside if s.worker == w] for w in self._env_workers}
+        acting = _union((s.start, s.end) for s in inside if s.name == "infer")
+        working = [s for s in inside if s.name == "infer" or s.worker in env]
+        any_env = _union(span for spans in env.values() for span in spans)
+        idle = [_total(_union([*env[w], *acting])) - _total(_union(env[w])) for w in self._env_workers]
+        return result | {
+            "rollout/slot_occupancy": sum(s.size * (s.end - s.start) for s in working) / (self._num_slots * wall),
+            "rollout/policy_busy": _total(acting) / wall,
+            "rollout/env_busy": sum(_total(spans) for spans in env.values()) / (workers * wall),
+            "rollout/policy_waits_for_env": (_total(_union([*any_env, *acting])) - _total(acting)) / wall,
+            "rollout/env_waits_for_policy": sum(idle) / (workers * wall),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write all spans in the Chrome trace format: one track per worker, microseconds."""
+        assert self._trace is not None
+        tracks = {name: k for k, name in enumerate(sorted({s.worker for s in self._trace}), start=1)}
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": name}} for name, k in tracks.items()
+        ]
+        for s in self._trace:
+            start, end = round(s.start * 1e6), round(s.end * 1e6)
+            place = {"pid": 1, "tid": tracks[s.worker], "ts": start, "dur": end - start}
+            events.append({"ph": "X", "name": s.name, **place, "args": {"size": s.size, **s.detail}})
+        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+    def _now(self) -> float:
+        return self._clock() - self._zero
+
+    def _add(self, span: Span) -> None:
+        self._step.append(span)
+        if self._trace is not None and len(self._trace) < _TRACE_LIMIT:
+            self._trace.append(span)
+
+
+def _describe(request: Any) -> tuple[str, int]:
+    """Name and size of a request: new kinds of requests get their class's name."""
+    if isinstance(request, EnvRequest):
+        return "chunk" if request.steps else "reset", len(request.steps) + len(request.resets)
+    if isinstance(request, InferRequest):
+        return "infer", len(request.items)
+    return type(request).__name__.removesuffix("Request").lower(), len(getattr(request, "tickets", ()))
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Merge spans that overlap."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _total(spans: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in spans)

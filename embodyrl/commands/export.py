@@ -1,0 +1,105 @@
+"""A checkpoint as a folder for others: the model's public layout, adapters merged, with a model card."""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.datasets.layout import read_card
+from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_saved_config
+from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.texts import env_spec
+from embodyrl.policies import export_policy
+from embodyrl.version import __version__
+from embodyrl.workers.messages import POLICY_FOLDER
+
+_CARD = """---
+tags: [robotics, reinforcement-learning, embodyrl]
+base_model: {base}
+---
+# {title}
+
+Trained with embodyrl {version} (`embodyrl {command}`), step {step}, seed {seed}.
+
+| | |
+|---|---|
+| base model | {base} |
+| environment | {env} |
+| trained | {trained} |
+| precision | {precision} |
+
+{results}
+Load it with `model.path=<this folder>`; the configuration of the run is in `embodyrl_config.yaml`.
+"""
+
+
+def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:
+    """Write the policy of a checkpoint to a new folder, complete or not at all.
+
+    Args:
+        run: run folder.
+        step: which checkpoint.
+        out: new folder.
+        overrides: `trust=true` where the run's config names code.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; names the file.
+        ConfigError: `out` exists.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists; choose another folder.")
+    store = CheckpointStore(run / "checkpoints")
+    manifest = store.verify(store.path(step))
+    cfg = load_saved_config(run, overrides)
+    source = store.path(step) / POLICY_FOLDER
+    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        if cfg.model.adapted:
+            _save_merged(cfg, source, scratch)
+        else:
+            shutil.copytree(source, scratch)
+        shutil.copyfile(run / "config.yaml", scratch / "embodyrl_config.yaml")
+        (scratch / "README.md").write_text(_card(run, cfg, step, manifest.meta), encoding="utf-8")
+        os.replace(scratch, out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return out
+
+
+def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> None:
+    env = read_card(Path(str(cfg.data.path))).env if isinstance(cfg, SftConfig) else env_spec(cfg)
+    model = cfg.model.updated({"compile": False}) if cfg.model.compiled else cfg.model
+    export_policy(model, env, source, target)
+
+
+def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
+    trained = isinstance(cfg, TrainConfig)
+    method = f"{cfg.algorithm.adv_type} + {cfg.algorithm.loss_type}" if trained else "supervised"
+    return _CARD.format(
+        title=f"{run.name}, step {step}",
+        version=__version__,
+        command="train" if trained else "sft",
+        step=step,
+        seed=cfg.seed,
+        base=cfg.model.weights or cfg.model.model_type,
+        env=meta.get("env") or meta.get("data"),
+        trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.adapted else ''}",
+        precision=cfg.model.precision_name,
+        results=_results(run / "eval" / f"step_{step:06d}" / "eval.json"),
+    )
+
+
+def _results(file: Path) -> str:
+    """Success by task with its Wilson 95 % interval, as a table."""
+    if not file.is_file():
+        return "This step was not evaluated.\n"
+    table = json.loads(file.read_text(encoding="utf-8"))
+    lines = ["| task | success | 95 % interval | episodes |", "|---|---|---|---|"]
+    for row in [*table["tasks"], table["overall"] | {"task": "**all**"}]:
+        interval = f"{row['low']:.3f} to {row['high']:.3f}"
+        lines.append(f"| {row['task']} | {row['success_once']:.3f} | {interval} | {row['episodes']} |")
+    return "\n".join(lines) + "\n"

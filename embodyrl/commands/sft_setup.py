@@ -1,0 +1,217 @@
+"""What supervised training starts from: demonstrations and a checkpoint folder with their statistics, or text."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.conversation import join_messages
+from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.reader import Demonstrations, check_layout, load_demonstrations
+from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
+from embodyrl.datasets.statistics import vector_stats
+from embodyrl.datasets.text import TextRows, open_rows
+from embodyrl.errors import ConfigError
+from embodyrl.plan.roots import SftConfig
+from embodyrl.plan.seeds import derive
+from embodyrl.plan.texts import tokenizer_folder
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest, TextPolicy
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, PolicySpec
+from embodyrl.workers.rollout_worker import convert_gripper
+
+STATISTICS_FILE = "dataset_statistics.json"
+"""Where the public layout of vision-language-action models keeps what -1 and 1 stand for."""
+_SMALL = 16 * 2**20
+_VALIDATION_EPISODES = "sft-validation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The env steps that train or validate, and what to imitate at each."""
+
+    demos: Demonstrations
+    steps: IntArray
+    """[M] steps of `demos`."""
+    actions: FloatArray
+    """[M, K, A] the actions that follow, in the policy's gripper convention."""
+
+
+def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
+    """Load demonstrations and split them by episode into training and validation.
+
+    Raises:
+        EmbodyError: a folder is damaged, empty, or too large for the memory.
+        ConfigError: the validation data come from another environment.
+    """
+    assert cfg.data.path is not None
+    demos = load_demonstrations(Path(cfg.data.path))
+    train, held_out = list(range(demos.num_episodes)), []
+    if cfg.data.val_path is None and cfg.data.val_share and demos.num_episodes > 1:
+        count = max(1, round(cfg.data.val_share * demos.num_episodes))
+        order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(demos.num_episodes)
+        held_out, train = sorted(order[:count].tolist()), sorted(order[count:].tolist())
+    training = _samples(demos, train, env, policy)
+    if cfg.data.val_path is None:
+        return training, _samples(demos, held_out, env, policy) if held_out else None
+    other = read_card(Path(cfg.data.val_path)).env
+    shape = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
+    if differs := [name for name in shape if getattr(other, name) != getattr(env, name)]:
+        raise ConfigError(f"data.val_path={cfg.data.val_path} differs from data.path in {', '.join(differs)}.")
+    validation = load_demonstrations(Path(cfg.data.val_path))
+    return training, _samples(validation, list(range(validation.num_episodes)), env, policy)
+
+
+def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
+    steps = demos.steps_of(episodes)
+    actions = demos.chunks(steps, policy.num_action_chunks)
+    convert_gripper(actions, env.gripper, policy.gripper)
+    return Samples(demos=demos, steps=steps, actions=actions)
+
+
+def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
+    """Return one entry of `dataset_statistics.json`.
+
+    Args:
+        actions: [N, A] in the policy's gripper convention.
+        states: [N, S]
+        env: names the gripper, which is not normalised.
+        episodes: number of demonstrations.
+    """
+    mask = np.ones(actions.shape[-1], np.bool_)
+    if env.gripper is not None:
+        mask[env.gripper.index] = False
+    entry: dict[str, Any] = {"action": {**_describe(actions), "mask": mask.tolist()}}
+    if states.shape[-1]:
+        entry["proprio"] = _describe(states)
+    return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
+
+
+def _describe(values: FloatArray) -> dict[str, list[float]]:
+    stats = vector_stats(values)
+    return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
+
+
+def start_model(cfg: SftConfig) -> Path:
+    """Find the checkpoint folder to start from.
+
+    Raises:
+        ConfigError: the model has none, so there is nothing that could be trained.
+    """
+    path = cfg.model.weights
+    if path is None:
+        raise ConfigError(
+            f"model_type '{cfg.model.model_type}' has no checkpoint folder (model.path) that could be trained; use for "
+            "example model=openvla_oft_tiny."
+        )
+    return resolve_asset(path)
+
+
+def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelSettings:
+    """Make `target` a checkpoint folder like `source`, but with the statistics of our data, and return its config.
+
+    Small files are copied, weights are linked: nothing large is written before the first checkpoint.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        copy = target / path.name
+        copy.unlink(missing_ok=True)
+        if path.is_file() and path.stat().st_size <= _SMALL:
+            shutil.copyfile(path, copy)
+        else:
+            copy.symlink_to(path.resolve())
+    text = json.dumps({key: entry}, indent=2) + "\n"
+    (target / STATISTICS_FILE).write_text(text, encoding="utf-8")
+    own = {"unnorm_key": key} if "unnorm_key" in type(model).model_fields else {}
+    return model.updated({"path": str(target), **own})
+
+
+def augments(cfg: SftConfig) -> bool:
+    """Whether images are changed at random."""
+    return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug
+
+
+def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
+    """Name and text of the lines that describe a run before it starts.
+
+    Raises:
+        EmbodyError: the data set is damaged or there is none.
+    """
+    assert cfg.data.path is not None
+    training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} samples")
+    if isinstance(cfg.data, RowSettings):
+        rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
+        return [
+            ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
+            ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+            training,
+        ]
+    root = Path(cfg.data.path)
+    card = read_card(root)
+    problems = check_layout(root)
+    if problems:
+        raise ConfigError(problems)
+    info = json.loads((root / "meta" / "info.json").read_text(encoding="utf-8"))
+    height, width = card.env.image_size
+    cameras = f"{', '.join(card.env.cameras)} {height}x{width}"
+    return [
+        ("data", f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {card.env.name}"),
+        ("frames", f"{cameras} · augmentation {'on' if augments(cfg) else 'off'}"),
+        ("model", f"{start_model(cfg)} · {cfg.model.precision_name}"),
+        training,
+    ]
+
+
+def build_text_policy(cfg: SftConfig, device: str) -> TextPolicy:
+    """Build the language model.
+
+    Raises:
+        ConfigError: the model does not speak.
+    """
+    space = ActionSpace(kind=ActionKind.text)
+    env = EnvSpec(name="text", action_dim=1, tasks=("text",), states_per_task=(1,), action_space=space)
+    factory = POLICIES.get(cfg.model.model_type)
+    if ActionKind.text not in factory.spec(cfg.model, env, 0).action_kinds:
+        raise ConfigError(
+            f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
+            "or a folder that `embodyrl collect` wrote."
+        )
+    recompute = cfg.actor.gradient_checkpointing
+    request = PolicyRequest(env=env, device=device, seed=cfg.seed, gradient_checkpointing=recompute)
+    policy = factory.build(cfg.model.updated({"num_action_chunks": 1}), request)
+    assert isinstance(policy, TextPolicy)
+    return policy
+
+
+def load_text(cfg: SftConfig, policy: TextPolicy) -> tuple[Samples, Samples | None]:
+    """Rows for training and for validation; what is imitated is the reference and the token that ends it.
+
+    Raises:
+        ConfigError: a source or a row is wrong.
+    """
+    assert isinstance(cfg.data, RowSettings)
+    rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
+    split = len(rows) - rows.held_out
+    training = _text_samples(rows, range(split), policy)
+    return training, _text_samples(rows, range(split, len(rows)), policy) if rows.held_out else None
+
+
+def _text_samples(rows: TextRows, part: range, policy: TextPolicy) -> Samples:
+    """Each row as an episode of one step, in which there is nothing but the conversation to see."""
+    chosen, steps = [rows[i] for i in part], np.arange(len(part))
+    tokens = policy.encode_replies([row.reference for row in chosen])
+    none = np.zeros((len(part), 0), np.float32)
+    demos = Demonstrations(
+        images=np.zeros((len(part), 0, 0, 0, 3), np.uint8),
+        state=none,
+        action=none,
+        start=steps,
+        stop=steps + 1,
+        instruction=np.array([join_messages(row.messages) for row in chosen], object),
+    )
+    return Samples(demos=demos, steps=steps, actions=tokens[:, :, None].astype(np.float32))

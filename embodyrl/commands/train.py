@@ -1,0 +1,237 @@
+"""Training: the loop, and what surrounds it (run folder, validation, checkpoints, signals)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.commands.dump import write_dump
+from embodyrl.commands.evaluation import EvalResult, changes, compare_recordings, run_evaluation
+from embodyrl.commands.facts import facts
+from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
+from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
+from embodyrl.commands.session import Session
+from embodyrl.errors import EmbodyError, Interrupted
+from embodyrl.plan.blueprint import Blueprint, draw_blueprint
+from embodyrl.plan.held_out import evaluation_facts
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.scheduler.actors import Actors
+from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.scheduler.start import Workers, start_workers
+from embodyrl.scheduler.step_rollouts import StepRollouts
+from embodyrl.types import PreparedBatch
+
+_NOTHING = PreparedBatch(
+    records=np.zeros(0, np.int64),
+    episode=np.zeros(0, np.int64),
+    advantage=np.zeros((0, 0), np.float32),
+    returns=np.zeros((0, 0), np.float32),
+    valid=np.zeros((0, 0), np.bool_),
+    has_signal=False,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """What a finished training leaves."""
+
+    run: Path
+    step: int
+    checkpoint: Path
+    first: EvalResult | None
+    last: EvalResult | None
+
+
+def train(cfg: TrainConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> TrainResult:
+    """Train from `cfg`, or continue the run in `resume`.
+
+    Raises:
+        EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
+    """
+    blueprint = draw_blueprint(cfg, training=True)
+    weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
+    folder = open_run(cfg, "train", overrides, resume)
+    try:
+        return _Training(blueprint, folder, weights).run()
+    finally:
+        folder.unlock()
+
+
+class _Training:
+    """One process's share of a run."""
+
+    def __init__(self, blueprint: Blueprint, folder: RunFolder, weights: Path | None) -> None:
+        assert blueprint.algorithm is not None
+        self.blueprint = blueprint
+        self.algorithm = blueprint.algorithm
+        self.cfg = blueprint.config(TrainConfig)
+        self.weights = weights
+        self.session = Session(self.cfg, folder, "train")
+        self.monitor = self.session.monitor
+        self.first: EvalResult | None = None
+        self.last: EvalResult | None = None
+        self.reasons: set[str] = set()
+
+    def run(self) -> TrainResult:
+        session, folder = self.session, self.session.folder
+        start = session.find_start()
+        validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
+        where = [("output", f"{folder.root}{validation}"), ("logs", f"tail -F {folder.logs}/*.log")]
+        held_out = evaluation_facts(self.blueprint) if self._validates else []
+        session.announce(
+            [*facts(self.blueprint), *held_out, *where], self.blueprint.total_steps, self.blueprint.env.tasks
+        )
+        try:
+            # Of a resumed run too, for the reference policy; the checkpoint is loaded over them.
+            workers = start_workers(self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
+            try:
+                with workers.supervisor.signals():
+                    return self._train(workers, start)
+            finally:
+                workers.close()
+        finally:
+            self.monitor.close()
+
+    def _train(self, workers: Workers, start: Path | None) -> TrainResult:
+        actors = Actors(workers, self.algorithm, self.blueprint)
+        try:
+            if start is not None:
+                actors.load(start)
+            workers.scheduler.publish(self.session.step)
+            if self.session.step == 0 and self._validates:
+                self.first = self._validate(workers)
+                self.monitor.log(0, self.first.metrics())
+            self._loop(workers, actors)
+            checkpoint = self._save(workers, actors)
+            self.session.wait_for_save()
+        except Interrupted as interruption:
+            workers.scheduler.abandon()
+            raise self.session.stop_message(interruption, self._save(workers, actors)) from None
+        self._report(checkpoint)
+        return TrainResult(
+            run=self.session.folder.root,
+            step=self.session.step,
+            checkpoint=checkpoint,
+            first=self.first,
+            last=self.last,
+        )
+
+    def _loop(self, workers: Workers, actors: Actors) -> None:
+        """Rollout, score, advantages, update, log, save: the order in which data flows."""
+        session, algorithm = self.session, self.algorithm
+        sampler = StepRollouts(self.blueprint, workers, algorithm)
+        for step in range(session.step, session.total):
+            started = time.perf_counter()
+            workers.supervisor.timeline.begin()
+            rollout = sampler.collect(step, lambda done, total: self.monitor.progress(done, total, "rollout"))
+            self._check_rewards(rollout, workers, actors)
+            with workers.supervisor.shield():
+                if not self._validates_after(step):
+                    sampler.ahead(step + 1)
+                scores = actors.score(rollout)
+                # All episodes may have been lost to crashed env workers.
+                batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _NOTHING
+                if self.cfg.rollout.dump and (step == 0 or session.due(self.cfg.runner.save_interval)):
+                    self._dump(workers, rollout, batch)
+                result = actors.update(step, rollout, batch)
+                workers.scheduler.release(rollout)
+                session.step = step + 1
+                published = time.perf_counter()
+                workers.scheduler.publish(session.step)
+                publish_s = time.perf_counter() - published
+            metrics = rollout_metrics(
+                rollout,
+                num_workers=len(self.blueprint.env_workers),
+                restarts=session.restarts + workers.supervisor.restarts,
+                components=self.blueprint.env.components,
+                reports_success=self.blueprint.env.reports_success,
+            )
+            metrics |= workers.supervisor.timeline.metrics() | batch.metrics
+            metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}
+            metrics |= {f"actor/{name}": value for name, value in result.items()}
+            metrics["time/step"] = time.perf_counter() - started
+            try:
+                if session.due(self.cfg.runner.val_check_interval):
+                    self.last = self._validate(workers)
+                    metrics |= self.last.metrics() | {"time/validate": self.last.wall_s}
+            finally:
+                # The step is done and will not be repeated, even if its validation was interrupted.
+                self.monitor.log(
+                    session.step, split_clock_metrics(metrics, deterministic=self.cfg.runner.deterministic)
+                )
+            if not batch.has_signal:
+                self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
+            session.save_if_due(lambda: self._save(workers, actors))
+
+    def _check_rewards(self, rollout: RolloutResult, workers: Workers, actors: Actors) -> None:
+        try:
+            rollout.complain(self.monitor.text, self.reasons)
+        except EmbodyError:
+            if self.session.step:
+                self._save(workers, actors)
+                self.session.wait_for_save()
+            raise
+
+    @property
+    def _validates(self) -> bool:
+        return self.cfg.runner.val_check_interval != -1
+
+    def _validates_after(self, step: int) -> bool:
+        """A validation uses the slots: nothing may wait in them."""
+        interval = self.cfg.runner.val_check_interval
+        return step + 1 == self.session.total or (interval != -1 and (step + 1) % interval == 0)
+
+    def _validate(self, workers: Workers) -> EvalResult:
+        session = self.session
+        result = run_evaluation(
+            self.blueprint,
+            workers,
+            folder=session.folder.eval_folder(session.step),
+            videos=session.folder.videos,
+            step=session.step,
+            progress=self.monitor.progress,
+            warn=self.monitor.text,
+        )
+        if result.dropped:
+            self.monitor.text(f"step {session.step}: {result.losses}")
+        for path in result.videos:
+            self.monitor.video(session.step, Path(path))
+        if result.videos:
+            self.monitor.text(f"step {session.step}: {len(result.videos)} recordings in {session.folder.videos}")
+        session.record_score(result.overall.success_once or 0.0, result.overall.mean_return)
+        return result
+
+    def _dump(self, workers: Workers, rollout: RolloutResult, batch: PreparedBatch) -> None:
+        try:
+            write_dump(self.session.folder.root, self.session.step + 1, workers.arena, rollout, batch)
+        except OSError as error:
+            self.monitor.text(f"warning: a dump could not be written, training goes on: {error}")
+
+    def _save(self, workers: Workers, actors: Actors) -> Path:
+        with workers.supervisor.shield():
+            meta = {"env": self.blueprint.env.name, "model": self.blueprint.policy.name}
+            return self.session.save(actors.save, meta)
+
+    def _report(self, checkpoint: Path) -> None:
+        videos: list[Path] = []
+        if self.first is not None and self.last is not None:
+            self.monitor.results(changes(self.first, self.last))
+            before, after = self.first.overall, self.last.overall
+            if after.success_once not in (None, after.mean_return):
+                self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
+            videos = compare_recordings(
+                self.first,
+                self.last,
+                self.session.folder.videos,
+                steps=(0, self.session.step),
+                fps=self.cfg.video_cfg.fps,
+                warn=self.monitor.text,
+            )
+        self.monitor.text(f"run        {self.session.folder.root}")
+        self.monitor.text(f"checkpoint {checkpoint}")
+        for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
+            self.monitor.text(f"video      {path}")

@@ -1,0 +1,206 @@
+"""What `check-env` works with: an environment on the bench, episodes played on it, and what differs between two."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
+from embodyrl.envs.settings import CheckedEnv
+from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+
+SLOTS = 2
+CONTEXT = EnvContext(num_slots=SLOTS)
+CHUNK = 4
+"""K: actions per chunk of a played episode."""
+MOST_TASKS = 3
+MOST_STATES = 4
+LIMIT = 16
+"""Env steps of a random episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One way in which the environment breaks its contract."""
+
+    field: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: expected {self.expected}, found {self.found}"
+
+
+def unless(holds: bool, field: str, expected: str, found: object) -> Iterator[Violation]:
+    """Yield a violation where something does not hold."""
+    if not holds:
+        yield Violation(field, expected, str(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A copy of one observation."""
+
+    images: ByteArray
+    state: FloatArray
+    instruction: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Trace:
+    """One played episode: what was seen before each chunk and at the end, and the outcome of each chunk (n = 1)."""
+
+    start: EpisodeStart
+    actions: FloatArray
+    """[n, A] as they were asked for; those after the end were not executed."""
+    seen: list[Seen] = field(default_factory=list)
+    results: list[ChunkResult] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Executed env steps."""
+        return sum(int(result.valid.sum()) for result in self.results)
+
+    def any(self, flag: str) -> bool:
+        """Whether an action of the episode has this flag."""
+        return any(bool(getattr(result, flag).any()) for result in self.results)
+
+
+@dataclass(kw_only=True)
+class Harness:
+    """The environment under test and what the checks learned about it so far."""
+
+    factory: EnvFactory
+    cfg: CheckedEnv
+    seed: int
+    note: str = ""
+    """Shown behind the check that is running, when it passes."""
+    ending: Trace | None = None
+    """An episode that terminated by itself, at its last action."""
+    demo: Trace | None = None
+    """An episode of the expert, with its clean choices."""
+    brightest: int = 0
+    """Largest pixel value of all observations so far."""
+
+    @cached_property
+    def spec(self) -> EnvSpec:
+        return self.factory.spec(self.cfg, CONTEXT)
+
+    @cached_property
+    def env(self) -> Env:
+        return self.factory.make(self.cfg, CONTEXT)
+
+    @property
+    def horizon(self) -> int:
+        """Env steps that a task may take."""
+        return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
+
+    def tasks(self) -> list[int]:
+        """The first tasks of `env.train.task_ids`, or of all."""
+        return list(self.cfg.train.task_ids or range(len(self.spec.tasks)))[:MOST_TASKS]
+
+    def reset_ids(self, task: int) -> list[int]:
+        """First, last and some between of a task's reset ids."""
+        ids = self.spec.reset_ids_of(task)
+        return [ids[i] for i in sorted({int(i) for i in np.linspace(0, len(ids) - 1, MOST_STATES)})]
+
+    @property
+    def can_ignore(self) -> bool:
+        """Episodes may go on after their own end; some simulators cannot, and say so in `validate`."""
+        return not self.factory.validate(self.cfg.updated({"train.ignore_terminations": True}))
+
+    def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
+        """Describe an episode; `ignore` holds where the environment allows it."""
+        ignore = ignore and self.can_ignore
+        return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
+
+    def first_start(self, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
+        """Start of the first state of the first task."""
+        return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
+
+    def bounds(self) -> tuple[FloatArray, FloatArray]:
+        """Smallest and largest action [A]; -1 and 1 where nothing is declared."""
+        space, one = self.spec.action_space, np.ones(self.spec.action_dim, np.float32)
+        if space is None:
+            return -one, one
+        if space.sizes:
+            return 0 * one, np.asarray(space.sizes, np.float32) - 1
+        # An endless box has no largest action; try what a policy would start with.
+        low, high = np.asarray(space.low, np.float32), np.asarray(space.high, np.float32)
+        return np.where(np.isfinite(low), low, -one), np.where(np.isfinite(high), high, one)
+
+    def actions(self, count: int, stream: int = 0) -> FloatArray:
+        """Random actions [count, A] within the bounds, the same for the same stream."""
+        draw, (low, high) = np.random.default_rng([self.seed, stream]), self.bounds()
+        if self.spec.action_space is not None and self.spec.action_space.sizes:
+            return draw.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
+        return draw.uniform(low, high, (count, len(high))).astype(np.float32)
+
+    def observe(self, slot: int, fill: int = 0) -> Seen:
+        """Observe into views that hold `fill` (images) and NaN (state) before."""
+        spec = self.spec
+        images = np.full((len(spec.cameras), *spec.image_size, 3), fill, np.uint8)
+        state = np.full(spec.state_dim, np.nan, np.float32)
+        self.env.observe([slot], [ObservationOut(images=images, state=state)])
+        self.brightest = max(self.brightest, int(images.max(initial=0)))
+        return Seen(images=images, state=state, instruction=self.env.instruction(slot))
+
+    def play(
+        self,
+        slot: int,
+        start: EpisodeStart,
+        actions: FloatArray,
+        *,
+        chunk: int = CHUNK,
+        between: Callable[[], object] | None = None,
+    ) -> Trace:
+        """Reset the slot and run `actions` [n, A] in chunks until it ends; `between` runs before each."""
+        trace = Trace(start=start, actions=actions)
+        self.env.reset([slot], [start])
+        trace.seen.append(self.observe(slot))
+        for first in range(0, len(actions), chunk):
+            if between is not None:
+                between()
+            result = self.env.step_chunk([slot], actions[None, first : first + chunk])
+            trace.results.append(result)
+            trace.seen.append(self.observe(slot))
+            if result.done.any():
+                break
+        return trace
+
+
+def seen_difference(one: Seen, other: Seen) -> str | None:
+    """Say in what two observations differ; None if they are equal to the last bit."""
+    if one.instruction != other.instruction:
+        return f"instructions {one.instruction!r} and {other.instruction!r}"
+    pixels = int((one.images != other.images).any(axis=-1).sum())
+    if pixels:
+        return f"{pixels} of {one.images[..., 0].size} pixels differ"
+    if one.state.tobytes() != other.state.tobytes():
+        return f"states differ by up to {np.nanmax(np.abs(one.state - other.state)):.3g}"
+    return None
+
+
+def trace_difference(one: Trace, other: Trace) -> str | None:
+    """Say where two episodes part first; None if they are equal to the last bit."""
+    for index, (a, b) in enumerate(zip(one.seen, other.seen, strict=False)):
+        if index:
+            for name in ("reward", "terminated", "truncated", "success"):
+                # A last chunk may be shorter in one of the two: what was not executed does not count.
+                left, right = (getattr(r, name)[r.valid] for r in (one.results[index - 1], other.results[index - 1]))
+                if not np.array_equal(left, right):
+                    return f"{name} of chunk {index - 1} is {left.tolist()} and {right.tolist()}"
+        difference = seen_difference(a, b)
+        if difference:
+            return f"{difference} after {index} chunks"
+    if len(one.seen) != len(other.seen):
+        return f"{len(one.results)} and {len(other.results)} chunks"
+    return None
+
+
+def shapes(what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> Iterator[Violation]:
+    """Check that something is an array of this shape and dtype."""
+    found = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+    expected = f"{np.dtype(dtype).name} {tuple(shape)}"
+    yield from unless(found == expected, what, expected, found)

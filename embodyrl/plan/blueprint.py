@@ -1,0 +1,295 @@
+"""Joins environment, policy, algorithm and workers; every mismatch is found before a process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from embodyrl.algorithms import Algorithm
+from embodyrl.channels.layout import RecordLayout, record_layout
+from embodyrl.cluster import LAUNCHERS
+from embodyrl.cluster.protocol import ProcessSettings
+from embodyrl.config.load import COMMAND_LINE
+from embodyrl.config.settings import leaves
+from embodyrl.devices import Devices, deal_devices, visible_gpus
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.errors import ConfigError
+from embodyrl.files import available_cores
+from embodyrl.plan.episodes import eval_episodes, groups_per_step, selected_reset_ids
+from embodyrl.plan.roots import ActingConfig, EvalConfig, TrainConfig
+from embodyrl.plan.settings import RolloutMode
+from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
+from embodyrl.policies import POLICIES, fitting_models
+from embodyrl.types import EnvSpec, PolicySpec
+
+C = TypeVar("C", bound=ActingConfig)
+
+DUMP_LIMIT = 1 << 30
+"""Bytes of the largest dump of a training step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSlots:
+    """One env worker: its name and its global slot indices."""
+
+    name: str
+    slots: range
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """A run, fully described but not started."""
+
+    cfg: ActingConfig
+    context: EnvContext
+    env: EnvSpec
+    policy: PolicySpec
+    algorithm: Algorithm | None
+    """None: evaluation only."""
+    layout: RecordLayout
+    capacity: int
+    """Records of the arena: the largest rollout that can be under way."""
+    env_workers: tuple[WorkerSlots, ...]
+    total_steps: int
+    """Training steps."""
+    optimizer_steps_per_step: int
+    """Of a training step with `max_samples`."""
+    max_samples: int
+    """Chunk samples of one training step, at most."""
+    ranks: int
+    """Processes that train the policy."""
+    devices: Devices
+    single_step: bool = False
+    """Every env step is a record: the policy is asked anew after each action."""
+
+    def config(self, kind: type[C]) -> C:
+        """`cfg`, of a command that is known to be this one."""
+        assert isinstance(self.cfg, kind)
+        return self.cfg
+
+    @property
+    def is_disaggregated(self) -> bool:
+        """Whether rollout and actor are different processes; nothing but training has actors."""
+        return self.algorithm is not None and _is_disaggregated(self.cfg)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all env workers."""
+        return self.env_workers[-1].slots.stop
+
+
+def _with_protocol(cfg: C, env: EnvSpec) -> C:
+    """Fill in what `eval.standard` stands for; what a preset says of its own episodes does not count.
+
+    Raises:
+        ConfigError: the environment declares no horizon, or something that was typed contradicts the protocol.
+    """
+    if not isinstance(cfg, EvalConfig) or not cfg.eval.standard:
+        return cfg
+    if not env.max_episode_steps:
+        raise ConfigError(f"eval.standard=true: env '{env.name}' declares no protocol of its own; leave it out.")
+    decided = {
+        "eval.episodes": None,
+        "eval.episodes_per_task": max(env.states_per_task),
+        "env.eval.task_ids": None,
+        "env.eval.state_ids": None,
+        "env.eval.max_episode_steps": env.max_episode_steps,
+    }
+    values = dict(leaves(cfg))
+    if wrong := [n for n in decided if cfg.sources.get(n) == COMMAND_LINE and values[n] != decided[n]]:
+        raise ConfigError(f"eval.standard=true runs every initial state of every task; leave out {', '.join(wrong)}.")
+    return cfg.updated(decided)
+
+
+def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
+    """Describe the run.
+
+    Raises:
+        ConfigError: parts that do not fit together, one line each.
+        MissingDependencyError: the environment's packages or libraries are missing.
+    """
+    context = env_context(cfg)
+    factory = ENVS.get(cfg.env.env_type)
+    env = factory.spec(cfg.env, context)
+    cfg = _with_protocol(fit_lengths(cfg, env), env)
+    learner = cfg if training and isinstance(cfg, TrainConfig) else None
+    algorithm = Algorithm(learner.algorithm) if learner else None
+    value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
+    policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
+    if 0 < policy.num_images < len(env.cameras):
+        # Every camera costs rendering time and memory in each record; a policy reads the first ones.
+        cfg = cfg.updated({"env.init_params.camera_names": list(env.cameras[: policy.num_images])})
+        env = factory.spec(cfg.env, context)
+        learner = cfg if learner and isinstance(cfg, TrainConfig) else None
+    problems = [*mismatches(env, policy), *_acting_problems(cfg, env, policy)]
+    if learner and algorithm:
+        problems += _learning_problems(learner, algorithm, policy)
+    if problems:
+        raise ConfigError(problems)
+    for split in cfg.env.splits.values():
+        if isinstance(split, EnvSplit):
+            selected_reset_ids(env, split)
+    slots = _count_slots(cfg, env, policy, learner)
+    devices = plan_devices(cfg, training=training)
+    samples = _max_samples(learner, algorithm) if learner and algorithm else 0
+    layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
+    if learner and learner.rollout.dump and samples * layout.record_bytes > DUMP_LIMIT:
+        raise ConfigError(
+            f"rollout.dump=true: a step may need {samples * layout.record_bytes / 2**30:.1f} GiB, dumps hold at most "
+            f"{DUMP_LIMIT / 2**30:.0f}; use fewer episodes per step."
+        )
+    per_update = -(-samples // learner.actor.global_batch_size) if learner else 0
+    return Blueprint(
+        cfg=cfg,
+        context=context,
+        env=env,
+        policy=policy,
+        algorithm=algorithm,
+        layout=layout,
+        capacity=_capacity(learner, env, algorithm, slots),
+        env_workers=deal_slots(slots, count_env_workers(cfg, env, devices, slots)),
+        total_steps=_total_steps(learner, env) if learner else 0,
+        optimizer_steps_per_step=learner.algorithm.update_epoch * per_update if learner else 0,
+        max_samples=samples,
+        ranks=count_ranks(cfg),
+        devices=devices,
+    )
+
+
+def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """What the command asks of environment and policy that they cannot do."""
+    problems = sampling_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
+    if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
+        problems.append(
+            f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
+            f"{cfg.rollout.pipeline_stage_num} steps some of them at a time; set it to 1."
+        )
+    return problems
+
+
+def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, policy: PolicySpec) -> list[str]:
+    """What the algorithm asks of environment and policy that they cannot do."""
+    problems = []
+    if not policy.has_logprobs:
+        problems.append(
+            f"model '{policy.name}' gives no action probabilities, so RL cannot train it; choose a model with discrete "
+            "action tokens (model.action_head=discrete), or run `embodyrl sft` or `embodyrl eval`."
+        )
+    if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
+        problems.append(
+            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
+            "reset id; set it to true."
+        )
+    return problems
+
+
+def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """Compare what the environment gives with what the policy takes; one line per mismatch."""
+    problems = []
+    if env.action_dim != policy.action_dim:
+        problems.append(
+            f"env '{env.name}' takes {env.action_dim}-dimensional actions, model '{policy.name}' gives "
+            f"{policy.action_dim}; set model.action_dim={env.action_dim} or choose another model."
+        )
+    if env.action_kind not in policy.action_kinds:
+        can = ", ".join(sorted(policy.action_kinds))
+        problems.append(
+            f"env '{env.name}' takes {env.action_kind} actions, model '{policy.name}' gives {can} ones only; choose "
+            f"another model, for example {fitting_models(env)}."
+        )
+    if policy.num_images > len(env.cameras):
+        problems.append(
+            f"model '{policy.name}' reads {policy.num_images} camera images, env '{env.name}' gives "
+            f"{len(env.cameras)} ({', '.join(env.cameras) or 'none'}); set model.num_images_in_input or the cameras."
+        )
+    if policy.uses_state and not env.state_dim:
+        problems.append(f"model '{policy.name}' reads proprioception, env '{env.name}' has none.")
+    if policy.scripted and not env.expert_tasks:
+        problems.append(f"env '{env.name}' has no scripted expert; choose another model.")
+    if not policy.scripted and (env.gripper is None) != (policy.gripper is None):
+        has, lacks = ("env", "model") if env.gripper else ("model", "env")
+        problems.append(f"the {has} declares a gripper convention, the {lacks} does not; they do not fit together.")
+    return problems
+
+
+def deal_slots(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
+    """Give neighbouring slots (members of one group) to the same worker, as evenly as possible."""
+    env_workers, start = [], 0
+    for worker in range(num_workers):
+        size = num_slots // num_workers + (worker < num_slots % num_workers)
+        env_workers.append(WorkerSlots(name=f"env_{worker}", slots=range(start, start + size)))
+        start += size
+    return tuple(env_workers)
+
+
+def _count_slots(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec, learner: TrainConfig | None) -> int:
+    validates = learner is None or learner.runner.val_check_interval != -1
+    eval_slots = eval_episodes(cfg, env, policy).num_slots if isinstance(cfg, EvalConfig) and validates else 0
+    return max(eval_slots, learner.env.train.total_num_envs if learner else 1)
+
+
+def _is_disaggregated(cfg: ActingConfig) -> bool:
+    return isinstance(cfg, TrainConfig) and cfg.rollout.mode is RolloutMode.disaggregated
+
+
+def _in_process(cfg: ActingConfig) -> bool:
+    return LAUNCHERS.get(cfg.launcher.name).in_process
+
+
+def count_ranks(cfg: ActingConfig) -> int:
+    """Actor ranks: `actor.fsdp.size`, or one per GPU that nobody else needs where the run can be spread."""
+    if cfg.actor.fsdp.size != -1:
+        return cfg.actor.fsdp.size
+    acting = cfg.rollout.num_workers if isinstance(cfg, TrainConfig) and _is_disaggregated(cfg) else 0
+    asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
+    alone = cfg.model.compiled or (not acting and (asynchronous or cfg.rollout.backend != "hf"))
+    return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
+
+
+def plan_devices(cfg: ActingConfig, *, training: bool) -> Devices:
+    """Which GPU each process of the run will see; one process for everything sees them all."""
+    acting = cfg.rollout.num_workers if training and isinstance(cfg, TrainConfig) and _is_disaggregated(cfg) else 0
+    return deal_devices(() if _in_process(cfg) else visible_gpus(), count_ranks(cfg) + acting)
+
+
+def count_env_workers(cfg: ActingConfig, env: EnvSpec, devices: Devices, slots: int) -> int:
+    """Env worker processes for so many slots: one per core, or per GPU where it steps all slots of a worker at once."""
+    if not isinstance(cfg.launcher, ProcessSettings):
+        return 1
+    if cfg.launcher.env_workers != "auto":
+        return min(cfg.launcher.env_workers, slots)
+    batched = env.lockstep and env.on_gpu
+    return max(1, min(len(devices.simulators) if batched else available_cores(), slots))
+
+
+def _max_samples(cfg: TrainConfig, algorithm: Algorithm) -> int:
+    """Chunk samples of one training step, at most."""
+    split = cfg.env.train
+    steps = split.max_episode_steps
+    if algorithm.counts_chunk_steps:
+        steps = split.max_steps_per_rollout_epoch or steps
+    return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.model.num_action_chunks)
+
+
+def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
+    in_flight = 2 * num_slots
+    if cfg is None or algorithm is None:
+        return in_flight
+    samples = _max_samples(cfg, algorithm)
+    finals = 0
+    if algorithm.needs_values:
+        # One more record per episode that is truncated or cut, for the value of its last observation.
+        shortest = 1 if env.may_truncate else cfg.env.train.max_episode_steps
+        per_episode = -(-shortest // cfg.model.num_action_chunks)
+        finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch
+    return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight
+
+
+def _total_steps(cfg: TrainConfig, env: EnvSpec) -> int:
+    steps = cfg.runner.max_steps
+    if cfg.runner.max_epochs >= 0:
+        ids = len(selected_reset_ids(env, cfg.env.train))
+        steps = min(steps, -(-cfg.runner.max_epochs * ids // groups_per_step(cfg)))
+    return steps

@@ -1,0 +1,155 @@
+"""Configs of commands: composed from groups and words, read back from runs, written, and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embodyrl.config import tree
+from embodyrl.config.load import COMMAND_LINE, Setting, build, compose_groups, read_saved, split_words, wrong_values
+from embodyrl.config.settings import find_key, plain
+from embodyrl.config.trust import distrusted
+from embodyrl.errors import ConfigError, masked
+from embodyrl.files import write_atomically
+from embodyrl.plan.roots import ROOTS, SELECTORS, CommandKeys, Root, contradictions, selected, without_effect
+
+
+def load_config(
+    command: str, words: Sequence[str], *, config_dirs: Sequence[Path] = (), base: Path | None = None
+) -> Any:
+    """Compose, type and check the config of a command.
+
+    Args:
+        command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
+        words: `group=option` and `key=value` as typed by the user.
+        config_dirs: further folders with YAML groups, searched after the shipped one.
+        base: the config.yaml of a run whose weights are used: its model, and unless these are trained its environment
+            and algorithm, hold wherever the command line does not choose that group.
+
+    Returns:
+        An instance of `ROOTS[command]`.
+
+    Raises:
+        ConfigError: one line per problem: a word that cannot be parsed, an unknown key or option, a wrong type, a
+            value out of range, a key that nothing reads, and, once those are clean, what contradicts itself.
+    """
+    problems: list[str] = []
+    groups, typed = split_words(command, words, config_dirs, problems)
+    problems += _unread_groups(command, groups)
+    if base is None or "experiment" in groups:  # an experiment chooses everything
+        composed, inherited = compose_groups(command, groups, config_dirs, problems), []
+    else:
+        # What suits an environment and a shipped model says nothing about the weights of a run.
+        alone = {} if "model" in groups or tree.root_file(command) != "train" else {"start": "none"}
+        composed = compose_groups(command, {**groups, **alone}, config_dirs, problems)
+        wanted = ("model",) if command == "train" else ("env", "model", "algorithm")
+        inherited = _inherit(base, [section for section in wanted if section not in groups], composed)
+        _trust(inherited, typed, base, problems)
+    if not composed:
+        raise ConfigError(problems)
+    return _finish(command, [*composed, *inherited, *typed], problems)
+
+
+def load_saved_config(path: Path, words: Sequence[str], *, command: str | None = None) -> Any:
+    """Load the `config.yaml` of a run (a folder or the file) and apply typed overrides to it.
+
+    Raises:
+        ConfigError: missing file, YAML tags (they could construct objects), group overrides, and everything that
+            `load_config` refuses.
+    """
+    file = path / "config.yaml" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            f"{path}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs of the output folder."
+        )
+    problems: list[str] = []
+    saved = read_saved(file)
+    command = command or _command_of(saved)
+    groups, typed = split_words(command, words, (), problems)
+    problems += [
+        f"{group}: a saved run has no groups to choose from; override single keys, for example env.reward_coef=2."
+        for group in groups
+    ]
+    _trust(saved, typed, file, problems)
+    return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *typed], problems)
+
+
+def save_config(cfg: Root, path: Path) -> None:
+    """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
+    write_atomically(path, dump_config(cfg))
+
+
+def dump_config(cfg: Root) -> str:
+    """Return every key with its value as YAML; values of environment variables stay `${oc.env:NAME}`."""
+    return yaml.safe_dump(_masked(plain(cfg)), sort_keys=False, allow_unicode=True)
+
+
+def _masked(node: Any) -> Any:
+    """The tree with each text masked before YAML quotes it."""
+    if isinstance(node, dict):
+        return {_masked(key): _masked(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_masked(item) for item in node]
+    return masked(node) if isinstance(node, str) else node
+
+
+def check_values(cfg: Root) -> None:
+    """Check a config that may have been changed since it was composed.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    problems = wrong_values(type(cfg), json.dumps(plain(cfg)))
+    if found := problems or list(contradictions(cfg)):
+        raise ConfigError(found)
+
+
+def _finish(command: str, settings: Sequence[Setting], problems: list[str]) -> Any:
+    cfg, sources = build(settings, CommandKeys(command), problems)
+    cfg._sources.update(sources)
+    problems += contradictions(cfg)
+    for name, reason in without_effect(cfg):
+        key = find_key(type(cfg), name)
+        if key is not None and sources.get(name) == COMMAND_LINE:
+            problems.append(f"{name} has no effect: {reason}, or leave {name} out.")
+    if problems:
+        raise ConfigError(problems)
+    return cfg
+
+
+def _trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
+    """Refuse what the file may not ask for before any name in it is looked up, as that imports code."""
+    values = [{setting.key: setting.value for setting in some} for some in (saved, typed)]
+    if found := distrusted(values[0], values[1], file):
+        raise ConfigError([*problems, *found])
+
+
+def _unread_groups(command: str, groups: dict[str, str]) -> list[str]:
+    """Typed options of groups that the command has for the sake of its files only."""
+    return [
+        f"{group}={option}: `embodyrl {command}` does not read this group; leave it out."
+        for group, option in groups.items()
+        if group in SELECTORS and selected(ROOTS[command], group) is None
+    ]
+
+
+def _command_of(saved: Sequence[Setting]) -> str:
+    """The command whose run this is: training writes everything, supervised training no environment."""
+    sections = {setting.key.partition(".")[0] for setting in saved}
+    if "env" not in sections:
+        return "sft"
+    return "train" if "checkpoint" in sections else "collect" if "collect" in sections else "eval"
+
+
+def _inherit(base: Path, sections: list[str], composed: Sequence[Setting]) -> list[Setting]:
+    saved = read_saved(base)
+    if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
+        sections += ["data", "reward"]  # they are a part of the text task that the run was about
+    kinds = [next((s.value for s in reversed(some) if s.key == "env.env_type"), None) for some in (saved, composed)]
+    if "model" in sections and kinds[0] == kinds[1]:
+        sections.append("env.init_params")  # the pictures that the weights know
+    return [setting for setting in saved if any(setting.key.startswith(f"{section}.") for section in sections)]

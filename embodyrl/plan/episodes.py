@@ -1,0 +1,279 @@
+"""Which episodes a step consists of, fixed before the step starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.errors import ConfigError
+from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, TextTask, TrainConfig
+from embodyrl.plan.seeds import derive, derive_small
+from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
+
+_EVAL_SEED = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wave:
+    """Episodes that may run at the same time; a wave starts when the one before has ended."""
+
+    queues: tuple[Sequence[EpisodeSpec], ...]
+    """One queue per slot, or a single queue that all slots share."""
+    quota_chunks: int | None = None
+    """Chunk steps per slot; the running episode is cut when they are used up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeList:
+    """The episodes of one rollout."""
+
+    num_slots: int
+    max_episode_steps: int
+    ignore_terminations: bool
+    waves: tuple[Wave, ...]
+
+    @property
+    def num_episodes(self) -> int:
+        return sum(len(queue) for wave in self.waves for queue in wave.queues)
+
+    def without(self, episodes: Set[int]) -> EpisodeList:
+        """The same plan, except for the episodes with these ids."""
+        waves = (
+            replace(wave, queues=tuple(tuple(e for e in q if e.episode_id not in episodes) for q in wave.queues))
+            for wave in self.waves
+        )
+        return replace(self, waves=tuple(waves)) if episodes else self
+
+
+def selected_reset_ids(env: EnvSpec, split: EnvSplit) -> list[int]:
+    """All reset ids of the selected tasks and initial states.
+
+    Raises:
+        ConfigError: a task id or initial state does not exist.
+    """
+    return [reset_id for task in selected_tasks(env, split) for reset_id in reset_ids_of(env, split, task)]
+
+
+def selected_tasks(env: EnvSpec, split: EnvSplit) -> list[int]:
+    """Task ids of a split.
+
+    Raises:
+        ConfigError: a task id does not exist.
+    """
+    tasks = list(split.task_ids) if split.task_ids is not None else list(range(len(env.tasks)))
+    bad = [t for t in tasks if not 0 <= t < len(env.tasks)]
+    if bad:
+        raise ConfigError(f"task_ids {bad}: env '{env.name}' has tasks 0 to {len(env.tasks) - 1}.")
+    return tasks
+
+
+def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
+    """Reset ids of one task that a split may use. Training, evaluation and collection all draw from here.
+
+    Raises:
+        ConfigError: the task has fewer initial states than `state_ids` asks for.
+    """
+    ids = env.reset_ids_of(task)
+    if split.state_ids is None:
+        return ids
+    first, last = split.state_ids
+    if last >= len(ids):
+        raise ConfigError(
+            f"state_ids [{first},{last}]: task {task} of env '{env.name}' has initial states 0 to {len(ids) - 1}."
+        )
+    return ids[first : last + 1]
+
+
+def groups_per_step(cfg: TrainConfig) -> int:
+    """Groups that one training step draws reset ids for."""
+    return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
+
+
+def train_episodes(cfg: TrainConfig, env: EnvSpec, step: int, *, counts_chunk_steps: bool) -> EpisodeList:
+    """Plan training step `step`: a pure function of config and step, so that a resumed run sees the same episodes."""
+    split, algorithm = cfg.env.train, cfg.algorithm
+    slots, size = split.total_num_envs, algorithm.group_size
+    groups = _reset_id_stream(cfg, env, step)
+    waves: list[Wave] = []
+    for epoch in range(algorithm.rollout_epoch):
+        reset_ids = [groups[(epoch * slots + slot) // size] for slot in range(slots)]
+        if counts_chunk_steps:
+            waves.append(_quota_wave(cfg, env, step, epoch, reset_ids))
+        else:
+            first = epoch * slots
+            queue = [_train_episode(cfg, env, step, first + s, (first + s) // size, reset_ids[s]) for s in range(slots)]
+            waves.append(Wave(queues=(tuple(queue),)))
+    if not counts_chunk_steps and split.auto_reset:
+        waves = [Wave(queues=(tuple(e for wave in waves for e in wave.queues[0]),))]
+    if cfg.runner.deterministic:
+        waves = [_deal(wave, slots) for wave in waves]
+    return EpisodeList(
+        num_slots=slots,
+        max_episode_steps=split.max_episode_steps,
+        ignore_terminations=split.ignore_terminations,
+        waves=tuple(waves),
+    )
+
+
+def refill_episodes(cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, groups: int) -> EpisodeList:
+    """Plan further groups for training step `step`, in place of those that were filtered out."""
+    ids, size = selected_reset_ids(env, cfg.env.train), cfg.algorithm.group_size
+    first = (attempt + 1) * groups_per_step(cfg)
+    episodes = []
+    for group in range(first, first + groups):
+        reset_id = ids[derive(cfg.seed, "refill", step, group) % len(ids)]
+        episodes += [_train_episode(cfg, env, step, group * size + m, group, reset_id) for m in range(size)]
+    return _list_plan(cfg, cfg.env.train, episodes)
+
+
+def greedy_episodes(cfg: TrainConfig, plan: EpisodeList) -> EpisodeList:
+    """Plan one more episode of each group of a training step, from its initial state."""
+    first = {e.group_id: e for wave in plan.waves for queue in wave.queues for e in queue}
+    return _list_plan(cfg, cfg.env.train, [first[group] for group in sorted(first)])
+
+
+def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
+    """Whether an evaluation that starts twice from a reset id of this task plays the same episode twice."""
+    noisy = policy.takes_noise and (policy.scripted or cfg.eval.sampling_params.do_sample)
+    return not noisy and task not in env.seeded_tasks
+
+
+def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
+    """Episodes that an evaluation is asked for."""
+    return cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval))
+
+
+def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
+    """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed.
+
+    An episode that would be an exact copy of another is left out.
+    """
+    split = cfg.env.eval
+    tasks = selected_tasks(env, split)
+    episodes = []
+    for i in range(count_asked(cfg, env)):
+        task, trial = tasks[i % len(tasks)], i // len(tasks)
+        ids = reset_ids_of(env, split, task)
+        if trial >= len(ids) and repeats_exactly(cfg, env, policy, task):
+            continue
+        episodes.append(
+            EpisodeSpec(
+                episode_id=i,
+                reset_id=ids[trial % len(ids)],
+                task_id=task,
+                group_id=i,
+                member=0,
+                seed=_EVAL_SEED + trial,
+                noise_seed=derive(cfg.seed, "eval-noise", i),
+            )
+        )
+    # Episodes of one task run together, so that a worker loads few simulators.
+    episodes.sort(key=lambda e: (tasks.index(e.task_id), e.episode_id))
+    return _list_plan(cfg, split, episodes)
+
+
+def demonstration_episodes(cfg: CollectConfig, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
+    """Plan demonstrations: (task id, n-th episode of the task) decides everything about an episode.
+
+    A task's trials visit seeded permutations of its initial states in `env.train`, so that all are used equally often.
+    """
+    split = cfg.env.train
+    episodes = []
+    for i, (task, trial) in enumerate(trials):
+        ids = list(reset_ids_of(env, split, task))
+        lap, place = divmod(trial, len(ids))
+        order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, lap)).permutation(len(ids))
+        episodes.append(
+            EpisodeSpec(
+                episode_id=i,
+                reset_id=ids[int(order[place])],
+                task_id=task,
+                group_id=i,
+                member=0,
+                seed=derive_small(cfg.seed, "demonstration", task, trial),
+                noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
+            )
+        )
+    return _list_plan(cfg, split, episodes)
+
+
+def _list_plan(cfg: ActingConfig, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
+    """Run these episodes in their order, in as many slots as there are."""
+    slots = min(split.total_num_envs, len(episodes))
+    wave = Wave(queues=(tuple(episodes),))
+    return EpisodeList(
+        num_slots=slots,
+        max_episode_steps=split.max_episode_steps,
+        ignore_terminations=split.ignore_terminations,
+        waves=(_deal(wave, slots) if cfg.runner.deterministic else wave,),
+    )
+
+
+def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int) -> list[int]:
+    """Reset ids of the step's groups: walk through seeded permutations, so that every id is visited equally often."""
+    ids = np.asarray(selected_reset_ids(env, cfg.env.train))
+    count = groups_per_step(cfg)
+    stream: list[int] = []
+    position = step * count
+    while len(stream) < count:
+        lap, offset = divmod(position + len(stream), len(ids))
+        rng = np.random.default_rng(derive(cfg.seed, "reset-ids", lap))
+        shuffle = cfg.data.shuffle if isinstance(cfg, TextTask) else True
+        order = rng.permutation(len(ids)) if shuffle else np.arange(len(ids))
+        stream += ids[order[offset : offset + count - len(stream)]].tolist()
+    return stream
+
+
+def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
+    """Per-slot queues that outlast the quota even if every episode ended with its first chunk."""
+    split, size = cfg.env.train, cfg.algorithm.group_size
+    steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
+    quota = -(-steps // cfg.model.num_action_chunks)
+    per_slot = quota if split.auto_reset else 1
+    choices = () if split.use_fixed_reset_state_ids else selected_reset_ids(env, split)
+
+    def episode(lane: int, fixed: int, j: int) -> EpisodeSpec:
+        reset_id = choices[derive(cfg.seed, "free-reset", step, lane, j) % len(choices)] if choices else fixed
+        return _train_episode(cfg, env, step, lane * per_slot + j, lane // size, reset_id)
+
+    first = epoch * len(reset_ids)
+    lanes = [_Lane(partial(episode, first + slot, fixed), per_slot) for slot, fixed in enumerate(reset_ids)]
+    return Wave(queues=tuple(lanes), quota_chunks=quota)
+
+
+class _Lane(Sequence[EpisodeSpec]):
+    """Episodes that are made when they are looked at: few of those that outlast a quota ever start."""
+
+    def __init__(self, make: Callable[[int], EpisodeSpec], length: int) -> None:
+        self._make = make
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> EpisodeSpec:
+        return self._make(range(self._length)[index])
+
+
+def _train_episode(cfg: TrainConfig, env: EnvSpec, step: int, index: int, group: int, reset_id: int) -> EpisodeSpec:
+    return EpisodeSpec(
+        episode_id=index,
+        reset_id=reset_id,
+        task_id=env.task_of(reset_id)[0],
+        group_id=group,
+        member=index % cfg.algorithm.group_size,
+        seed=derive_small(cfg.seed, "env", step, group),
+        noise_seed=derive(cfg.seed, "noise", step, index),
+    )
+
+
+def _deal(wave: Wave, slots: int) -> Wave:
+    """Turn a shared queue into one queue per slot: who runs what no longer depends on who is ready first."""
+    if len(wave.queues) != 1 or slots == 1:
+        return wave
+    (queue,) = wave.queues
+    return Wave(queues=tuple(queue[slot::slots] for slot in range(slots)), quota_chunks=wave.quota_chunks)

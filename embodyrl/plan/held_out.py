@@ -1,0 +1,89 @@
+"""What the figures of an evaluation stand for: how many different episodes, and who has used their initial states."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.settings import flat
+from embodyrl.config.tree import read_plain_yaml
+from embodyrl.datasets.layout import read_card
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.errors import EmbodyError
+from embodyrl.plan.blueprint import Blueprint
+from embodyrl.plan.episodes import count_asked, eval_episodes, selected_reset_ids
+from embodyrl.plan.roots import EvalConfig, TrainConfig
+from embodyrl.plan.texts import rows_of
+from embodyrl.types import EnvSpec
+
+
+def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+    """Lines of the banner about an evaluation: its episodes, and whether training or validation used their states."""
+    cfg, env = blueprint.config(EvalConfig), blueprint.env
+    plan = eval_episodes(cfg, env, blueprint.policy)
+    states = {e.reset_id for wave in plan.waves for queue in wave.queues for e in queue}
+    how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
+    text = f"{plan.num_episodes} {how} episodes of {len(states)} initial states"
+    if (asked := count_asked(cfg, env)) > plan.num_episodes:
+        text += f"; {asked} were asked for, the others would be exact copies of these"
+    lines = [("evaluation", text)]
+    if blueprint.algorithm is not None:
+        shared = states & {*selected_reset_ids(env, blueprint.config(TrainConfig).env.train)}
+        return [*lines, ("held out", _verdict(len(states), {"training": len(shared)}))]
+    if cfg.ckpt is None:
+        return lines
+    return [*lines, *(("held out", line) for line in _history(cfg.ckpt, states, cfg, env))]
+
+
+def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iterator[str]:
+    """A line for the run that made a checkpoint, for the run that this one started from, and so on."""
+    known: set[Path] = set()
+    while (run := _run_of(resolve_asset(ckpt))) is not None and run not in known:
+        known.add(run)
+        # Numbers are read of it; nothing that it names is loaded.
+        made = flat(read_plain_yaml(run / "config.yaml"))
+        used = {f"{what} of {run}": len(states & ids) for what, ids in _used(made, cfg, env).items()}
+        yield _verdict(len(states), used) if used else f"unknown: {run} was about something else"
+        if not isinstance(made.get("ckpt"), str):
+            return
+        ckpt = made["ckpt"]
+    yield f"unknown: what {ckpt} was trained on is not recorded"
+
+
+def _run_of(path: Path) -> Path | None:
+    found = (f for f in (path, *path.parents) if (f / "config.yaml").is_file() and (f / "checkpoints").is_dir())
+    return next(found, None)
+
+
+def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, set[int]]:
+    """Reset ids that each part of a run may have drawn; empty where the run was about another environment."""
+    keys = ("env_type", "task_suite_name", "id")
+    if all(made.get(f"env.{key}") == getattr(cfg.env, key, None) for key in keys):
+        parts = {"training": "train"} | ({"validation": "eval"} if made.get("runner.val_check_interval") != -1 else {})
+        return {what: _drawn(made, split, env) for what, split in parts.items()}
+    path = made.get("data.path")
+    try:
+        card = read_card(Path(path)) if isinstance(path, str) else None
+    except EmbodyError:
+        card = None  # the data set is gone, or it is text
+    if card is None or card.env.name != env.name:
+        return {}
+    return {"demonstrations": {*selected_reset_ids(env, EnvSplit(state_ids=card.collected.get("state_ids")))}}
+
+
+def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec) -> set[int]:
+    ids = made.get(f"env.{split}.state_ids") or rows_of(env, split)
+    try:
+        values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)
+    except ValidationError:
+        return set()  # no config that we wrote
+    return {*selected_reset_ids(env, values)}
+
+
+def _verdict(states: int, used: dict[str, int]) -> str:
+    if not any(used.values()):
+        return f"none of these initial states is used by {' or '.join(used)}"
+    shares = ", ".join(f"{what} uses {count}" for what, count in used.items())
+    return f"warning: of these {states} initial states {shares}; success there says less about others"

@@ -1,0 +1,392 @@
+"""What each command reads: one root of settings a command, completed by the parts that were chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import Field, PrivateAttr, create_model
+
+from embodyrl.algorithms import ADVANTAGES, LOSSES, algorithm_settings
+from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
+from embodyrl.cluster import LAUNCHERS
+from embodyrl.cluster.protocol import ClusterSection, LauncherSettings, ProcessSettings
+from embodyrl.cluster.settings import ActingFaults, StepTimeout
+from embodyrl.config.placement import parse_placement
+from embodyrl.config.settings import Index, Key, Path, Settings, join, keys_of, parents_of, spell
+from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, RowSettings
+from embodyrl.datasets.text import holds_text
+from embodyrl.envs import ENVS
+from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv
+from embodyrl.envs.video import FilmSettings, VideoSettings
+from embodyrl.errors import ConfigError
+from embodyrl.plan.settings import (
+    ActingRolloutSettings,
+    ActingRunSettings,
+    CheckpointSettings,
+    CollectSettings,
+    EvalSettings,
+    FaultSettings,
+    RecordedSettings,
+    RolloutMode,
+    RolloutSettings,
+    RunnerSettings,
+    SupervisedRunSettings,
+    VideoChoice,
+)
+from embodyrl.policies import POLICIES
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.registry import Registry, closest
+from embodyrl.rewards.settings import JudgeSettings
+from embodyrl.workers.settings import ActingSettings, ActorSettings, SupervisedActorSettings
+
+R = TypeVar("R", bound="Root")
+
+
+class Root(Settings):
+    """What every command has."""
+
+    seed: Index = 0
+    """The one seed; every random stream is derived from it."""
+
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Where each value came from, a file or `load.COMMAND_LINE`; absent: the default."""
+        return self._sources
+
+
+class CheckConfig(Root):
+    """`embodyrl check-env`."""
+
+    env: CheckedEnv
+    faults: StepTimeout = StepTimeout()
+
+
+class RunConfig(Root):
+    """A command that makes a run folder."""
+
+    trust: bool = False
+    """The config of the run that is resumed or whose weights are used may name code (package.module:attr) and servers;
+    counts only where it is typed."""
+    runner: Any
+    model: ModelSettings
+
+
+class ActingConfig(RunConfig):
+    """A command in which a policy plays episodes."""
+
+    ckpt: Path | None = None
+    """Weights to start from: a run, a checkpoint folder, or assets/<name>."""
+    runner: ActingRunSettings = ActingRunSettings()
+    launcher: LauncherSettings
+    env: EnvSettings
+    algorithm: ActingAlgorithm = ActingAlgorithm()
+    rollout: ActingRolloutSettings = ActingRolloutSettings()
+    actor: ActingSettings = ActingSettings()
+    faults: ActingFaults = ActingFaults()
+    video_cfg: FilmSettings = FilmSettings()
+
+    def problems(self) -> Iterator[str]:
+        """Say which hosts do not exist."""
+        yield from super().problems()
+        cluster = getattr(self, "cluster", None)
+        if cluster is not None:
+            try:
+                apart = getattr(self.rollout, "mode", None) is RolloutMode.disaggregated
+                parse_placement(cluster.component_placement, cluster.num_nodes, apart=apart)
+            except ConfigError as error:
+                yield str(error)
+
+
+class CollectConfig(ActingConfig):
+    """`embodyrl collect`."""
+
+    env: CollectEnv
+    algorithm: ActingAlgorithm = ActingAlgorithm()
+    eval: RecordedSettings = RecordedSettings()
+    collect: CollectSettings = CollectSettings()
+
+
+class EvalConfig(ActingConfig):
+    """`embodyrl eval`."""
+
+    env: EvalEnv
+    algorithm: ActingAlgorithm = ActingAlgorithm()
+    eval: EvalSettings = EvalSettings()
+    video: VideoChoice = "none"
+    """none, failures, first:N or all."""
+    video_cfg: VideoSettings = VideoSettings()
+
+
+class TrainConfig(EvalConfig):
+    """`embodyrl train`."""
+
+    runner: RunnerSettings = RunnerSettings()
+    env: TrainEnv
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    actor: ActorSettings = ActorSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    faults: FaultSettings = FaultSettings()
+
+    def problems(self) -> Iterator[str]:
+        """Say what does not fit together, one line each with the fix."""
+        yield from super().problems()
+        yield from _slots(self)
+        yield from _asynchronous(self)
+        yield from _ranks(self)
+        if self.runner.resume_dir is not None and self.ckpt is not None:
+            yield (
+                f"ckpt={self.ckpt} and runner.resume_dir={self.runner.resume_dir}: a resumed run has weights of its "
+                "own. Use one of them."
+            )
+
+
+class SftConfig(RunConfig):
+    """`embodyrl sft`."""
+
+    runner: SupervisedRunSettings = SupervisedRunSettings()
+    data: DataSettings = DataSettings()
+    actor: SupervisedActorSettings = SupervisedActorSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+
+class TextTask(Settings):
+    """What an environment of rows brings along."""
+
+    data: RowSettings = RowSettings()
+    reward: JudgeSettings = JudgeSettings()
+
+
+ROOTS: dict[str, type[Root]] = {
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "collect": CollectConfig,
+    "sft": SftConfig,
+    "check-env": CheckConfig,
+}
+
+
+def _env(values: Mapping[str, Any]) -> type[Settings]:
+    return ENVS.get(_name(values, "env.env_type")).settings
+
+
+def _model(values: Mapping[str, Any]) -> type[Settings]:
+    return POLICIES.get(_name(values, "model.model_type")).settings
+
+
+def _launcher(values: Mapping[str, Any]) -> type[Settings]:
+    return LAUNCHERS.get(_name(values, "launcher.name")).settings
+
+
+def _algorithm(values: Mapping[str, Any]) -> type[Settings]:
+    adv_type = _name(values, "algorithm.adv_type", "grpo")
+    return algorithm_settings(adv_type, _name(values, "algorithm.loss_type", "ppo_clip"))
+
+
+def _data(values: Mapping[str, Any]) -> type[Settings]:
+    return RowSettings if holds_text(str(values.get("data.path", ""))) else DemonstrationSettings
+
+
+SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] = {
+    "env": ("env_type", _env),
+    "model": ("model_type", _model),
+    "launcher": ("name", _launcher),
+    "algorithm": ("adv_type", _algorithm),
+    "data": ("path", _data),
+}
+"""Groups whose keys depend on a choice: the key that chooses, and the class of the keys that come with the choice."""
+
+
+def _name(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    value = values.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}={spell(value)}: must be a name or package.module:attr.")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class CommandKeys:
+    """The keys of a command; implements `KeyTree`."""
+
+    command: str
+
+    def choose(self, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
+        root, fields, unclear = ROOTS[self.command], {}, set()
+        for group, (_, settings) in SELECTORS.items():
+            base = selected(root, group)
+            if base is None:
+                continue
+            try:
+                fields[group] = join(settings(values), base)
+            except ConfigError as error:
+                problems += error.problems
+                unclear.add(group)
+        bases: list[type[Settings]] = [root]
+        if "env" in fields and getattr(ENVS.get(values["env.env_type"]), "reads_rows", False):
+            bases.insert(0, TextTask)
+        if "launcher" in fields and (section := LAUNCHERS.get(values["launcher.name"]).section):
+            bases.insert(0, section)
+        return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
+
+    def is_known(self, name: str) -> bool:
+        return is_known(name)
+
+    def suggest(self, name: str) -> str:
+        return suggest(name)
+
+    def reader(self, name: str, values: Mapping[str, Any]) -> str:
+        root, group = ROOTS[self.command], name.partition(".")[0]
+        if group in TextTask.model_fields and selected(root, "env"):
+            group = "env"  # whose kind decides whether there are rows
+        if selected(root, group) is None:
+            return f"`embodyrl {self.command}`"
+        keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
+        return " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
+
+
+def selected(root: type[Root], group: str) -> Any:
+    """The class below a group whose keys depend on a choice that the command reads; None: it does not."""
+    info, selector = root.model_fields.get(group), SELECTORS.get(group)
+    kind = info.annotation if info else None
+    return kind if selector and selector[0] in getattr(kind, "model_fields", {}) else None
+
+
+@functools.cache
+def _complete(bases: tuple[type[Settings], ...], fields: tuple[tuple[str, type[Settings]], ...]) -> type[Root]:
+    given = {name: (kind, Field(default_factory=kind)) for name, kind in fields}
+    return create_model(bases[-1].__name__, __base__=bases, **given)  # type: ignore[call-overload]
+
+
+@functools.cache
+def all_keys() -> Mapping[str, Key]:
+    """Every key of every command with any registered part, by dotted name."""
+    below: dict[str, list[type[Settings]]] = {
+        "env": [part.settings for part in _installed(ENVS)],
+        "model": [part.settings for part in _installed(POLICIES)],
+        "launcher": [part.settings for part in _installed(LAUNCHERS)],
+        "algorithm": [part.settings for registry in (ADVANTAGES, LOSSES) for part in _installed(registry)],
+        "data": [DemonstrationSettings],
+    }
+    found: dict[str, Key] = {}
+    for kind in (*ROOTS.values(), TextTask, ClusterSection):
+        found |= keys_of(kind)
+    for group, kinds in below.items():
+        for kind in kinds:
+            found |= keys_of(kind, f"{group}.")
+    return found
+
+
+def _installed(registry: Registry[Any]) -> Iterator[Any]:
+    for name in registry.names():
+        # A part may need a package that is not there, or is damaged.
+        with contextlib.suppress(ConfigError, ImportError):
+            yield registry.get(name)
+
+
+_RETIRED = frozenset(
+    {
+        *("custom", "rollout.enable_offload", "actor.enable_offload", "env.train.enable_offload"),
+        *("env.eval.enable_offload", "algorithm.sampling_params.do_sample", "env.eval.auto_reset"),
+        *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch"),
+    }
+)
+"""Keys of earlier versions that never did anything; runs of those versions have them in their config.yaml."""
+
+
+def is_known(name: str) -> bool:
+    """Whether some command with some part reads this key, or one below or above it."""
+    known = all_keys()
+    inner = any(key.startswith(f"{name}.") for key in known)
+    above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))
+    return name in known or inner or above or name in _RETIRED
+
+
+def suggest(name: str) -> str:
+    """Return " Did you mean '...'?" for an unknown key: the same last part elsewhere, else the nearest spelling."""
+    names, tail = [*all_keys(), *{p for key in all_keys() for p in parents_of(key)}], name.rpartition(".")[2]
+    same = [n for n in names if n.rpartition(".")[2] == tail]
+    if same:
+        return closest(name, same, cutoff=0.0)
+    if nearest := closest(name, names, cutoff=0.75):
+        return nearest
+    if word := closest(tail, {n.rpartition(".")[2] for n in names}, cutoff=0.75):
+        return closest(name, [n for n in names if n.rpartition(".")[2] == word.split("'")[1]], cutoff=0.0)
+    return closest(name, names)
+
+
+def contradictions(settings: Settings) -> Iterator[str]:
+    """Everything that contradicts itself, below one node."""
+    yield from settings.problems()
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Settings):
+            yield from contradictions(value)
+
+
+def without_effect(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Every key that does nothing beside the others, with what is missing."""
+    yield from settings.idle()
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Settings):
+            yield from without_effect(value)
+
+
+def _slots(cfg: TrainConfig) -> Iterator[str]:
+    slots, size = cfg.env.train.total_num_envs, cfg.algorithm.group_size
+    if slots % size:
+        near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
+        sizes = [g for g in range(1, slots + 1) if slots % g == 0]
+        best = min(sizes, key=lambda g: (abs(g - size), g))
+        yield (
+            f"env.train.total_num_envs={slots} is not divisible by algorithm.group_size={size}: every group needs a "
+            f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near))}, "
+            f"or algorithm.group_size={best}."
+        )
+    elif size > 1 and not cfg.env.train.use_fixed_reset_state_ids:
+        yield (
+            f"algorithm.group_size={size} compares episodes of one initial state, but "
+            "env.train.use_fixed_reset_state_ids=false gives each its own; set it to true."
+        )
+    workers = cfg.launcher.env_workers if isinstance(cfg.launcher, ProcessSettings) else "auto"
+    if workers != "auto" and workers > slots:
+        yield (
+            f"launcher.env_workers={workers} but only env.train.total_num_envs={slots} slots: some workers would idle. "
+            f"Use launcher.env_workers={slots}."
+        )
+
+
+def _asynchronous(cfg: TrainConfig) -> Iterator[str]:
+    fsdp, lag = cfg.actor.fsdp, cfg.algorithm.max_staleness
+    if lag and cfg.runner.deterministic:
+        yield (
+            f"algorithm.max_staleness={lag}: which weights an asynchronous rollout acts with depends on the clock, so "
+            "runner.deterministic=true cannot hold. Set one of them back."
+        )
+    if lag and (fsdp.size > 1 or fsdp.cpu_offload) and cfg.rollout.mode is RolloutMode.collocated:
+        yield (
+            f"algorithm.max_staleness={lag} acts while it trains, which takes one actor rank with its weights in "
+            "place. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
+        )
+
+
+def _ranks(cfg: TrainConfig) -> Iterator[str]:
+    size = cfg.actor.fsdp.size
+    if size > 1 and LAUNCHERS.get(cfg.launcher.name).in_process:
+        yield (
+            f"actor.fsdp.size={size}: launcher={cfg.launcher.name} has one process. Use launcher=local, or "
+            "actor.fsdp.size=1."
+        )
+    elif size > 1 and cfg.rollout.backend != "hf" and cfg.rollout.mode is RolloutMode.collocated:
+        yield (
+            f"rollout.backend={cfg.rollout.backend} generates with one actor rank. Use actor.fsdp.size=1, "
+            "rollout.mode=disaggregated, or rollout.backend=hf."
+        )
+    elif size > 1 and cfg.model.compiled:
+        yield "model.compile=true works with one actor rank. Use actor.fsdp.size=1, or model.compile=false."

@@ -1,0 +1,191 @@
+"""Keys of the loops: what runs for how long, who acts where, and what happens when something fails."""
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from embodyrl.cluster.settings import ActingFaults
+from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Settings
+
+RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
+OnExisting = StrEnum("OnExisting", ["error", "resume", "rename"])
+OnSaveError = StrEnum("OnSaveError", ["continue", "stop"])
+OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
+
+VideoChoice = Annotated[
+    str, Field(pattern=r"^(none|failures|all|first:[1-9]\d{0,5})$"), Says("one of none, failures, first:N, all")
+]
+
+
+def _different(names: list[str]) -> list[str]:
+    if len(set(names)) < len(names):
+        raise ValueError
+    return names
+
+
+class ScreenSettings(Settings):
+    """Where a command without training says what it does."""
+
+    backends: Annotated[
+        list[str], AfterValidator(_different), Says("a list of different names, for example [console,jsonl,wandb]")
+    ] = ["console", "jsonl", "tensorboard"]
+    """Where metrics go: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
+
+
+class LoggerSettings(ScreenSettings):
+    """Where metrics go."""
+
+    project_name: Name = "embodyrl"
+    """Project name for hosted loggers."""
+    offline: bool = False
+    """Hosted loggers write files and contact no server (wandb, swanlab, mlflow; trackio always does)."""
+
+
+class RunSettings(Settings):
+    """Where a run lives."""
+
+    output_dir: Path = "runs"
+    """Parent folder; a run is <output_dir>/<id>/."""
+    experiment_name: Name | None = None
+    """Name of the run folder; default: time, environment, model and algorithm."""
+    on_existing: OnExisting = OnExisting.error
+    """What to do if the run folder exists."""
+    logger: ScreenSettings = ScreenSettings()
+
+
+class ActingRunSettings(RunSettings):
+    """A run that plays episodes."""
+
+    deterministic: bool = False
+    """Same seed, same numbers, whatever the number of workers (costs inference on padded batches)."""
+    trace: bool = False
+    """Write who worked when to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
+
+
+class SupervisedRunSettings(RunSettings):
+    """A run with training steps."""
+
+    max_steps: Count = 100
+    """Training steps."""
+    max_epochs: CountOrAll = -1
+    """Passes over the training reset ids; -1: no limit."""
+    val_check_interval: CountOrAll = -1
+    """Training steps between validations; also before the first and after the last step; -1: never."""
+    save_interval: CountOrAll = 50
+    """Training steps between checkpoints; the last step is always saved; -1: only the last."""
+    resume_dir: Path | None = None
+    """Run folder to continue, or `auto` for the newest run of this experiment."""
+    deterministic: bool = False
+    """Same seed, same numbers, whatever the number of workers (costs inference on padded batches)."""
+    logger: LoggerSettings = LoggerSettings()
+
+
+class RunnerSettings(SupervisedRunSettings, ActingRunSettings):
+    """The loop of reinforcement learning."""
+
+    only_eval: bool = False
+    """Evaluate `ckpt` (or the model's own weights) and stop."""
+
+
+class ActingRolloutSettings(Settings):
+    """How actions are found."""
+
+    backend: Literal["hf", "vllm"] = "hf"
+    """hf: the policy's own module; vllm: language models only."""
+    pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
+    """Parts of each env worker's slots that alternate between simulation and inference."""
+
+
+class RolloutSettings(ActingRolloutSettings):
+    """How data is collected beside training."""
+
+    mode: RolloutMode = RolloutMode.collocated
+    """collocated: rollout and actor share one process and one copy of the weights; disaggregated: other processes act,
+    and new weights are copied to them between two chunks."""
+    num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Processes that act with rollout.mode=disaggregated."""
+    dump: bool = False
+    """Write what the first update, and the first after each checkpoint, is given, for `embodyrl replay`."""
+
+    def idle(self):
+        """Name what needs processes of their own."""
+        if self.mode is RolloutMode.collocated:
+            yield (
+                "rollout.num_workers",
+                "with rollout.mode=collocated the actor ranks act; use rollout.mode=disaggregated, or actor.fsdp.size",
+            )
+
+
+class GreedySettings(Settings):
+    """How a policy chooses while it is recorded."""
+
+    do_sample: bool = False
+    """Sample; false: greedy."""
+
+
+class EvalSamplingSettings(GreedySettings):
+    """How a policy chooses while it is measured."""
+
+    temperature: Annotated[float, Field(gt=0, le=10**9)] | None = None
+    """Temperature of sampled evaluation; default: that of training."""
+
+    def idle(self):
+        """Name what a greedy choice does not read."""
+        if not self.do_sample:
+            yield "eval.sampling_params.temperature", "evaluation is greedy; set eval.sampling_params.do_sample=true"
+
+
+class EvalSettings(Settings):
+    """Which episodes are measured, and how the policy chooses in them."""
+
+    episodes: Annotated[int, Field(ge=1, le=10**7)] | None = None
+    """Episodes in total; wins over episodes_per_task."""
+    episodes_per_task: Count = 10
+    """Episodes of each task."""
+    standard: bool = False
+    """The benchmark's own protocol: every initial state of every task once, and its own horizon."""
+    sampling_params: EvalSamplingSettings = EvalSamplingSettings()
+
+
+class RecordedSettings(Settings):
+    """How the policy chooses in episodes that are recorded."""
+
+    sampling_params: GreedySettings = GreedySettings()
+
+
+class CheckpointSettings(Settings):
+    """Which checkpoints stay."""
+
+    keep: Count = 3
+    """Newest checkpoints that stay."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
+    async_save: bool = False
+    """Go on training once the files are written, while they are hashed, synced to the disk and moved into place."""
+    on_error: OnSaveError = OnSaveError["continue"]
+    """A checkpoint on the way cannot be written (full disk): warn and continue, or stop. The last one must succeed."""
+
+
+class FaultSettings(ActingFaults):
+    """What happens when a worker or an update fails."""
+
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    """stop with exit code 5, or skip the update and count it."""
+
+
+EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])
+FrameFormat = StrEnum("FrameFormat", ["png", "mp4"])
+
+
+class CollectSettings(Settings):
+    """Which demonstrations are written."""
+
+    out: Path | None = None
+    """Folder to write demonstrations to; one that is incomplete is continued."""
+    episodes: Count = 50
+    """Episodes to keep, spread evenly over the tasks."""
+    filter: EpisodeFilter = EpisodeFilter.success
+    """success: keep only episodes that reach their goal; all: keep every episode."""
+    images: FrameFormat = FrameFormat.png
+    """png: lossless, inside the parquet files; mp4: much smaller, but frames come back slightly changed."""

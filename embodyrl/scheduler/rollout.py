@@ -1,0 +1,182 @@
+"""A rollout under way: which episodes are still to start, which slots may start them, what came of the others."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from itertools import chain
+
+from embodyrl.channels.arena import Ticket
+from embodyrl.errors import EmbodyError
+from embodyrl.plan.episodes import EpisodeList
+from embodyrl.types import Episode, EpisodeSpec
+
+_REASONS = 10
+"""Different reasons that are said in a run."""
+
+VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
+"""Returns (file stem, which outcomes to keep) for an episode that is recorded."""
+
+
+@dataclass
+class Tally:
+    """Work done by all workers while a rollout was waited for."""
+
+    env_steps: int = 0
+    wall_s: float = 0.0
+    """Seconds of waiting."""
+    span_s: float = 0.0
+    """Seconds in which the work was done; more than the waiting where it went on beside an update."""
+    sim_s: float = 0.0
+    render_s: float = 0.0
+    reset_s: float = 0.0
+    infer_s: float = 0.0
+    inferences: int = 0
+    inferred: int = 0
+
+    def add(self, other: Tally) -> None:
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+@dataclass
+class RolloutResult:
+    """What a rollout produced."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    tickets: dict[int, list[Ticket]] = field(default_factory=dict)
+    """Records of each episode by episode id; empty if they were not kept."""
+    dropped: int = 0
+    """Episodes of the plan that were given up, because they took their env worker with them again and again."""
+    filtered: list[Episode] = field(default_factory=list)
+    """Episodes that other groups ran in place of; their records are gone."""
+    refills: int = 0
+    """Groups that ran in their place."""
+    greedy: dict[int, Episode] = field(default_factory=dict)
+    """Greedy episode of each group, where the algorithm compares with it."""
+    tally: Tally = field(default_factory=Tally)
+    video_problems: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
+    """Why the reward of an episode is not known, once for each of them."""
+
+    def complain(self, say: Callable[[str], None], known: set[str]) -> None:
+        """Say why rewards are not known, each reason once in a run (`known`), and of many different ones a few.
+
+        Raises:
+            EmbodyError: not a single reward is known.
+        """
+        count = len(self.episodes) + len(self.filtered)
+        for why, times in Counter(self.unjudged).most_common(3):
+            if count and len(self.unjudged) >= count:
+                raise EmbodyError(
+                    f"None of {count} answers could be judged: {why}. Learning from that would be learning from noise. "
+                    "Is the reward (reward.name, reward.path) there and right, and reward.timeout_s long enough? What "
+                    "it prints is in the logs of the env workers."
+                )
+            if why not in known and len(known) < _REASONS:
+                say(f"warning: {times} of {count} answers could not be judged and earn 0: {why}")
+                known.add(why)
+
+
+class Queue:
+    """Episodes in order; each is made when somebody looks at it."""
+
+    def __init__(self, specs: Iterable[EpisodeSpec]) -> None:
+        self._remaining = iter(specs)
+        self.head = next(self._remaining, None)
+
+    def pop(self) -> EpisodeSpec:
+        spec = self.head
+        assert spec is not None, "the queue is empty"
+        self.head = next(self._remaining, None)
+        return spec
+
+    def put_back(self, spec: EpisodeSpec) -> None:
+        self._remaining = chain([] if self.head is None else [self.head], self._remaining)
+        self.head = spec
+
+
+@dataclass
+class Rollout:
+    """One plan and its state; several rollouts may share the slots."""
+
+    plan: EpisodeList
+    not_before: int = 0
+    """Weight version from which on the policy may act in these episodes; resets may come earlier."""
+    greedy: bool = False
+    temperature: float | None = None
+    """Sampling temperature; None: the one of training."""
+    keep: bool = True
+    """Records stay in the arena; otherwise only the episodes' small arrays remain."""
+    video: VideoChoice | None = None
+    on_episode: Callable[[Episode], None] | None = None
+    out: RolloutResult = field(default_factory=RolloutResult)
+
+    def __post_init__(self) -> None:
+        self._waves = deque(self.plan.waves)
+        self._running = 0
+        self._queues: list[Queue] = []
+        self._spent: Counter[int] = Counter()
+        self.fatal: Counter[int] = Counter()
+        """How often an env worker died while it was at work on an episode, by episode id."""
+        self._quota: int | None = None
+        self._next_wave()
+
+    @property
+    def mode(self) -> tuple[bool, float | None]:
+        """Inferences of one batch have the same mode."""
+        return self.greedy, self.temperature
+
+    def upcoming(self, slot: int) -> EpisodeSpec | None:
+        """The episode that this slot would start next."""
+        queue = self._queue_of(slot)
+        return None if queue is None or self.left(slot) == 0 else queue.head
+
+    def take(self, slot: int) -> EpisodeSpec:
+        """Start that episode."""
+        queue = self._queue_of(slot)
+        assert queue is not None
+        self._running += 1
+        return queue.pop()
+
+    def lose(self, slot: int, spec: EpisodeSpec, chunks: int, *, again: bool) -> None:
+        """An attempt at an episode is lost, as if its chunk steps had never been; `again`: it is the next to start."""
+        self._spent[slot] -= chunks
+        queue = self._queue_of(slot)
+        if again and queue is not None:
+            queue.put_back(spec)
+
+    def count_chunk(self, slot: int) -> bool:
+        """Count one chunk step of a slot; returns whether the quota is used up."""
+        self._spent[slot] += 1
+        return self.left(slot) == 0
+
+    def left(self, slot: int) -> int | None:
+        """Chunk steps that the slot has left in this wave; None: no quota."""
+        return None if self._quota is None else self._quota - self._spent[slot]
+
+    def ended(self) -> None:
+        """An episode of this rollout ended or was lost; the next wave starts when the last one of this has."""
+        self._running -= 1
+        if self._exhausted and self._waves:
+            self._next_wave()
+
+    @property
+    def done(self) -> bool:
+        return self._exhausted and not self._waves
+
+    @property
+    def _exhausted(self) -> bool:
+        return not self._running and all(self.upcoming(slot) is None for slot in range(self.plan.num_slots))
+
+    def _queue_of(self, slot: int) -> Queue | None:
+        if len(self._queues) == 1:
+            return self._queues[0] if slot < self.plan.num_slots else None
+        return self._queues[slot] if slot < len(self._queues) else None
+
+    def _next_wave(self) -> None:
+        wave = self._waves.popleft()
+        self._queues = [Queue(queue) for queue in wave.queues]
+        self._quota = wave.quota_chunks
+        self._spent.clear()

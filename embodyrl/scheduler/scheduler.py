@@ -1,0 +1,386 @@
+"""Rollout scheduling: slots, stages, ready queue, refill. The driver only moves tickets."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena
+from embodyrl.cluster.protocol import WorkerDied
+from embodyrl.cluster.supervisor import Supervisor
+from embodyrl.envs.video import remove_films
+from embodyrl.plan.blueprint import WorkerSlots
+from embodyrl.scheduler.policy_client import PolicyClient
+from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
+from embodyrl.scheduler.slot import RESULTS, ChunkFields, Phase, Slot
+from embodyrl.types import Episode, EpisodeSpec, EpisodeStart, decode_instruction
+from embodyrl.workers.messages import (
+    Done,
+    EnvReport,
+    EnvRequest,
+    InferItem,
+    InferRequest,
+    Recording,
+    ResetRequest,
+    StepRequest,
+    ValueRequest,
+    WorkerReady,
+)
+
+_SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
+_PATIENCE_S = 1.0
+_SUSPICIOUS = 2
+"""Deaths of env workers at an episode after which it runs alone in its worker."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRules:
+    """What the scheduler needs of the config."""
+
+    stages: int
+    deterministic: bool
+    needs_values: bool
+    step_timeout_s: float
+    total_slots: int
+    value_dim: int
+    lockstep: bool
+    """Slots of a worker step together."""
+    max_attempts: int
+    """An episode whose attempts so often took the env worker with them is given up."""
+
+
+class RolloutScheduler:
+    """Runs episode plans on the env workers with the policy."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        arena: Arena,
+        env_workers: Sequence[WorkerSlots],
+        policy: PolicyClient,
+        rules: RolloutRules,
+    ) -> None:
+        self._supervisor = supervisor
+        self._arena = arena
+        self._policy = policy
+        self._rules = rules
+        self._slots: list[Slot] = []
+        self._stages: dict[tuple[str, int], list[Slot]] = {}
+        for worker in env_workers:
+            stages = min(rules.stages, len(worker.slots))
+            for local, index in enumerate(worker.slots):
+                slot = Slot(worker=worker.name, local=local, stage=local * stages // len(worker.slots), index=index)
+                self._slots.append(slot)
+                self._stages.setdefault((worker.name, slot.stage), []).append(slot)
+        self._busy: dict[tuple[str, int], EnvRequest] = {}
+        self._down: set[str] = {worker.name for worker in env_workers}
+        self._task_limits: dict[str, int | None] = {}
+        self._sequence = 0
+        self._version = 0
+        self._rollouts: list[Rollout] = []
+        self._tally = Tally()
+        self._tally_since: float | None = None
+        """When the tally began, if rollouts were open then that went on without anybody waiting for them."""
+        self._ready_since = 0.0
+        policy.meanwhile = self.advance
+
+    def publish(self, version: int) -> None:
+        """Let the policy act with these weights from its next chunk on; running episodes go on with them."""
+        self._policy.publish()
+        self._version = version
+
+    def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
+        """Let slots start the rollout's episodes as they get free: after those of earlier rollouts, or `first`."""
+        self._rollouts.insert(0 if first else len(self._rollouts), rollout)
+        self.advance()
+        return rollout
+
+    def finish(self, rollout: Rollout) -> RolloutResult:
+        """Work on all open rollouts until this one is done.
+
+        Its episodes come back in plan order, not in the order in which they ended; its tally holds all that was done
+        since the last call.
+        """
+        started = time.perf_counter()
+        while not rollout.done:
+            self.advance()
+            self._check_progress()
+            self._supervisor.pump(_SHORT_WAIT_S if self._waiting_for_batch else _PATIENCE_S)
+        self._rollouts.remove(rollout)
+        out = rollout.out
+        if self._rules.needs_values and rollout.keep:
+            self._bootstrap(out)
+        out.episodes.sort(key=lambda e: e.spec.episode_id)
+        out.tally, self._tally = self._tally, Tally()
+        now = time.perf_counter()
+        out.tally.wall_s = now - started
+        out.tally.span_s = now - (started if self._tally_since is None else self._tally_since)
+        self._tally_since = now if self._rollouts else None
+        return out
+
+    def collect(self, rollout: Rollout) -> RolloutResult:
+        """Run a rollout before all others."""
+        return self.finish(self.open(rollout, first=True))
+
+    def advance(self) -> None:
+        """Send out all requests that can be sent now; called again whenever something came back."""
+        if self._rollouts:
+            self._dispatch_env()
+            self._dispatch_inference()
+
+    def abandon(self) -> None:
+        """Send no more requests: the run is about to end."""
+        self._rollouts.clear()
+
+    def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
+        """Give the records of a collection, or of some of its episodes, back to the arena."""
+        chosen = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
+        for episode_id in chosen:
+            self._arena.free(collection.tickets.pop(episode_id))
+
+    def on_message(self, worker: str, message: Any) -> None:
+        """Callback for `Supervisor`: reports and deaths of env workers."""
+        if isinstance(message, EnvReport):
+            self._on_report(worker, message)
+        elif isinstance(message, WorkerReady):
+            self._down.discard(worker)
+            self._task_limits[worker] = message.task_limit
+        elif isinstance(message, WorkerDied):
+            self._on_death(worker)
+
+    # --- dispatch ---------------------------------------------------------------------------------------------------
+
+    def _dispatch_env(self) -> None:
+        """Send each idle stage its work: a stage steps as a whole, but resets do not wait for inference."""
+        for key, slots in self._stages.items():
+            if key in self._busy or key[0] in self._down:
+                continue
+            acted = [s for s in slots if s.phase is Phase.ACTED]
+            if acted and any(s.phase is Phase.INFERRING or self._may_act(s) for s in slots):
+                acted = []
+            steps = tuple(self._step_order(s) for s in acted)
+            starters = [s for s in slots if s.phase is Phase.IDLE]
+            resets = tuple(self._reset_order(s, rollout) for s in starters if (rollout := self._next_rollout(s)))
+            if not steps and not resets:
+                continue
+            self._sequence += 1
+            requests = EnvRequest(sequence=self._sequence, stage=key[1], steps=steps, resets=resets)
+            self._busy[key] = requests
+            timeout = self._rules.step_timeout_s * (len(steps) + len(resets))
+            self._supervisor.send(key[0], requests, timeout_s=timeout)
+
+    def _next_rollout(self, slot: Slot) -> Rollout | None:
+        """The first rollout whose next episode this slot can run now.
+
+        A worker that holds few simulators takes few tasks at once; it then waits rather than take a later rollout's.
+        """
+        running = [s for s in self._slots if s.worker == slot.worker and s.episode is not None]
+        # What waits for new weights may wait for the end of this rollout, so it is in nobody's way.
+        moving = [] if self._rules.lockstep else [s for s in running if s.phase is not Phase.READY or self._may_act(s)]
+        if any(self._suspicious(s.rollout, s.episode) for s in moving):
+            return None
+        for rollout in self._rollouts:
+            spec = rollout.upcoming(slot.index)
+            if spec is None:
+                continue
+            if moving and self._suspicious(rollout, spec):
+                return None
+            limit = self._task_limits.get(slot.worker)
+            active = {s.episode.task_id for s in running if s.episode is not None}
+            return rollout if limit is None or len(active | {spec.task_id}) <= limit else None
+        return None
+
+    def _suspicious(self, rollout: Rollout | None, spec: EpisodeSpec | None) -> bool:
+        """Whether two workers died at this episode: it has one for itself then, so that no other is given up for it."""
+        return rollout is not None and spec is not None and rollout.fatal[spec.episode_id] >= _SUSPICIOUS
+
+    def _may_act(self, slot: Slot) -> bool:
+        """Whether the policy may look at the slot's observation with the present weights."""
+        return slot.phase is Phase.READY and slot.rollout is not None and slot.rollout.not_before <= self._version
+
+    def _step_order(self, slot: Slot) -> StepRequest:
+        assert slot.current is not None
+        slot.target = self._arena.allocate()
+        slot.phase = Phase.STEPPING
+        return StepRequest(slot=slot.local, source=slot.current, target=slot.target)
+
+    def _reset_order(self, slot: Slot, rollout: Rollout) -> ResetRequest:
+        target = self._arena.allocate()
+        spec = slot.begin(rollout, target)
+        choice = rollout.video(spec) if rollout.video is not None else None
+        return ResetRequest(
+            slot=slot.local,
+            start=EpisodeStart(
+                reset_id=spec.reset_id,
+                seed=spec.seed,
+                max_episode_steps=rollout.plan.max_episode_steps,
+                ignore_terminations=rollout.plan.ignore_terminations,
+            ),
+            target=target,
+            video_stem=choice[0] if choice else None,
+            keep_video=choice[1] if choice else "all",
+        )
+
+    @property
+    def _waiting_for_batch(self) -> bool:
+        return not self._policy.busy and any(self._may_act(s) for s in self._slots)
+
+    def _dispatch_inference(self) -> None:
+        """Batch whatever is ready: at the target size, after a short wait, or when nothing else can arrive."""
+        ready = [s for s in self._slots if self._may_act(s)]
+        if not ready:
+            self._ready_since = 0.0
+        if not ready or self._policy.busy:
+            return
+        now = time.monotonic()
+        self._ready_since = self._ready_since or now
+        running = sum(s.phase is not Phase.IDLE for s in self._slots)
+        target = max(1, running // self._rules.stages)
+        if len(ready) < target and self._busy and now - self._ready_since < _SHORT_WAIT_S:
+            return
+        self._ready_since = 0.0
+        rollout = ready[0].rollout
+        assert rollout is not None
+        batch = [s for s in ready if s.rollout is not None and s.rollout.mode == rollout.mode]
+        for slot in batch:
+            slot.phase = Phase.INFERRING
+        request = InferRequest(
+            items=tuple(self._infer_item(s) for s in batch),
+            greedy=rollout.greedy,
+            temperature=rollout.temperature,
+            version=self._version,
+            padded_size=self._rules.total_slots if self._rules.deterministic else 0,
+        )
+        self._policy.submit(request, partial(self._on_inferred, batch))
+
+    def _infer_item(self, slot: Slot) -> InferItem:
+        assert slot.current is not None and slot.episode is not None
+        row = slot.index if self._rules.deterministic else -1
+        return InferItem(ticket=slot.current, noise_seed=slot.episode.noise_seed, chunk=len(slot.chunks), row=row)
+
+    def _check_progress(self) -> None:
+        """A scheduler that waits for nobody would wait for ever."""
+        idle = not self._busy and self._policy.idle and not self._down
+        assert not idle or any(self._may_act(s) for s in self._slots), f"rollout is stuck: {self._slots}"
+
+    # --- replies ----------------------------------------------------------------------------------------------------
+
+    def _on_inferred(self, slots: Sequence[Slot], done: Done) -> None:
+        self._tally.infer_s += done.seconds
+        self._tally.inferences += 1
+        self._tally.inferred += len(slots)
+        for slot in slots:
+            if slot.stale:
+                self._arena.free(slot.drop())
+            else:
+                slot.phase = Phase.ACTED
+
+    def _on_report(self, worker: str, report: EnvReport) -> None:
+        key = (worker, report.stage)
+        requests = self._busy.pop(key, None)
+        assert requests is not None, f"{worker} reports stage {report.stage}, which was not asked"
+        assert requests.sequence == report.sequence, f"{worker}: reply {report.sequence} to request {requests.sequence}"
+        self._tally.sim_s += report.sim_s
+        self._tally.render_s += report.render_s
+        self._tally.reset_s += report.reset_s
+        slots = {s.local: s for s in self._stages[key]}
+        recordings = {r.slot: r for r in report.recordings}
+        for recording in report.recordings:
+            rollout = slots[recording.slot].rollout
+            if recording.problem and rollout is not None:
+                rollout.out.video_problems.append(recording.problem)
+        for local, why in report.unjudged:
+            if (rollout := slots[local].rollout) is not None:
+                rollout.out.unjudged.append(why)
+        if requests.steps:
+            rows = [request.source.record for request in requests.steps]
+            results = {name: self._arena[name][rows] for name in RESULTS}
+            ended = [np.asarray(results[name].any(axis=1)).tolist() for name in ("terminated", "truncated")]
+            for i, (request, terminated, truncated) in enumerate(zip(requests.steps, *ended, strict=True)):
+                chunk = {name: values[i] for name, values in results.items()}
+                self._on_stepped(slots[request.slot], chunk, terminated, truncated, recordings.get(request.slot))
+        for request in requests.resets:
+            slots[request.slot].advance()
+
+    def _on_stepped(
+        self, slot: Slot, chunk: ChunkFields, terminated: bool, truncated: bool, recording: Recording | None
+    ) -> None:
+        rollout = slot.rollout
+        assert rollout is not None
+        spent = slot.take_chunk(self._arena, chunk)
+        if not (terminated or truncated or spent):
+            slot.advance()
+            return
+        final, slot.target = slot.target, None
+        assert final is not None
+        instruction = decode_instruction(self._arena["instruction"][final.record])
+        episode, tickets = slot.finish(
+            instruction,
+            self._rules.value_dim,
+            terminated=terminated,
+            truncated=truncated,
+            cut=not (terminated or truncated),
+            video=recording.path if recording else None,
+        )
+        if rollout.keep and self._rules.needs_values and not terminated:
+            # The observation after a time limit or a cut is not an action's: it is kept for its value.
+            tickets.append(final)
+            episode = replace(episode, final_record=final.record)
+        else:
+            self._arena.free([final])
+        # Of lost attempts nothing counts, or a crash would show in the numbers of a deterministic run.
+        self._tally.env_steps += episode.length
+        rollout.out.episodes.append(episode)
+        if rollout.keep:
+            rollout.out.tickets[episode.spec.episode_id] = tickets
+        if rollout.on_episode is not None:
+            rollout.on_episode(episode)
+
+    def _on_death(self, worker: str) -> None:
+        """Play the running episodes of a dead worker again; the policy may still be reading some of their records."""
+        self._down.add(worker)
+        self._busy = {key: requests for key, requests in self._busy.items() if key[0] != worker}
+        for slot in self._slots:
+            if slot.worker != worker or slot.rollout is None or slot.stale:
+                continue
+            if slot.phase is Phase.INFERRING:
+                slot.stale = True
+            else:
+                self._lose(slot, slot.rollout)
+
+    def _lose(self, slot: Slot, rollout: Rollout) -> None:
+        """Put the slot's episode back into its queue, or give it up if it is what kills the workers."""
+        spec = slot.episode
+        assert spec is not None
+        rollout.fatal[spec.episode_id] += (at_work := slot.phase in (Phase.RESETTING, Phase.STEPPING))
+        hopeless = at_work and rollout.fatal[spec.episode_id] >= self._rules.max_attempts
+        self._arena.free(slot.drop(again=not hopeless))
+        if hopeless:
+            rollout.out.dropped += 1
+            if rollout.video is not None and (choice := rollout.video(spec)) is not None:
+                with contextlib.suppress(OSError):  # a folder that nobody may write to has no half films either
+                    remove_films(Path(choice[0]))
+            self._supervisor.say(
+                f"warning: episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed {spec.seed}) "
+                f"is given up: {self._rules.max_attempts} times the env worker died at it "
+                "(faults.max_restarts_per_worker); the workers' logs say how."
+            )
+
+    def _bootstrap(self, out: RolloutResult) -> None:
+        """Fetch the values of the observations after truncated and cut episodes."""
+        pending = [(i, e) for i, e in enumerate(out.episodes) if e.final_record >= 0]
+        if not pending:
+            return
+        tickets = tuple(out.tickets[e.spec.episode_id][-1] for _, e in pending)
+        padded = self._rules.total_slots if self._rules.deterministic else 0
+        self._policy.call_acting(ValueRequest(tickets=tickets, padded_size=padded))
+        for (i, episode), ticket in zip(pending, tickets, strict=True):
+            value = self._arena["value"][ticket.record].copy()
+            out.episodes[i] = replace(episode, bootstrap_value=value)

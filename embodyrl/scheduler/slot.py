@@ -1,0 +1,133 @@
+"""One env slot as the scheduler sees it."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.scheduler.rollout import Rollout
+from embodyrl.types import Episode, EpisodeSpec
+
+
+class Phase(Enum):
+    """What a slot waits for."""
+
+    IDLE = "nothing, or its next episode"
+    RESETTING = "its first observation"
+    READY = "inference"
+    INFERRING = "its action"
+    ACTED = "simulation"
+    STEPPING = "its next observation"
+
+
+RESULTS = ("reward", "valid", "success", "value", "components", "terminated", "truncated")
+"""Fields that hold the small results of an executed chunk."""
+
+ChunkFields = Mapping[str, np.ndarray]
+"""`RESULTS` of one chunk, copied out of the arena."""
+
+
+@dataclass
+class Slot:
+    """State of one slot within a rollout."""
+
+    worker: str
+    local: int
+    """Index within its worker."""
+    stage: int
+    index: int
+    """Index over all workers."""
+    phase: Phase = Phase.IDLE
+    rollout: Rollout | None = None
+    """What the running episode belongs to."""
+    episode: EpisodeSpec | None = None
+    current: Ticket | None = None
+    """Record of the current observation."""
+    target: Ticket | None = None
+    """Record the next observation is being written to."""
+    taken: list[Ticket] = field(default_factory=list)
+    """Records of the chunks taken so far, if they are kept."""
+    chunks: list[ChunkFields] = field(default_factory=list)
+    started: float = 0.0
+    room: int | None = None
+    """Chunk steps of the quota that were left when the episode began; None: no quota."""
+    stale: bool = False
+    """Its worker died while the policy was reading its record."""
+
+    def begin(self, rollout: Rollout, target: Ticket) -> EpisodeSpec:
+        """Take the rollout's next episode."""
+        assert self.phase is Phase.IDLE
+        self.rollout = rollout
+        self.room = rollout.left(self.index)
+        self.episode = rollout.take(self.index)
+        self.target = target
+        self.taken, self.chunks = [], []
+        self.started = time.perf_counter()
+        self.phase = Phase.RESETTING
+        return self.episode
+
+    def advance(self) -> None:
+        """The observation in `target` is complete."""
+        self.current, self.target = self.target, None
+        self.phase = Phase.READY
+
+    def take_chunk(self, arena: Arena, chunk: ChunkFields) -> bool:
+        """Take the results of the chunk that was just executed; return whether the quota is used up."""
+        assert self.current is not None and self.rollout is not None
+        self.chunks.append(chunk)
+        if self.rollout.keep:
+            self.taken.append(self.current)
+        else:
+            arena.free([self.current])
+        self.current = None
+        return self.rollout.count_chunk(self.index)
+
+    def finish(
+        self, instruction: str, value_dim: int, *, terminated: bool, truncated: bool, cut: bool, video: str | None
+    ) -> tuple[Episode, list[Ticket]]:
+        """Close the episode; returns it and the tickets of its records."""
+        assert self.episode is not None and self.rollout is not None
+        actions = len(self.chunks[0]["valid"])
+
+        def stack(name: str) -> np.ndarray:
+            return np.stack([chunk[name] for chunk in self.chunks])
+
+        episode = Episode(
+            spec=self.episode,
+            records=np.asarray([t.record for t in self.taken], dtype=np.int64),
+            reward=stack("reward"),
+            valid=stack("valid"),
+            success=stack("success"),
+            value=stack("value"),
+            components=stack("components"),
+            bootstrap_value=np.zeros(value_dim, dtype=np.float32),
+            terminated=terminated,
+            truncated=truncated or cut,
+            cut=cut,
+            counted=self.room is None or self.room * actions >= self.rollout.plan.max_episode_steps,
+            instruction=instruction,
+            duration_s=time.perf_counter() - self.started,
+            video=video,
+        )
+        tickets, self.taken, self.chunks = self.taken, [], []
+        self._become_idle()
+        return episode, tickets
+
+    def drop(self, *, again: bool = True) -> list[Ticket]:
+        """Forget this attempt at the episode, which may start `again`; returns the tickets to free."""
+        assert self.episode is not None and self.rollout is not None
+        self.rollout.lose(self.index, self.episode, len(self.chunks), again=again)
+        tickets = [t for t in (self.current, self.target) if t is not None] + self.taken
+        self.current = self.target = None
+        self.taken, self.chunks = [], []
+        self.stale = False
+        self._become_idle()
+        return tickets
+
+    def _become_idle(self) -> None:
+        assert self.rollout is not None
+        rollout, self.rollout, self.episode, self.phase = self.rollout, None, None, Phase.IDLE
+        rollout.ended()

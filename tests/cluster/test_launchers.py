@@ -1,0 +1,190 @@
+"""Real processes, real signals: what a launcher reports when workers answer, die, hang or fail."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from processes import workers_of
+
+from embodyrl.cluster.inline import InlineLauncher
+from embodyrl.cluster.local import LocalLauncher
+from embodyrl.cluster.protocol import WorkerDied
+from embodyrl.errors import EnvError
+from embodyrl.workers.lifecycle import WorkerSpec
+from embodyrl.workers.messages import WorkerReady
+
+
+class EchoWorker:
+    """Answers what it is told; some words make it misbehave."""
+
+    def __init__(self, init: str) -> None:
+        if init == "fail":
+            raise EnvError("no simulator here")
+        self.number = len(init)
+
+    def ready(self) -> WorkerReady:
+        return WorkerReady(task_limit=self.number)
+
+    def handle(self, request: str) -> Iterator[str]:
+        if request == "raise":
+            raise EnvError("slot 3 returned NaN")
+        if request == "exit":
+            os._exit(7)
+        if request == "hang":
+            time.sleep(3600)
+        if request == "lock":
+            self.lock = multiprocessing.RLock()
+            request = self.lock._semlock.name
+        yield f"{request}!"
+
+    def close(self) -> None:
+        pass
+
+
+ENTRY = f"{__name__}:EchoWorker"
+
+
+def spec(name="echo", init="hello") -> WorkerSpec:
+    return WorkerSpec(name=name, entry=ENTRY, init=init)
+
+
+@pytest.fixture(params=[InlineLauncher, LocalLauncher])
+def launcher(request, tmp_path):
+    launcher = request.param(tmp_path)
+    yield launcher
+    launcher.stop(grace_s=5)
+
+
+@pytest.fixture
+def local(tmp_path):
+    launcher = LocalLauncher(tmp_path)
+    yield launcher
+    launcher.stop(grace_s=5)
+
+
+def next_event(launcher, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if events := launcher.wait(1.0):
+            assert len(events) == 1
+            return events[0]
+    raise AssertionError("no event")
+
+
+def test_a_worker_reports_ready_and_answers_in_order(launcher):
+    launcher.start(spec(), timeout_s=60)
+    ready = next_event(launcher)
+    assert ready.worker == "echo"
+    assert isinstance(ready.message, WorkerReady)
+    assert ready.message.task_limit == len("hello")
+    launcher.send("echo", "a", timeout_s=10)
+    launcher.send("echo", "b", timeout_s=10)
+    replies: list[str] = []
+    while len(replies) < 2:
+        replies += [e.message for e in launcher.wait(10)]
+    assert replies == ["a!", "b!"]
+
+
+def test_an_exception_arrives_with_its_text_and_traceback(launcher):
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "raise", timeout_s=10)
+    died = next_event(launcher).message
+    assert isinstance(died, WorkerDied)
+    assert "slot 3 returned NaN" in died.reason
+    assert "in handle" in died.traceback
+
+
+def test_a_failure_to_build_is_reported_like_a_death(launcher):
+    launcher.start(spec(init="fail"), timeout_s=60)
+    died = next_event(launcher).message
+    assert isinstance(died, WorkerDied)
+    assert "no simulator here" in died.reason
+
+
+def test_a_killed_worker_is_named_with_its_signal(local):
+    local.start(spec("first"), timeout_s=60)
+    next_event(local)
+    local.start(spec("second"), timeout_s=60)
+    next_event(local)
+    os.kill(workers_of(os.getpid())["first"], signal.SIGKILL)
+    event = next_event(local)
+    assert event.worker == "first"
+    assert "SIGKILL" in event.message.reason
+    local.send("second", "still here", timeout_s=10)
+    assert next_event(local).message == "still here!"
+    local.start(spec("first"), timeout_s=60)
+    assert isinstance(next_event(local).message, WorkerReady)
+
+
+def test_an_exit_is_named_with_its_code(local):
+    local.start(spec(), timeout_s=60)
+    next_event(local)
+    local.send("echo", "exit", timeout_s=10)
+    assert "code 7" in next_event(local).message.reason
+
+
+def test_a_hung_worker_is_killed_after_its_deadline_with_a_stack_dump(local):
+    local.start(spec(), timeout_s=60)
+    next_event(local)
+    pid = workers_of(os.getpid())["echo"]
+    local.send("echo", "hang", timeout_s=1.0)
+    died = next_event(local).message
+    assert "no answer for 1 s" in died.reason
+    assert "in handle" in died.traceback, died.traceback
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_hung_inline_worker_is_cut_off_at_its_deadline_and_can_start_again(tmp_path):
+    launcher = InlineLauncher(tmp_path)
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "hang", timeout_s=1.0)
+    died = next_event(launcher).message
+    assert died.reason == "gave no answer for 1 s"
+    assert "in handle" in died.traceback
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "new", timeout_s=10)
+    assert next_event(launcher).message == "new!"
+    launcher.stop()
+
+
+def test_stop_leaves_no_process(local):
+    for name in ("a", "b"):
+        local.start(spec(name), timeout_s=60)
+        next_event(local)
+    pids = workers_of(os.getpid()).values()
+    assert len(pids) == 2
+    local.send("b", "hang", timeout_s=100)
+    local.stop(grace_s=0.5)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_stop_leaves_no_semaphore_that_a_library_made(local):
+    local.start(spec(), timeout_s=60)
+    next_event(local)
+    local.send("echo", "lock", timeout_s=60)
+    name = next_event(local).message.removesuffix("!")
+    file = f"/dev/shm/sem.{name.removeprefix('/')}"
+    assert os.path.exists(file)
+    local.stop(grace_s=20)
+    assert not os.path.exists(file)
+
+
+def test_an_inline_worker_that_failed_leaves_no_order_to_its_successor(tmp_path):
+    launcher = InlineLauncher(tmp_path)
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    launcher.send("echo", "raise", timeout_s=10)
+    launcher.send("echo", "lost", timeout_s=10)
+    assert isinstance(next_event(launcher).message, WorkerDied)
+    launcher.start(spec(), timeout_s=60)
+    assert isinstance(next_event(launcher).message, WorkerReady)
+    assert launcher.wait(0.0) == []
+    launcher.send("echo", "new", timeout_s=10)
+    assert next_event(launcher).message == "new!"
+    launcher.stop()

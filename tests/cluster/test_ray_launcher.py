@@ -1,0 +1,144 @@
+"""Workers as Ray actors on two nodes: the same numbers as in one process, and a lost node is survived."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from gates import gain, learn, train_gate
+from processes import wait_until
+from toy_runs import comparable, rows, toy_config, train_toy, weights
+
+from embodyrl.channels.arena import Arena
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.scheduler.policy_hosts import plan_hosts
+from embodyrl.scheduler.start import env_spec
+from embodyrl.workers.messages import RankInfo
+
+ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+WORDS = ("runner.deterministic=true", "env.kwargs.goal=0.7", "actor.optim.lr=0.001", "runner.max_steps=2")
+APART = ("launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:1,rollout:0,actor:0}")
+
+
+@pytest.fixture
+def two_nodes(monkeypatch):
+    from ray.cluster_utils import Cluster
+
+    # Ray gives its workers the lowest priority: on a busy machine they would hardly run.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=4)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster, second
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_two_nodes_give_the_numbers_of_one_process(tmp_path, two_nodes):
+    alone = train_toy(tmp_path, *WORDS, name="alone")
+    apart = train_toy(tmp_path, *WORDS, *APART, "launcher.env_workers=2", name="apart")
+    assert comparable(apart) == comparable(alone)
+    assert weights(apart, 2) == weights(alone, 2)
+    assert {p.name for p in (apart / "logs" / "attempt_1").glob("*.log")} <= {
+        "policy.log",
+        "env_0.log",
+        "env_1.log",
+        "events.log",
+    }
+
+
+def test_actor_ranks_on_two_nodes_train_like_one(tmp_path, two_nodes):
+    words = (*WORDS, "runner.max_steps=1", "env.train.total_num_envs=8")
+    spread = ("launcher.name=ray", "cluster.num_nodes=2", "actor.fsdp.size=2", "launcher.env_workers=1")
+    alone, apart = (train_toy(tmp_path, *words, *more, name=f"run{len(more)}") for more in ((), spread))
+    one, two = rows(alone)[0], rows(apart)[0]
+    assert two["actor/optimizer_steps"] == one["actor/optimizer_steps"] > 0
+    for name in ("actor/loss", "actor/grad_norm", "actor/kl", "train/return"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+
+
+def test_weights_travel_between_nodes(tmp_path, two_nodes):
+    words = (*WORDS, "model.precision=fp32", "rollout.mode=disaggregated")
+    alone = train_toy(tmp_path, *words, name="alone")
+    spread = (*APART, "cluster.component_placement={env:0,rollout:1,actor:0}", "launcher.env_workers=1")
+    apart = train_toy(tmp_path, *words, *spread, name="apart")
+    assert comparable(apart) == comparable(alone)
+    assert weights(apart, 2) == weights(alone, 2)
+
+
+def test_a_lost_env_node_is_survived(tmp_path, two_nodes):
+    cluster, second = two_nodes
+    gate = tmp_path / "gate"
+
+    def pull_the_plug():
+        assert wait_until(gate.exists, 200)
+        cluster.remove_node(second, allow_graceful=False)  # the worker waits at the gate and dies there
+
+    killer = threading.Thread(target=pull_the_plug)
+    killer.start()
+    hold = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=5", "launcher.env_workers=1")
+    run = train_toy(tmp_path, *WORDS, *APART, *hold)
+    killer.join()
+    logged = rows(run)
+    assert [row["step"] for row in logged] == [1, 2]
+    assert logged[-1]["env/restarts"] == 1
+    assert logged[0]["env/dropped_episodes"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_text_task_is_learnt_on_two_nodes(tmp_path, two_nodes):
+    before, after = gain(learn(tmp_path, "length", *APART, "launcher.env_workers=2"))
+    assert before < 0.1
+    assert after >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_default_run_gets_better_on_two_nodes(tmp_path, two_nodes):
+    few = ("runner.max_steps=5", "runner.val_check_interval=5", "runner.deterministic=true", "seed=1", "video=none")
+    before, after = gain(train_gate(tmp_path, *few, *APART, "launcher.env_workers=2"))
+    assert after >= before + 0.25
+
+
+def test_each_actor_sees_its_own_gpu_and_simulators_one_in_turn(tmp_path, monkeypatch):
+    """Two nodes with two GPUs each, by name only."""
+    from ray.cluster_utils import Cluster
+
+    from embodyrl.cluster.ray_launcher import RayLauncher
+
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    words = ("launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:0-1,rollout:0,actor:0}")
+    cfg = toy_config(tmp_path, *words, "actor.fsdp.size=2", "launcher.env_workers=4")
+    blueprint = draw_blueprint(cfg, training=True)
+    blind = replace(blueprint, env=replace(blueprint.env, on_gpu=False))
+    arena = Arena.create(blueprint.layout, 1)
+    specs = plan_hosts(blueprint, arena, None, bucket_arena=None, seat=RankInfo())
+    specs += [env_spec(blueprint, arena, number) for number in range(4)]
+    specs.append(replace(env_spec(blind, arena, 0), name="env_4"))
+    head = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=4, num_gpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        launcher, seen = RayLauncher(tmp_path, cfg.cluster), {}
+        for spec in specs:
+            launcher.start(replace(spec, entry="light_worker:LightWorker"), timeout_s=200)
+            launcher.send(spec.name, "gpus", timeout_s=200)
+
+        def told() -> bool:
+            seen.update({event.worker: event.message for event in launcher.wait(1.0) if event.message != "ready"})
+            return len(seen) == len(specs)
+
+        assert wait_until(told, 200), seen
+        launcher.stop()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        arena.close()
+    assert {seen.pop("policy"), seen.pop("policy_1")} == {"4", "6"}, "Ray chose"
+    assert seen == {"env_0": "4", "env_1": "4", "env_2": "6", "env_3": "6", "env_4": ""}

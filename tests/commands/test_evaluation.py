@@ -1,0 +1,242 @@
+"""Evaluation: its table, its rows, and recordings whose names say what happened."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+from toy_runs import toy_config, toy_words, train_toy
+
+from embodyrl.commands.evaluate import _print_table, evaluate
+from embodyrl.commands.evaluation import EvalResult, _episode_row, _summarise
+from embodyrl.errors import ConfigError
+from embodyrl.monitor.console import ConsoleMonitor
+from embodyrl.monitor.fanout import Fanout
+from embodyrl.monitor.history import EpisodeRow
+from embodyrl.monitor.intervals import Rate
+from embodyrl.plan.config import load_config
+from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.types import Episode, EpisodeSpec
+
+WORDS = (
+    "env.kwargs.tasks=2",
+    "env.kwargs.goal=0.6",
+    "eval.episodes_per_task=6",
+    "env.eval.total_num_envs=4",
+    "eval.sampling_params.do_sample=true",
+)
+
+
+def evaluate_toy(folder, *overrides, name="run"):
+    return evaluate(toy_config(folder, *WORDS, *overrides, command="eval", name=name))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """An evaluation with all episodes recorded: (folder of the run, result)."""
+    folder = tmp_path_factory.mktemp("recorded")
+    return folder, evaluate_toy(folder, "video=all")
+
+
+def episode_rows(result):
+    return [json.loads(line) for line in (result.folder / "episodes.jsonl").read_text().splitlines()]
+
+
+def test_the_table_agrees_with_the_episodes(recorded):
+    _, result = recorded
+    rows = episode_rows(result)
+    table = json.loads((result.folder / "eval.json").read_text())
+    assert sorted(row["episode"] for row in rows) == list(range(12))
+    assert Counter(row["task_id"] for row in rows) == {0: 6, 1: 6}
+    assert {row["success_once"] for row in rows} == {True, False}, "both outcomes, or this shows little"
+    for task in (*table["tasks"], table["overall"]):
+        own = [row for row in rows if task["task_id"] in (-1, row["task_id"])]
+        successes = sum(row["success_once"] for row in own)
+        assert (task["episodes"], task["successes"]) == (len(own), successes)
+        assert task["success_once"] == successes / len(own)
+        rate = Rate.of((row["reset_id"], row["success_once"]) for row in own)
+        assert (task["low"], task["high"], task["states"]) == (*rate.interval, rate.states)
+        assert task["states"] < task["episodes"], "two episodes of some initial states"
+        assert task["success_at_end"] == sum(row["success_at_end"] for row in own) / len(own)
+        assert task["mean_steps"] == sum(row["steps"] for row in own) / len(own)
+    assert table["dropped"] == 0
+    assert table["env"] == "toy"
+    assert table["env_steps"] == sum(row["steps"] for row in rows)
+
+
+def test_a_row_tells_what_is_needed_to_repeat_the_episode(recorded):
+    for row in episode_rows(recorded[1]):
+        assert row["task"] == ("go right", "go left")[row["task_id"]]
+        assert row["reset_id"] // 4 == row["task_id"]
+        assert row["seed"] >= 1000
+        assert row["terminated"] != row["truncated"]
+        assert row["terminated"] == row["success_once"]
+
+
+def test_every_episode_is_filmed_under_a_telling_name(recorded):
+    folder, result = recorded
+    files = sorted((folder / "videos" / "run").iterdir())
+    assert len(files) == 12
+    by_episode = {}
+    for path in files:
+        match = re.fullmatch(
+            r"step000000_task(\d\d)_go_(right|left)_state(\d\d)_seed(\d+)_ep(\d{3})_(success|fail)_(\d+)steps\.mp4",
+            path.name,
+        )
+        assert match, path.name
+        by_episode[int(match[5])] = (int(match[1]), int(match[4]), match[6] == "success", int(match[7]), path)
+    for row in episode_rows(result):
+        task, seed, success, steps, path = by_episode[row["episode"]]
+        assert (task, seed, success, steps) == (row["task_id"], row["seed"], row["success_once"], row["steps"])
+        assert row["video"] == str(path)
+    assert sorted(result.videos) == [str(path) for path in files]
+
+
+def test_recordings_can_be_read_and_show_every_step(recorded):
+    folder, result = recorded
+    longest = max(episode_rows(result), key=lambda row: row["steps"])
+    with imageio.get_reader(longest["video"]) as reader:
+        assert reader.get_meta_data()["fps"] == 20
+    frames = imageio.mimread(longest["video"])
+    assert len(frames) >= longest["steps"]
+    assert frames[0].ndim == 3
+    assert not [p for p in (folder / "videos").rglob("*") if p.is_file() and p.suffix != ".mp4"]
+
+
+def test_failures_keeps_failures_alone(tmp_path):
+    result = evaluate_toy(tmp_path, "video=failures")
+    failed = {row["episode"] for row in episode_rows(result) if not row["success_once"]}
+    names = [p.name for p in (tmp_path / "videos" / "run").iterdir()]
+    assert 0 < len(failed) < 12
+    assert {int(re.search(r"_ep(\d{3})_fail_", name)[1]) for name in names} == failed
+    assert len(names) == len(failed)
+
+
+def test_first_n_keeps_the_first_n(tmp_path):
+    evaluate_toy(tmp_path, "video=first:3")
+    names = sorted(p.name for p in (tmp_path / "videos" / "run").iterdir())
+    assert {int(re.search(r"_ep(\d{3})_", name)[1]) for name in names} == {0, 1, 2}
+
+
+def test_no_recordings_by_default(tmp_path):
+    result = evaluate_toy(tmp_path, "eval.episodes=2")
+    assert result.videos == ()
+    assert not (tmp_path / "videos").exists()
+
+
+def test_recording_changes_no_result(recorded, tmp_path):
+    def outcomes(result):
+        rows = sorted(episode_rows(result), key=lambda row: row["episode"])
+        return [{k: v for k, v in row.items() if k not in ("seconds", "video")} for row in rows]
+
+    assert outcomes(evaluate_toy(tmp_path)) == outcomes(recorded[1])
+
+
+def test_an_evaluation_of_a_checkpoint_has_its_step_and_its_success(tmp_path):
+    same = ("eval.sampling_params.do_sample=false", "eval.episodes_per_task=4")
+    run = train_toy(tmp_path, *WORDS, *same, "runner.val_check_interval=2", "runner.deterministic=true", name="trained")
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    result = evaluate_toy(tmp_path, *same, f"ckpt={run}", "runner.deterministic=true", name="evaluated")
+    assert result.folder == tmp_path / "evaluated" / "eval" / "step_000002"
+    assert result.overall.success_once == last["eval/success_once"]
+    assert result.overall.mean_steps == last["eval/episode_len"]
+
+
+def test_an_unknown_task_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="tasks 0 to 1"):
+        evaluate_toy(tmp_path, "env.eval.task_ids=[2]")
+
+
+def test_an_interrupted_evaluation_goes_on_and_counts_every_episode_once(tmp_path, recorded):
+    """Cut after any row, even in the middle of one, and by a crash before the table was written."""
+    evaluate_toy(tmp_path)
+    folder = tmp_path / "run" / "eval" / "step_000000"
+    lines = (folder / "episodes.jsonl").read_text().splitlines(keepends=True)
+    (folder / "eval.json").unlink()
+    (folder / "episodes.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
+    result = evaluate(toy_config(tmp_path, *WORDS, command="eval"), resume=tmp_path / "run")
+    rows = episode_rows(result)
+    assert [json.dumps(row) for row in rows[:5]] == [line.strip() for line in lines[:5]]
+    assert sorted(row["episode"] for row in rows) == list(range(12))
+    again = {row["episode"]: row["success_once"] for row in rows}
+    assert again == {row["episode"]: row["success_once"] for row in episode_rows(recorded[1])}
+    assert result.overall.episodes == 12
+    assert result.env_steps == sum(row["steps"] for row in rows[5:])
+    finished = evaluate(toy_config(tmp_path, *WORDS, command="eval"), resume=tmp_path / "run")
+    assert finished.overall == result.overall
+    assert finished.env_steps == 0
+
+
+def test_the_standard_protocol_runs_every_initial_state_once(tmp_path):
+    words = ("env.kwargs.tasks=2", "env.kwargs.goal=99", "eval.standard=true", "env.eval.total_num_envs=4")
+    typed = toy_words(tmp_path, "launcher=inline", *words, command="eval")
+    cfg = load_config("eval", [w for w in typed if "max_episode_steps" not in w])
+    assert cfg.env.eval.max_episode_steps != 32, "or the horizon below is not the benchmark's"
+    result = evaluate(cfg)
+    assert sorted(row["reset_id"] for row in episode_rows(result)) == list(range(8))
+    assert {row["steps"] for row in episode_rows(result)} == {32}
+    left_out = "leave out eval.episodes, eval.episodes_per_task, env.eval.task_ids, env.eval.max_episode_steps"
+    with pytest.raises(ConfigError, match=left_out):
+        evaluate_toy(tmp_path, "eval.standard=true", "eval.episodes=3", "env.eval.task_ids=[0]", name="other")
+
+
+def played(*success: bool) -> Episode:
+    """An episode of single-action chunks with these successes."""
+    column = np.asarray(success, np.bool_)[:, None]
+    return Episode(
+        spec=EpisodeSpec(episode_id=0, reset_id=3, task_id=0, group_id=0, member=0, seed=1000, noise_seed=1),
+        records=np.arange(len(column)),
+        reward=np.full(column.shape, 2.5, np.float32),
+        valid=np.ones(column.shape, np.bool_),
+        success=column,
+        value=np.zeros((len(column), 0), np.float32),
+        bootstrap_value=np.zeros(0, np.float32),
+        terminated=False,
+        truncated=True,
+    )
+
+
+def test_success_at_the_end_is_the_last_step_s() -> None:
+    """Where episodes go on after success, what was reached may be lost again."""
+    lost, kept = (_episode_row(played(*steps), known=True) for steps in ((False, True, False), (False, True, True)))
+    assert (lost.success_once, lost.success_at_end) == (True, False)
+    assert (kept.success_once, kept.success_at_end) == (True, True)
+    overall = _summarise([lost, kept], RolloutResult(), ["go"], Path()).overall
+    assert (overall.success_once, overall.success_at_end) == (1.0, 0.5)
+
+
+def rows_of(*known: bool) -> list[EpisodeRow]:
+    return [_episode_row(played(False, False), known=k) for k in known]
+
+
+def test_without_a_success_signal_there_is_no_success() -> None:
+    result = _summarise(rows_of(False, False), RolloutResult(), ["go"], Path())
+    assert {name for name in result.metrics() if "success" in name} == set()
+    assert result.metrics()["eval/return"] == result.overall.score.value == 5.0
+    assert result.overall.success_once is result.overall.low is result.overall.return_low is None
+    json.dumps(asdict(result), allow_nan=False, default=str)
+    said = table_of(result)
+    assert said[0].split() == ["task", "return,", "95", "%", "interval", "steps"]
+    assert said[1].split()[:2] == ["go", "5"]
+    late = [*rows_of(False), _episode_row(played(False, True), known=False)]
+    assert _summarise(late, RolloutResult(), ["go"], Path()).overall.success_once == 0.5, "some only speak at the end"
+
+
+def table_of(result: EvalResult) -> list[str]:
+    out = StringIO()
+    _print_table(result, Fanout({"console": ConsoleMonitor(out)}))
+    return out.getvalue().splitlines()
+
+
+def test_lost_episodes_are_counted_and_told() -> None:
+    result = _summarise(rows_of(True, True), RolloutResult(dropped=3), ["go"], Path())
+    assert (result.dropped, result.overall.episodes) == (3, 2)
+    assert result.metrics()["eval/dropped_episodes"] == 3.0
+    assert "INCOMPLETE: 3 of 5 episodes" in table_of(result)[0]

@@ -1,0 +1,125 @@
+"""What a training run logs, and the rows of one rollout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from toy_runs import rows, train_toy
+
+from embodyrl.commands.metrics import rollout_metrics
+from embodyrl.scheduler.rollout import RolloutResult, Tally
+from embodyrl.types import Episode, EpisodeSpec
+
+EVERY_ROW = {
+    *("train/success_once", "train/return", "train/episode_len", "train/groups_without_signal"),
+    *("actor/loss", "actor/grad_norm", "actor/optimizer_steps"),
+    *("env/steps_per_s", "env/restarts", "env/dropped_episodes"),
+    *("time/step", "time/rollout", "time/update", "time/infer", "time/simulate", "time/render", "time/reset"),
+}
+EVERY_UPDATE = {
+    *("actor/policy_loss", "actor/kl", "actor/entropy", "actor/ratio", "actor/clip_fraction", "actor/lr"),
+    "actor/logprob_gap",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    words = ("runner.val_check_interval=1", "eval.episodes=2", "env.kwargs.goal=0.5", "runner.max_steps=3")
+    return train_toy(tmp_path_factory.mktemp("metrics"), *words)
+
+
+def test_every_training_row_has_the_documented_keys(run):
+    trained = rows(run)[1:]
+    assert [row["step"] for row in trained] == [1, 2, 3]
+    for row in trained:
+        assert set(row) >= EVERY_ROW
+        assert None not in row.values()
+        assert (set(row) >= EVERY_UPDATE) == (row["actor/optimizer_steps"] > 0)
+
+
+def test_the_row_before_training_holds_the_first_validation_alone(run):
+    first = rows(run)[0]
+    assert first["step"] == 0
+    assert {key.partition("/")[0] for key in first} == {"step", "eval"}
+    assert [row["eval/episodes"] for row in rows(run)] == [2.0] * 4
+
+
+def test_counts_add_up(run):
+    for row in rows(run)[1:]:
+        assert row["train/episodes"] == 4
+        assert row["env/steps"] == row["train/episodes"] * row["train/episode_len"]
+        assert row["train/return"] == row["train/success_once"], "the relative reward of a success is 1"
+        assert (row["env/restarts"], row["env/dropped_episodes"]) == (0, 0)
+        assert row["actor/optimizer_steps"] in (0, 1)
+
+
+def test_the_first_pass_over_fresh_data_is_on_policy(run):
+    updated = [row for row in rows(run)[1:] if row["actor/optimizer_steps"]]
+    assert updated
+    for row in updated:
+        assert row["actor/ratio"] == pytest.approx(1, abs=1e-5)
+        assert row["actor/logprob_gap"] < 1e-5
+        assert row["actor/clip_fraction"] == 0
+        assert 0 < row["actor/entropy"] < 5.546, "ln 256 bounds the entropy of an action token"
+
+
+def test_parts_of_a_step_fit_into_its_duration(run):
+    for row in rows(run)[1:]:
+        assert row["time/rollout"] + row["time/update"] <= row["time/step"]
+        assert row["time/simulate"] + row["time/render"] + row["time/reset"] <= row["time/rollout"]
+
+
+def test_a_value_loss_is_logged_where_values_are_learned(tmp_path):
+    row = rows(train_toy(tmp_path, "algorithm=ppo", "runner.max_steps=1", "actor.global_batch_size=8"))[-1]
+    assert set(row) >= EVERY_ROW | EVERY_UPDATE | {"actor/value_loss"}
+
+
+def test_rows_are_strict_json(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert all("step" in json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert len(lines) >= 2
+
+
+def episode(*, steps: int, success: bool, cut: bool = False, counted: bool = True) -> Episode:
+    """One action per chunk; the last one may succeed."""
+    column = np.zeros((steps, 1), np.float32)
+    won = column.astype(bool)
+    won[-1] = success
+    return Episode(
+        spec=EpisodeSpec(episode_id=0, reset_id=0, task_id=0, group_id=0, member=0, seed=0, noise_seed=0),
+        records=np.arange(steps),
+        reward=won.astype(np.float32),
+        valid=np.ones_like(won),
+        success=won,
+        value=column,
+        bootstrap_value=column[0],
+        terminated=success,
+        truncated=not success,
+        cut=cut,
+        counted=counted,
+    )
+
+
+def test_success_is_not_that_of_the_episodes_which_were_short_enough_for_the_quota():
+    """Four slots of ten steps, episodes of at most ten: two fail, two succeed at once, again and again."""
+    failed = [episode(steps=10, success=False) for _ in range(2)]
+    won = [episode(steps=1, success=True, counted=i % 9 == 0) for i in range(18)]
+    cut = [episode(steps=1, success=False, cut=True, counted=False) for _ in range(2)]
+
+    def counted(episodes: list[Episode]) -> tuple[float, float]:
+        metrics = rollout_metrics(RolloutResult(episodes=episodes), num_workers=1, restarts=0)
+        return metrics["train/success_once"], metrics["train/episodes"]
+
+    assert counted([*failed, *won, *cut]) == (0.5, 4)
+    assert counted([replace(e, counted=False) for e in [*failed, *won, *cut]]) == (0.9, 20), "all that can be known"
+    assert counted(cut) == (0, 2)
+
+
+def test_work_beside_an_earlier_update_counts_as_far_as_the_step_waited_for_it():
+    tally = Tally(wall_s=1.0, span_s=61.0, infer_s=61.0, sim_s=30.5)
+    metrics = rollout_metrics(RolloutResult(tally=tally), num_workers=1, restarts=0)
+    assert metrics["time/infer"] == pytest.approx(1.0)
+    assert metrics["time/simulate"] == pytest.approx(0.5)

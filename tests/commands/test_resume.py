@@ -1,0 +1,144 @@
+"""Going on with a run equals never having stopped."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import pytest
+from processes import run_cli, start_cli
+from toy_runs import comparable, resume_toy, rows, toy_config, toy_words, train_toy, weights
+
+from embodyrl.commands.train import train
+from embodyrl.errors import CheckpointError, ConfigError
+
+WORDS = (
+    "runner.deterministic=true",
+    "runner.val_check_interval=2",
+    "eval.episodes=4",
+    "env.kwargs.goal=0.7",
+    "actor.optim.lr=0.001",
+    "actor.optim.schedule=constant",
+    "runner.save_interval=1",
+    "checkpoint.keep=2",
+)
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    return train_toy(tmp_path_factory.mktemp("golden"), *WORDS, "runner.max_steps=4")
+
+
+def test_two_steps_and_two_more_equal_four(golden, tmp_path):
+    run = train_toy(tmp_path, *WORDS, "runner.max_steps=2")
+    resume_toy(run, "runner.max_steps=4")
+    # The short run validates after its last step, which is the schedule of the long run as well.
+    assert comparable(run) == comparable(golden)
+    assert weights(run, 4) == weights(golden, 4)
+    training_state = "checkpoints/step_000004/training_state.safetensors"
+    assert (run / training_state).read_bytes() == (golden / training_state).read_bytes()
+
+
+def test_old_checkpoints_are_dropped_but_not_the_best(golden):
+    kept = sorted(p.name for p in (golden / "checkpoints").iterdir())
+    scores = {
+        row["step"]: (row["eval/success_once"], row["eval/return"]) for row in rows(golden)[1:] if "eval/return" in row
+    }
+    best = max(scores, key=lambda step: (*scores[step], -step))
+    assert kept == sorted({"step_000003", "step_000004", f"step_{best:06d}"})
+
+
+def test_a_finished_run_stays_as_it_is(golden):
+    before = (golden / "metrics.jsonl").read_bytes(), weights(golden, 4)
+    resume_toy(golden)
+    assert ((golden / "metrics.jsonl").read_bytes(), weights(golden, 4)) == before
+    assert "nothing is left to train: this is step 4 of 4" in (golden / "logs" / "events.log").read_text()
+
+
+@pytest.mark.integration
+def test_a_killed_run_goes_on_to_the_same_end(golden, tmp_path):
+    gate = tmp_path / "gate"
+    hold = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=85", "launcher.env_workers=1")
+    words = toy_words(tmp_path, *WORDS, "runner.max_steps=4", *hold)
+    command = start_cli("train", *words, cwd=tmp_path)
+    command.wait_for(gate)
+    command.process.send_signal(signal.SIGKILL)
+    command.wait()
+    run = tmp_path / "run"
+    assert len(rows(run)) < 5
+    assert (run / "checkpoints").is_dir(), "it was killed in the middle, not before the first step"
+    done = run_cli("train", "--resume", str(run), "trust=true", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert comparable(run) == comparable(golden)
+    assert weights(run, 4) == weights(golden, 4)
+
+
+def test_resume_keeps_a_decaying_learning_rate_on_its_way(tmp_path):
+    words = (*WORDS, "actor.optim.schedule=linear", "runner.max_steps=4", "checkpoint.keep=4")
+    whole = train_toy(tmp_path, *words, name="whole")
+    halves = train_toy(tmp_path, *words, name="halves")
+    # Back to where a crash in step 3 would have left it.
+    for step in (3, 4):
+        shutil.rmtree(halves / "checkpoints" / f"step_{step:06d}")
+    resume_toy(halves)
+    assert comparable(halves) == comparable(whole)
+    assert weights(halves, 4) == weights(whole, 4)
+    assert len({row["actor/lr"] for row in rows(whole) if "actor/lr" in row}) > 1
+
+
+def test_a_resumed_run_takes_the_optimizer_settings_that_it_is_given(tmp_path):
+    run = train_toy(tmp_path, *WORDS, "runner.max_steps=2")
+    resume_toy(run, "runner.max_steps=3", "actor.optim.lr=0", "checkpoint.keep=3")
+    assert rows(run)[-1]["actor/lr"] == 0
+    assert weights(run, 3) == weights(run, 2)
+
+
+def test_a_longer_run_goes_on_with_the_rate_of_the_longer_schedule(tmp_path):
+    run = train_toy(tmp_path, *WORDS, "actor.optim.schedule=linear", "runner.max_steps=2")
+    resume_toy(run, "runner.max_steps=4", "checkpoint.keep=3")
+    assert weights(run, 3) != weights(run, 2), "the shorter schedule ended at 0"
+    assert 0.25e-3 < rows(run)[3]["actor/lr"] <= 0.5e-3
+
+
+def test_a_damaged_checkpoint_is_refused_with_its_name(tmp_path):
+    run = train_toy(tmp_path, *WORDS)
+    victim = next((run / "checkpoints" / "step_000002" / "policy").glob("*.safetensors"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{victim.name}.*next older complete checkpoint is .*step_000001"):
+        resume_toy(run, "runner.max_steps=3")
+    assert not (run / "lock").exists()
+
+
+def test_a_config_with_code_is_refused(tmp_path):
+    run = train_toy(tmp_path, "runner.max_steps=1")
+    canary = tmp_path / "canary"
+    with open(run / "config.yaml", "a", encoding="utf-8") as f:
+        f.write(f"custom: !!python/object/apply:os.system ['touch {canary}']\n")
+    with pytest.raises(ConfigError, match=r"YAML tag .* is refused"):
+        resume_toy(run)
+    assert not canary.exists()
+
+
+def test_a_run_starts_from_another_runs_weights(tmp_path):
+    source = train_toy(tmp_path, "runner.max_steps=1", "actor.optim.lr=0.001", "env.kwargs.goal=0.7", name="source")
+    target = train(toy_config(tmp_path, f"ckpt={source}", "actor.optim.lr=0", "runner.max_steps=1", name="target")).run
+    assert weights(target, 1) == weights(source, 1)
+
+
+def test_a_resumed_run_goes_on_with_its_adapted_kl_coefficient(tmp_path):
+    kl = ("algorithm.kl_beta=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_target=1.0", "algorithm.kl_horizon=10")
+    run = train_toy(tmp_path, *WORDS, *kl, "runner.val_check_interval=-1", "runner.max_steps=2")
+    resume_toy(run, "runner.max_steps=3")
+    betas = [row["train/kl_beta"] for row in rows(run)]
+    # Four episodes far below the target: a fifth of 4/10 less each time.
+    assert betas == pytest.approx([0.1, 0.092, 0.08464], rel=1e-6)
+
+
+def test_a_resumed_run_keeps_its_reference_policy(golden, tmp_path):
+    words = (*WORDS, f"ckpt={golden}", "algorithm.kl_beta=0.5", "runner.val_check_interval=-1")
+    whole = train_toy(tmp_path, *words, "runner.max_steps=2", name="whole")
+    half = train_toy(tmp_path, *words, "runner.max_steps=1", name="half")
+    resume_toy(half, "runner.max_steps=2")
+    assert weights(half, 2) == weights(whole, 2)

@@ -1,0 +1,125 @@
+"""The run folder: its name, its lock, and what it remembers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from processes import command_environment
+from toy_runs import rows, toy_config, train_toy
+
+from embodyrl.commands.run_folder import open_run, resolve_weights
+from embodyrl.commands.train import train
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.plan.config import load_saved_config
+
+
+def test_an_existing_run_is_an_error_by_default(tmp_path):
+    cfg = toy_config(tmp_path)
+    open_run(cfg, "train", [], None).unlock()
+    with pytest.raises(ConfigError, match=r"on_existing=resume.*on_existing=rename"):
+        open_run(cfg, "train", [], None)
+
+
+def test_rename_counts_up_and_resume_takes_the_same_folder(tmp_path):
+    first = open_run(toy_config(tmp_path), "train", [], None)
+    first.unlock()
+    renamed = [open_run(toy_config(tmp_path, "runner.on_existing=rename"), "train", [], None) for _ in range(2)]
+    assert [folder.run_id for folder in renamed] == ["run-2", "run-3"]
+    resumed = open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], None)
+    assert resumed.root == first.root
+    assert (first.logs.name, resumed.logs.name) == ("attempt_1", "attempt_2")
+
+
+def test_on_existing_resume_goes_on_where_the_run_stopped(tmp_path):
+    words = ("runner.on_existing=resume", "runner.deterministic=true")
+    run = train_toy(tmp_path, *words, "runner.max_steps=1")
+    assert train_toy(tmp_path, *words, "runner.max_steps=3") == run
+    assert [row["step"] for row in rows(run)] == [1, 2, 3]
+
+
+def test_unnamed_runs_of_the_same_second_do_not_collide(tmp_path):
+    cfg = toy_config(tmp_path, "runner.experiment_name=null")
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: open_run(cfg, "train", [], None), range(24)))
+    assert len({folder.root for folder in folders}) == 24
+    assert all("train-toy_env-FACTORY" in folder.run_id for folder in folders)
+
+
+def test_a_run_remembers_how_it_was_started(tmp_path):
+    cfg = toy_config(tmp_path, "seed=3")
+    folder = open_run(cfg, "train", ["seed=3"], None)
+    folder.unlock()
+    open_run(cfg, "train", ["runner.max_steps=9"], folder.root)
+    assert load_saved_config(folder.root, ["trust=true"]) == cfg.updated({"trust": True})
+    overrides = (folder.root / "overrides.txt").read_text().splitlines()
+    assert overrides == ["# attempt 1: train seed=3", "# attempt 2: train runner.max_steps=9"]
+    assert f"python {sys.version.split()[0]}" in (folder.root / "env.txt").read_text()
+
+
+def test_a_run_in_use_is_refused_and_left_alone(tmp_path):
+    """The holder is a real process: this one's child, waiting for its input to close."""
+    cfg = toy_config(tmp_path, "runner.on_existing=resume")
+    code = (
+        "import sys; from pathlib import Path; from embodyrl.plan.config import load_saved_config as load;"
+        "from embodyrl.commands.run_folder import open_run; run = Path(sys.argv[1]);"
+        "folder = open_run(load(run, ['trust=true']), 'train', [], run); print('locked', flush=True); sys.stdin.read()"
+    )
+    open_run(cfg, "train", [], None).unlock()
+    run = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=command_environment(tmp_path),
+        text=True,
+    )
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    with holder:
+        assert holder.stdout.readline() == "locked\n"
+        before = sorted(p.relative_to(run) for p in run.rglob("*"))
+        with pytest.raises(EmbodyError, match=f"in use by process {holder.pid}"):
+            open_run(cfg, "train", [], None)
+        assert sorted(p.relative_to(run) for p in run.rglob("*")) == before
+        holder.stdin.close()
+        holder.wait()
+    # It ended without unlocking, like a killed one.
+    assert open_run(cfg, "train", [], None).root == run
+
+
+def test_a_lock_of_a_dead_process_whose_id_lives_again_is_taken(tmp_path):
+    cfg = toy_config(tmp_path, "runner.on_existing=resume")
+    folder = open_run(cfg, "train", [], None)
+    lock = folder.root / "lock"
+    folder.unlock()
+    other = os.getppid()  # some living process that never locked this run
+    lock.write_text(f"{os.uname().nodename} {other}")
+    assert open_run(cfg, "train", [], None).root == folder.root
+
+
+@pytest.mark.parametrize("what", ["a file", "below a file"])
+def test_an_unusable_output_folder_is_one_line_with_a_cure(tmp_path, what):
+    (tmp_path / "taken").write_text("")
+    parent = tmp_path / "taken" if what == "a file" else tmp_path / "taken" / "deeper"
+    with pytest.raises(EmbodyError, match=r"Cannot write to .*runner\.output_dir"):
+        open_run(toy_config(tmp_path, f"runner.output_dir={parent}"), "train", [], None)
+
+
+def test_a_failed_run_is_unlocked(tmp_path):
+    with pytest.raises(EmbodyError):
+        train(toy_config(tmp_path, "env.kwargs.fault=raise", "env.kwargs.where=init"))
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_weights_come_from_a_run_a_checkpoint_or_a_policy_folder(tmp_path):
+    run = train_toy(tmp_path, "runner.save_interval=1")
+    newest = run / "checkpoints" / "step_000002"
+    assert resolve_weights(str(run)) == newest / "policy"
+    assert resolve_weights(str(run / "checkpoints" / "step_000001")) == run / "checkpoints" / "step_000001" / "policy"
+    assert resolve_weights(str(newest / "policy")) == newest / "policy"
+    with pytest.raises(CheckpointError, match="no run, no checkpoint"):
+        resolve_weights(str(tmp_path))

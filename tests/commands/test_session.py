@@ -1,0 +1,96 @@
+"""Checkpoints of a session: in turn or beside the training, complete either way, and no failure is lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from toy_runs import comparable, resume_toy, rows, toy_config, train_toy, weights
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.run_folder import open_run
+from embodyrl.commands.session import Session
+from embodyrl.errors import CheckpointError
+
+
+def session(folder: Path, *words: str) -> Session:
+    cfg = toy_config(folder, *words)
+    return Session(cfg, open_run(cfg, "train", [], None), "train")
+
+
+def fill(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(bytes(1000))
+    (folder / "weights.bin").chmod(0o600)  # as safetensors does
+
+
+def test_an_asynchronous_save_returns_before_the_checkpoint_is_complete(tmp_path):
+    one = session(tmp_path, "checkpoint.async_save=true", "checkpoint.keep=1")
+    gate = threading.Event()
+    one._writer.submit(gate.wait, 60)
+    one.step = 1
+    path = one.save(fill, {})
+    assert not path.exists()
+    one.wait_for_save(wait=False)
+    gate.set()
+    one.wait_for_save()
+    store = CheckpointStore(path.parent)
+    store.verify(path)
+    one.step = 2
+    one.save(fill, {})
+    one.wait_for_save()
+    assert store.steps() == [2]
+
+
+def test_the_best_of_runs_that_never_succeed_is_the_one_with_the_best_return(tmp_path):
+    one = session(tmp_path, "checkpoint.keep=1", "runner.save_interval=1")
+    one.record_score(0.0, 99.0)  # of the start, which has no checkpoint
+    for mean_return in (-3.0, -1.0, -2.0):
+        one.step += 1
+        one.record_score(0.0, mean_return)
+        one.save(fill, {})
+    store = CheckpointStore(one.folder.checkpoints)
+    assert store.steps() == [2, 3]
+    assert store.best() == 2
+    assert {f.stat().st_mode & 0o777 for f in store.path(3).iterdir()} == {0o644}
+
+
+def test_a_synchronous_save_returns_with_a_complete_checkpoint(tmp_path):
+    one = session(tmp_path)
+    one.step = 1
+    path = one.save(fill, {})
+    store = CheckpointStore(path.parent)
+    assert store.steps() == [1]
+    store.verify(path)
+
+
+def test_a_failure_of_an_asynchronous_save_is_raised_later(tmp_path):
+    one = session(tmp_path, "checkpoint.async_save=true")
+    one.step = 1
+    one.save(lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})
+    with pytest.raises(CheckpointError, match="links and special files"):
+        one.wait_for_save()
+    assert CheckpointStore(one.folder.checkpoints).steps() == []
+
+
+def test_an_asynchronous_run_leaves_the_same_checkpoints(tmp_path):
+    words = ("runner.max_steps=3", "runner.save_interval=1", "checkpoint.keep=2", "runner.deterministic=true")
+    runs = [
+        train_toy(tmp_path, *words, f"checkpoint.async_save={value}", name=f"r-{value}") for value in ("false", "true")
+    ]
+    for run in runs:
+        store = CheckpointStore(run / "checkpoints")
+        assert store.steps() == [2, 3]
+        store.verify(store.path(3))
+    assert comparable(runs[0]) == comparable(runs[1])
+    assert weights(runs[0], 2) == weights(runs[1], 2)
+    assert weights(runs[0], 3) == weights(runs[1], 3)
+
+
+def test_restarts_are_counted_over_all_processes_of_a_run(tmp_path):
+    run = train_toy(tmp_path, "runner.max_steps=1")
+    row = rows(run)[0] | {"env/restarts": 4.0}
+    (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    resume_toy(run, "runner.max_steps=2")
+    assert rows(run)[1]["env/restarts"] == 4.0

@@ -1,0 +1,229 @@
+"""Supervised training on demonstrations that real workers collected, with the real tiny OpenVLA-OFT policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import start_cli
+from toy_env import toy_spec
+from toy_runs import TOY_COLLECT, TOY_EVAL, rows, weights
+
+from embodyrl.commands.collect import collect
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.sft import SftResult, sft
+from embodyrl.commands.sft_setup import data_statistics, load_samples
+from embodyrl.datasets.reader import load_demonstrations
+from embodyrl.errors import ConfigError, NonFiniteError
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.roots import SftConfig
+from embodyrl.types import GripperConvention, PolicySpec
+
+HARD = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6")
+"""Two tasks with opposite actions; the expert needs six of eight steps."""
+MODEL = ("model.num_action_chunks=4", "model.num_images_in_input=1", "model.use_proprio=false")
+SMALL = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "actor.optim.warmup_steps=2", "data.image_aug=false")
+
+
+TOY_POLICY = PolicySpec(
+    name="p",
+    num_action_chunks=4,
+    action_dim=7,
+    tokens_per_chunk=28,
+    gripper=GripperConvention(open=1.0, closed=0.0),
+)
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty demonstrations."""
+    folder = tmp_path_factory.mktemp("collect")
+    places = (f"collect.out={folder}/demos", f"runner.output_dir={folder}/runs")
+    quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "collect.episodes=20")
+    collect(load_config("collect", [*TOY_COLLECT, *HARD, *places, *quiet]))
+    return folder / "demos"
+
+
+def words(folder: Path, demos: Path, *overrides: str) -> list[str]:
+    places = (f"data.path={demos}", f"runner.output_dir={folder}", "runner.experiment_name=sft")
+    return [*places, *MODEL, *SMALL, "runner.logger.backends=[jsonl]", *overrides]
+
+
+def config(folder: Path, demos: Path, *overrides: str) -> SftConfig:
+    cfg = load_config("sft", words(folder, demos, *overrides))
+    check_components(cfg)
+    return cfg
+
+
+def train(folder: Path, demos: Path, *overrides: str) -> SftResult:
+    return sft(config(folder, demos, *overrides))
+
+
+@pytest.fixture(scope="module")
+def trained(demos: Path, tmp_path_factory: pytest.TempPathFactory) -> SftResult:
+    folder = tmp_path_factory.mktemp("sft")
+    return train(folder, demos, "runner.max_steps=60", "runner.val_check_interval=30", "actor.optim.lr=1e-3")
+
+
+def success(folder: Path, *overrides: str) -> float:
+    places = (f"runner.output_dir={folder}", "launcher=inline", "runner.logger.backends=[jsonl]")
+    settings = ("eval.episodes_per_task=4", "env.eval.total_num_envs=4")
+    cfg = load_config("eval", [*TOY_EVAL, *HARD, *places, *settings, *overrides])
+    check_components(cfg)
+    return evaluate(cfg).overall.success_once
+
+
+@pytest.mark.timeout(240)
+def test_twenty_demonstrations_are_learnt_and_the_policy_then_succeeds(trained: SftResult, tmp_path: Path) -> None:
+    assert trained.metrics["train/token_accuracy"] > 0.95
+    assert trained.metrics["eval/token_accuracy"] > 0.95
+    first = rows(trained.run)[0]
+    assert first["step"] == 0
+    assert first["eval/token_accuracy"] < 0.2
+    assert trained.metrics["eval/loss"] < 0.2 * first["eval/loss"]
+    untrained = success(tmp_path / "before")
+    assert untrained <= 0.5, "one constant action cannot go right and left"
+    assert success(tmp_path / "run", f"ckpt={trained.run}") == 1.0
+    # The statistics belong to the weights, whichever way the checkpoint is named.
+    assert success(tmp_path / "path", f"model.path={trained.checkpoint}/policy") == 1.0
+
+
+def test_an_l1_head_learns_the_same_demonstrations(demos: Path, tmp_path: Path) -> None:
+    l1 = "model.action_head=l1"
+    result = train(tmp_path, demos, l1, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=2e-4")
+    first, last = rows(result.run)[0], result.metrics
+    assert last["eval/loss"] < 0.2 * first["eval/loss"]
+    assert (result.checkpoint / "policy/action_head.safetensors").exists()
+    assert success(tmp_path / "run", f"ckpt={result.run}", l1) == 1.0
+
+
+def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_training_data(
+    trained: SftResult, demos: Path, tmp_path: Path
+) -> None:
+    policy = trained.checkpoint / "policy"
+    assert {"config.json", "model.safetensors", "tokenizer.json", "dataset_statistics.json"} <= {
+        p.name for p in policy.iterdir()
+    }
+    assert "embodyrl_init" not in json.loads((policy / "config.json").read_text())
+    statistics = json.loads((policy / "dataset_statistics.json").read_text())
+    assert list(statistics) == ["libero_10_no_noops"]
+    entry = statistics["libero_10_no_noops"]
+    assert entry["action"]["mask"] == [True] * 6 + [False]
+    assert (entry["action"]["q01"][0], entry["action"]["q99"][0]) == (-0.5, 0.5)
+    assert entry["num_trajectories"] == 18, "two of twenty are held out"
+    held_in = load_samples(config(tmp_path, demos), toy_spec(2), TOY_POLICY)[0]
+    seen = held_in.demos.state[held_in.steps].astype(np.float64)
+    assert entry["num_transitions"] == len(seen) < len(held_in.demos.state)
+    assert entry["proprio"]["mean"] == pytest.approx(seen.mean(axis=0).tolist(), rel=1e-6)
+    assert entry["proprio"]["mean"] != pytest.approx(held_in.demos.state.mean(axis=0).tolist(), rel=1e-3)
+    assert entry["action"]["mean"][6] == 0.5, "the toy's gripper is half open: 0.5 in the policy's convention"
+    assert len(entry["proprio"]["q99"]) == 1
+
+
+def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:
+    cfg = config(tmp_path, demos, "data.val_share=0.25")
+    training, validation = load_samples(cfg, toy_spec(2), TOY_POLICY)
+    assert validation is not None
+    assert not set(training.steps) & set(validation.steps)
+    both = np.sort(np.concatenate([training.steps, validation.steps]))
+    np.testing.assert_array_equal(both, np.arange(len(training.demos.action)))
+    episode = np.searchsorted(training.demos.stop, validation.steps, side="right")
+    assert len(set(episode.tolist())) == 5
+    assert not set(episode) & set(np.searchsorted(training.demos.stop, training.steps, side="right"))
+    np.testing.assert_array_equal(training.actions[..., 6], 0.5)
+    np.testing.assert_array_equal(training.actions[:, 0, :6], training.demos.action[training.steps, :6])
+    whole, none = load_samples(config(tmp_path, demos, "data.val_share=0"), toy_spec(2), TOY_POLICY)
+    assert none is None
+    assert len(whole.steps) == len(whole.demos.action)
+
+
+def test_statistics_follow_their_definition() -> None:
+    rng = np.random.default_rng(0)
+    actions, states = rng.normal(size=(1000, 7)).astype(np.float32), rng.normal(size=(1000, 3)).astype(np.float32)
+    entry = data_statistics(actions, states, toy_spec(), 5)
+    assert entry["action"]["q01"] == pytest.approx(np.quantile(actions.astype(np.float64), 0.01, axis=0).tolist())
+    assert entry["proprio"]["max"] == states.max(axis=0).tolist()
+    assert (entry["num_transitions"], entry["num_trajectories"]) == (1000, 5)
+
+
+def comparable(run: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(run)]
+
+
+LENGTH = ("runner.max_steps=6", "runner.val_check_interval=3", "runner.save_interval=3", "data.image_aug=true")
+
+
+@pytest.fixture(scope="module")
+def straight(demos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("straight"), demos, *LENGTH).run
+
+
+def test_resuming_gives_the_same_curve_and_weights(straight: Path, demos: Path, tmp_path: Path) -> None:
+    run = train(tmp_path, demos, *LENGTH, "runner.max_steps=3", "actor.optim.schedule=constant").run
+    sft(load_saved_config(run, ["runner.max_steps=6"]), resume=run)
+    other = train(tmp_path / "other", demos, *LENGTH, "actor.optim.schedule=constant").run
+    assert comparable(run) == comparable(other)
+    assert weights(run, 6) == weights(other, 6)
+    assert weights(run, 6) != weights(straight, 6), "the cosine schedule makes a difference"
+
+
+def test_killed_it_continues_from_its_checkpoint(straight: Path, demos: Path, tmp_path: Path) -> None:
+    command = start_cli("sft", *words(tmp_path, demos, *LENGTH), cwd=tmp_path)
+    saved = tmp_path / "sft/checkpoints/step_000003/manifest.json"
+    try:
+        command.wait_for(saved)
+    finally:
+        command.stop()
+    sft(load_saved_config(tmp_path / "sft", []), resume=tmp_path / "sft")
+    assert comparable(tmp_path / "sft") == comparable(straight)
+    assert weights(tmp_path / "sft", 6) == weights(straight, 6)
+
+
+def test_the_seed_decides_everything(straight: Path, demos: Path, tmp_path: Path) -> None:
+    again = train(tmp_path / "same", demos, *LENGTH).run
+    assert weights(again, 6) == weights(straight, 6)
+    other = train(tmp_path / "other", demos, *LENGTH, "seed=1").run
+    assert weights(other, 6) != weights(straight, 6)
+
+
+def test_micro_batches_do_not_change_the_gradient(demos: Path, tmp_path: Path) -> None:
+    one = ("runner.max_steps=1", "runner.val_check_interval=-1")
+    whole = rows(train(tmp_path / "whole", demos, *one).run)[-1]
+    parts = rows(train(tmp_path / "parts", demos, *one, "actor.micro_batch_size=3").run)[-1]
+    assert parts["actor/loss"] == pytest.approx(whole["actor/loss"], rel=1e-5)
+    assert parts["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=1e-4)
+
+
+def test_a_learning_rate_that_explodes_stops_with_its_own_code(demos: Path, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"actor.optim.lr lower"):
+        train(tmp_path, demos, "actor.optim.lr=1000", "runner.max_steps=5", "runner.val_check_interval=-1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.path=null"], "data.path is not set"),
+        (["env.reward_coef=2"], "env.reward_coef=2: `embodyrl sft` does not read env.reward_coef; leave it out"),
+        (["algorithm.gamma=0.5"], "`embodyrl sft` does not read algorithm.gamma; leave it out"),
+        (["data.val_path=x", "data.val_share=0.2"], "data.val_share has no effect: data.val_path=x names"),
+    ],
+)
+def test_keys_that_sft_needs_or_never_reads(demos: Path, tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config(tmp_path, demos, *overrides)
+
+
+def test_parts_that_do_not_fit_are_refused_before_training(demos: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="reads 2 camera images, env 'toy' gives 1"):
+        train(tmp_path / "images", demos, "model.num_images_in_input=2")
+    with pytest.raises(ConfigError, match=r"model_type 'scripted' .* no checkpoint folder"):
+        sft(load_config("sft", [f"data.path={demos}", "model=scripted", f"runner.output_dir={tmp_path}"]))
+
+
+def test_demonstrations_stay_as_they_are(demos: Path) -> None:
+    """Collected data are in the environment's units: the gripper conversion works on a copy."""
+    np.testing.assert_array_equal(load_demonstrations(demos).action[:, 6], 0.0)

@@ -1,0 +1,195 @@
+"""Plans of training and evaluation: pure functions of config and step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from toy_env import toy_spec
+from toy_runs import toy_config
+
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_config
+from embodyrl.plan.episodes import EpisodeList, eval_episodes, selected_reset_ids, train_episodes
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.policies import POLICIES
+from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
+
+ENV = toy_spec(3)  # reset ids 0..11, four per task
+POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_chunk=28)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def make(*overrides: str) -> TrainConfig:
+        return toy_config(tmp_path, "env.kwargs.tasks=3", *overrides)
+
+    return make
+
+
+def episodes_of(plan: EpisodeList) -> list[EpisodeSpec]:
+    return [e for wave in plan.waves for queue in wave.queues for e in queue]
+
+
+def plan_of(cfg: TrainConfig, step: int = 0, *, counts_chunk_steps: bool = False) -> EpisodeList:
+    return train_episodes(cfg, ENV, step, counts_chunk_steps=counts_chunk_steps)
+
+
+def test_a_plan_depends_on_seed_and_step_alone(config):
+    cfg = config("env.train.total_num_envs=8")
+    assert plan_of(cfg, 5) == plan_of(config("env.train.total_num_envs=8"), 5)
+    assert plan_of(cfg, 5) != plan_of(cfg, 6)
+    assert plan_of(cfg, 5) != plan_of(config("env.train.total_num_envs=8", "seed=1"), 5)
+    other_machine = config("env.train.total_num_envs=8", "rollout.pipeline_stage_num=1", "runner.max_steps=99")
+    assert plan_of(cfg, 5) == plan_of(other_machine, 5)
+
+
+def test_members_of_a_group_share_reset_id_and_seed_but_not_noise(config):
+    episodes = episodes_of(plan_of(config("env.train.total_num_envs=8", "algorithm.group_size=4"), 3))
+    assert [e.episode_id for e in episodes] == list(range(8))
+    for group in (0, 1):
+        members = [e for e in episodes if e.group_id == group]
+        assert [e.member for e in members] == [0, 1, 2, 3]
+        assert len({(e.reset_id, e.task_id, e.seed) for e in members}) == 1
+    assert len({e.noise_seed for e in episodes}) == 8
+    assert episodes[0].seed != episodes[4].seed
+
+
+def test_noise_and_seeds_never_repeat_between_steps(config):
+    cfg = config("env.train.total_num_envs=8")
+    episodes = [e for step in range(50) for e in episodes_of(plan_of(cfg, step))]
+    assert len({e.noise_seed for e in episodes}) == len(episodes)
+    assert len({e.seed for e in episodes}) == len(episodes) // 2
+
+
+def test_every_reset_id_comes_equally_often(config):
+    """Five groups per step do not divide twelve ids: the stream goes on over the step's border."""
+    cfg = config("env.train.total_num_envs=10")
+    stream = [e.reset_id for step in range(24) for e in episodes_of(plan_of(cfg, step)) if e.member == 0]
+    assert len(stream) == 120
+    for start in range(0, 120, 12):
+        assert sorted(stream[start : start + 12]) == list(range(12))
+    assert stream[:12] != stream[12:24], "each pass has an order of its own"
+
+
+def test_more_groups_than_reset_ids_wrap_around(config):
+    cfg = config("env.train.total_num_envs=40")
+    drawn = Counter(e.reset_id for e in episodes_of(plan_of(cfg)) if e.member == 0)
+    assert set(drawn) == set(range(12))
+    assert max(drawn.values()) - min(drawn.values()) <= 1
+
+
+def test_task_ids_select_reset_ids(config):
+    cfg = config("env.train.task_ids=[2,0]", "env.train.total_num_envs=16")
+    assert selected_reset_ids(ENV, cfg.env.train) == [8, 9, 10, 11, 0, 1, 2, 3]
+    assert {e.task_id for e in episodes_of(plan_of(cfg))} == {0, 2}
+    with pytest.raises(ConfigError, match=r"\[3\].*tasks 0 to 2"):
+        selected_reset_ids(ENV, config("env.train.task_ids=[3]").env.train)
+
+
+def test_auto_reset_makes_one_queue_of_all_epochs_and_its_absence_one_wave_per_epoch(config):
+    refilled = plan_of(config("algorithm.rollout_epoch=3"))
+    assert [len(wave.queues) for wave in refilled.waves] == [1]
+    assert [e.episode_id for e in refilled.waves[0].queues[0]] == list(range(12))
+    waves = plan_of(config("algorithm.rollout_epoch=3", "env.train.auto_reset=false")).waves
+    assert [[e.episode_id for e in wave.queues[0]] for wave in waves] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert episodes_of(refilled) == [e for wave in waves for e in wave.queues[0]]
+
+
+def test_deterministic_mode_deals_the_same_episodes_to_fixed_slots(config):
+    words = ("algorithm.rollout_epoch=3", "algorithm.group_size=4")
+    dealt = plan_of(config(*words, "runner.deterministic=true"))
+    assert [[e.episode_id for e in q] for q in dealt.waves[0].queues] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    shared = plan_of(config(*words))
+    assert sorted(episodes_of(dealt), key=lambda e: e.episode_id) == episodes_of(shared)
+
+
+def test_a_quota_wave_never_runs_out_of_episodes(config):
+    """A chunk may end an episode, so a slot needs as many episodes as it has chunk steps."""
+    cfg = config("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=18", "algorithm.rollout_epoch=2")
+    plan = plan_of(cfg, counts_chunk_steps=True)
+    assert [wave.quota_chunks for wave in plan.waves] == [5, 5]  # 18 env steps in chunks of 4
+    for wave in plan.waves:
+        assert [len(q) for q in wave.queues] == [5, 5, 5, 5]
+        for queue in wave.queues:
+            assert len({e.reset_id for e in queue}) == 1, "fixed reset ids: one per slot and epoch"
+    ids = [e.episode_id for e in episodes_of(plan)]
+    assert len(set(ids)) == len(ids) == 40
+
+
+def test_a_quota_without_auto_reset_has_one_episode_per_slot(config):
+    cfg = config("algorithm=ppo", "env.train.auto_reset=false")
+    assert [len(q) for q in plan_of(cfg, counts_chunk_steps=True).waves[0].queues] == [1, 1, 1, 1]
+
+
+def test_free_reset_ids_vary_within_a_slot(config):
+    words = ("algorithm=ppo", "env.train.use_fixed_reset_state_ids=false", "algorithm.group_size=1")
+    cfg = config(*words, "env.train.max_steps_per_rollout_epoch=64")
+    queues = plan_of(cfg, counts_chunk_steps=True).waves[0].queues
+    assert all(len({e.reset_id for e in queue}) > 4 for queue in queues)
+
+
+def test_an_evaluation_covers_tasks_and_states_evenly(config):
+    plan = eval_episodes(config("eval.episodes_per_task=6"), ENV, POLICY)
+    episodes = episodes_of(plan)
+    assert plan.num_slots == 2
+    assert Counter(e.task_id for e in episodes) == {0: 6, 1: 6, 2: 6}
+    for task in range(3):
+        own = [e for e in episodes if e.task_id == task]
+        assert [e.reset_id for e in own] == [*ENV.reset_ids_of(task), *ENV.reset_ids_of(task)][:6]
+        assert len({e.seed for e in own}) == 6
+    assert all(a.task_id <= b.task_id for a, b in pairwise(episodes)), "a worker loads one task after the other"
+
+
+def test_a_total_of_evaluation_episodes_is_spread_over_the_tasks(config):
+    episodes = episodes_of(eval_episodes(config("eval.episodes=5", "env.eval.task_ids=[1,2]"), ENV, POLICY))
+    assert Counter(e.task_id for e in episodes) == {1: 3, 2: 2}
+    assert plan_slots(config("eval.episodes=1")) == 1
+
+
+def plan_slots(cfg: TrainConfig) -> int:
+    return eval_episodes(cfg, ENV, POLICY).num_slots
+
+
+def test_evaluations_of_different_seeds_start_from_the_same_states(config):
+    def starts(cfg):
+        return [(e.episode_id, e.reset_id, e.seed) for e in episodes_of(eval_episodes(cfg, ENV, POLICY))]
+
+    assert starts(config()) == starts(config("seed=7"))
+
+
+def eval_starts(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec = POLICY) -> list[tuple[int, int]]:
+    return [(e.reset_id, e.seed) for e in episodes_of(eval_episodes(cfg, env, policy))]
+
+
+def test_an_evaluation_never_plays_an_exact_copy(config):
+    """Where a reset id decides everything and the policy takes no noise, a second time would show nothing new."""
+    fixed = replace(ENV, seeded_tasks=(1,))
+    greedy = config("eval.episodes_per_task=6")
+    starts = eval_starts(greedy, fixed)
+    assert Counter(reset_id // 4 for reset_id, _ in starts) == {0: 4, 1: 6, 2: 4}
+    assert [reset_id for reset_id, _ in starts if reset_id < 4] == [0, 1, 2, 3]
+    assert len(eval_starts(config("eval.episodes=50", "env.eval.state_ids=[1,2]", "env.eval.task_ids=[0]"), fixed)) == 2
+    sampled = config("eval.episodes_per_task=6", "eval.sampling_params.do_sample=true")
+    assert len(eval_starts(sampled, fixed)) == 18
+    assert len(eval_starts(sampled, fixed, replace(POLICY, takes_noise=False))) == 14, "L1 regression does not sample"
+    expert = replace(POLICY, scripted=True)
+    assert len(eval_starts(greedy, fixed, expert)) == 18, "its actions are disturbed"
+    assert len(eval_starts(sampled, fixed, replace(expert, takes_noise=False))) == 14
+
+
+def test_which_policies_take_noise():
+    for words, takes in (
+        (["model=scripted"], False),
+        (["model=scripted", "model.expert_noise=0.1"], True),
+        (["model=random"], True),
+        (["model=openvla_oft_tiny"], True),
+        (["model=openvla_oft_tiny", "model.action_head=l1"], False),
+    ):
+        cfg = load_config("eval", ["env=tabletop", *words])
+        env = ENVS.get("tabletop").spec(cfg.env, EnvContext())
+        assert POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0).takes_noise == takes, words

@@ -1,0 +1,79 @@
+"""What a run says about its evaluation: how many different episodes, and who has used their initial states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy_runs import toy_config, toy_words, train_toy
+
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config, save_config
+from embodyrl.plan.held_out import evaluation_facts
+
+SPLITS = ("env.train.state_ids=[2,3]", "env.eval.state_ids=[0,0]")
+SUITES = ("libero_10", "libero_90", "libero_goal", "libero_object", "libero_spatial")
+
+
+def lines(folder: Path, *overrides: str, command: str = "train") -> str:
+    blueprint = draw_blueprint(toy_config(folder, *overrides, command=command), training=command == "train")
+    return "\n".join(text for _, text in evaluation_facts(blueprint))
+
+
+def test_a_training_says_whether_it_is_judged_by_what_it_saw(tmp_path: Path) -> None:
+    apart = lines(tmp_path, *SPLITS, "eval.episodes=3")
+    assert apart == "3 greedy episodes of 1 initial states\nnone of these initial states is used by training"
+    assert "warning: of these 4 initial states training uses 4;" in lines(tmp_path)
+    assert "of these 3 initial states training uses 2;" in lines(tmp_path, SPLITS[0], "env.eval.state_ids=[1,3]")
+
+
+def test_copies_are_named() -> None:
+    words = ["eval.episodes=150", "env.eval.state_ids=[3000,3004]", "env.eval.task_ids=[0,1,2]"]
+    blueprint = draw_blueprint(load_config("train", words), training=True)
+    assert evaluation_facts(blueprint)[0][1] == (
+        "15 greedy episodes of 15 initial states; 150 were asked for, the others would be exact copies of these"
+    )
+
+
+def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
+    run = train_toy(tmp_path, *SPLITS, "runner.val_check_interval=2", "eval.episodes=2", name="trained")
+    ckpt = (f"ckpt={run}",)
+    test = lines(tmp_path, *ckpt, "env.eval.state_ids=[1,1]", command="eval")
+    assert f"none of these initial states is used by training of {run} or validation of {run}" in test
+    both = lines(tmp_path, *ckpt, "env.eval.state_ids=[0,2]", command="eval")
+    assert f"of these 3 initial states training of {run} uses 1, validation of {run} uses 1;" in both
+    # Also of the run that it started from.
+    later = tmp_path / "later"
+    (later / "checkpoints").mkdir(parents=True)
+    second = load_config("train", toy_words(tmp_path, *ckpt, "env.train.state_ids=[3,3]", "env.eval.state_ids=[0,0]"))
+    save_config(second, later / "config.yaml")
+    chain = lines(tmp_path, f"ckpt={later}", "env.eval.state_ids=[2,2]", command="eval")
+    assert f"none of these initial states is used by training of {later}" in chain
+    assert f"training of {run} uses 1, validation of {run} uses 0;" in chain
+    assert "unknown: what assets/" in lines(tmp_path, "ckpt=assets/openvla_oft_tiny", command="eval")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([f"env={suite}"] for suite in SUITES),
+        ["experiment=libero_laptop"],
+        ["experiment=libero_laptop_long"],
+        ["experiment=libero_object_laptop"],
+        ["env=tabletop"],
+        ["env=gym"],
+        ["env=maniskill"],
+    ],
+)
+def test_presets_hold_out_states_and_leave_some_for_a_test(words: list[str]) -> None:
+    env = load_config("train", words).env
+    assert env.train.state_ids is not None
+    assert env.eval.state_ids is not None
+    (first, last), (low, high) = env.train.state_ids, env.eval.state_ids
+    assert last < low or high < first
+    total = {"tabletop": 4000, "gym": 100_000, "maniskill": 100_000}.get(env.env_type, 50)
+    assert last - first + 1 + high - low + 1 < total
+
+
+def test_the_official_protocol_runs_all_states() -> None:
+    assert load_config("eval", ["env=libero_object", "eval=libero_standard"]).env.eval.state_ids is None

@@ -1,0 +1,107 @@
+"""The memory plan: near what the policy process really takes, and a refusal of what cannot fit."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from processes import workers_of
+from toy_runs import running_crew, toy_config
+
+from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.plan.memory import GIB, plan_memory, require_memory
+from embodyrl.scheduler.actors import Actors
+from embodyrl.scheduler.rollout import Rollout
+
+SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops", "model.is_lora=true")
+LARGE = ("env.train.total_num_envs=16", "actor.global_batch_size=32", "actor.micro_batch_size=32")
+
+
+def peak(pid: int) -> int:
+    """Largest resident memory of a process so far, without the arena, bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    high, shared = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmHWM", "RssShmem"))
+    return high - shared
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "words",
+    [(), LARGE, (*SOUP, "actor.gradient_checkpointing=true")],
+    ids=["default", "large batch", "adapters, recomputed"],
+)
+def test_the_estimate_is_near_the_measured_peak(tmp_path, words):
+    with running_crew(tmp_path, "launcher=local", "env.kwargs.echo=true", *words) as stage:
+        blueprint, workers = stage.blueprint, stage.workers
+        actors = Actors(workers, blueprint.algorithm, blueprint)
+        plan = train_episodes(blueprint.cfg, blueprint.env, 0, counts_chunk_steps=False)
+        rollout = workers.scheduler.collect(Rollout(plan))
+        actors.update(0, rollout, blueprint.algorithm.prepare(rollout.episodes, actors.score(rollout)))
+        workers.scheduler.release(rollout)
+        measured = peak(workers_of(os.getpid())["policy"])
+    assert plan_memory(blueprint).policy == pytest.approx(measured, rel=0.15)
+
+
+def test_sharding_divides_weights_and_moments(tmp_path):
+    one = plan_memory(draw_blueprint(toy_config(tmp_path), training=True))
+    four = draw_blueprint(toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4"), training=True)
+    assert plan_memory(four).weights == one.weights // 4
+    assert plan_memory(four).optimizer == one.optimizer // 4
+    assert plan_memory(four).gathered == one.weights, "whole while acting"
+    replicas = draw_blueprint(
+        toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4", "actor.fsdp.shard_size=2"), training=True
+    )
+    assert plan_memory(replicas).optimizer == one.optimizer // 2
+
+
+def test_processes_that_act_have_a_copy_and_ranks_gather_nothing(tmp_path):
+    words = ("launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
+    blueprint = draw_blueprint(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
+    plan = plan_memory(blueprint)
+    assert plan.gathered == 0
+    assert plan.acting - plan.process == 4 * blueprint.policy.num_parameters, "float32 until it is halved"
+    assert "for each process that acts" in plan.lines(2, 1)[1][1]
+    with pytest.raises(ConfigError, match="of memory"):
+        require_memory(blueprint, replace(plan, acting=10_000 * GIB))
+
+
+def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
+    blueprint = draw_blueprint(toy_config(tmp_path), training=True)
+    plan = plan_memory(blueprint)
+    require_memory(blueprint, plan)
+    with pytest.raises(ConfigError, match=r"needs about .*free.*actor.micro_batch_size"):
+        require_memory(blueprint, replace(plan, optimizer=10_000 * GIB))
+    with pytest.raises(ConfigError, match=r"env workers.*launcher.env_workers"):
+        require_memory(blueprint, replace(plan, env_worker=10_000 * GIB))
+
+
+def stub_nvidia_smi(folder, monkeypatch, mib):
+    """A host with GPUs of that size, by what its tools say."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho {mib}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, 10 * 1024)
+    words = ("launcher=local", "launcher.env_workers=2", "actor.fsdp.size=1")
+
+    def plan(visible):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        drawn = draw_blueprint(toy_config(tmp_path, *words), training=True)
+        drawn = replace(drawn, env=replace(drawn.env, on_gpu=True, gpu_bytes=(2 * GIB, GIB)))
+        memory = plan_memory(drawn)
+        assert memory.env_gpu == 4 * GIB, "two slots each"
+        return drawn, replace(memory, gradients=3 * GIB)
+
+    require_memory(*plan("0,1"))
+    with pytest.raises(ConfigError, match=r"with all that shares its GPU 11\.\d.*launcher.env_workers"):
+        require_memory(*plan("0"))
+    assert "4.00 on a GPU for each of 2 env workers" in plan("0")[1].lines(1, 2)[1][1]

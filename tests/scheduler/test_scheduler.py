@@ -1,0 +1,225 @@
+"""Rollouts of the toy with the tiny policy, in one process: complete, paired, cut, cleaned up."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from toy_runs import Stage, running_crew
+
+from embodyrl.errors import WorkerError
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.scheduler.rollout import Rollout, RolloutResult
+
+
+def collect(stage: Stage, step: int = 0) -> RolloutResult:
+    algorithm = stage.blueprint.algorithm
+    assert algorithm is not None
+    plan = train_episodes(
+        stage.blueprint.cfg, stage.blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps
+    )
+    stage.workers.scheduler.publish(step)
+    return stage.workers.scheduler.collect(Rollout(plan))
+
+
+def assert_all_free(stage: Stage, rollout: RolloutResult) -> None:
+    stage.workers.scheduler.release(rollout)
+    assert stage.workers.arena.num_free == stage.workers.arena.capacity
+
+
+def facts(rollout: RolloutResult) -> list[tuple]:
+    return [
+        (e.spec, e.length, e.terminated, e.truncated, e.cut, e.episode_return, e.valid.tolist(), e.instruction)
+        for e in rollout.episodes
+    ]
+
+
+def test_all_planned_episodes_come_back_in_order_and_their_records_are_freed(tmp_path):
+    with running_crew(tmp_path, "algorithm.rollout_epoch=3", "env.kwargs.tasks=3") as stage:
+        for step in range(2):
+            rollout = collect(stage, step)
+            assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
+            assert rollout.dropped == 0
+            assert rollout.tally.env_steps == sum(e.length for e in rollout.episodes)
+            held = [t.record for tickets in rollout.tickets.values() for t in tickets]
+            assert sorted(held) == sorted(r for e in rollout.episodes for r in e.records)
+            assert len(set(held)) == len(held)
+            assert stage.workers.arena.num_free == stage.workers.arena.capacity - len(held)
+            assert (stage.workers.arena["version"][held] == step).all()
+            assert {e.instruction for e in rollout.episodes} <= set(stage.blueprint.env.tasks)
+            assert_all_free(stage, rollout)
+
+
+def test_success_terminates_and_the_time_limit_truncates(tmp_path):
+    with running_crew(tmp_path, "env.train.total_num_envs=16", "env.kwargs.goal=0.5") as stage:
+        rollout = collect(stage)
+    ends = {(e.terminated, e.truncated, e.success_once) for e in rollout.episodes}
+    assert ends == {(True, False, True), (False, True, False)}
+    for e in rollout.episodes:
+        assert not e.cut
+        assert e.length == (8 if e.truncated else int(np.flatnonzero(e.success[e.valid])[0]) + 1)
+        assert not e.bootstrap_value.any()
+
+
+def test_ignored_terminations_run_to_the_time_limit(tmp_path):
+    words = ("env.train.total_num_envs=16", "env.kwargs.goal=0.5", "env.train.ignore_terminations=true")
+    with running_crew(tmp_path, *words) as stage:
+        rollout = collect(stage)
+    assert {(e.terminated, e.truncated, e.length) for e in rollout.episodes} == {(False, True, 8)}
+    assert len({e.success_once for e in rollout.episodes}) == 2
+
+
+def test_each_action_meets_its_own_reward(tmp_path):
+    words = ("env.kwargs.echo=true", "env.use_rel_reward=false", "algorithm.rollout_epoch=4", "env.kwargs.tasks=3")
+    with running_crew(tmp_path, *words) as stage:
+        rollout = collect(stage)
+        for e in rollout.episodes:
+            assert e.length == 8
+            np.testing.assert_array_equal(e.reward, stage.workers.arena["action"][e.records][..., 0])
+
+
+def test_the_number_of_stages_does_not_change_the_episodes(tmp_path):
+    seen = []
+    for stages in (1, 2, 4):
+        words = (f"rollout.pipeline_stage_num={stages}", "runner.deterministic=true", "algorithm.rollout_epoch=2")
+        with running_crew(tmp_path, *words, "env.kwargs.tasks=3") as stage:
+            rollout = collect(stage)
+            logprob = [stage.workers.arena["logprob"][e.records].tolist() for e in rollout.episodes]
+            seen.append((facts(rollout), logprob))
+    assert seen[0] == seen[1] == seen[2]
+    assert any(e[1] < 8 for e in seen[0][0]), "some episode must end early, or this shows nothing"
+
+
+def test_the_list_of_episodes_is_the_same_however_they_are_run(tmp_path):
+    """Also where the clock decides which slot runs what."""
+    lists = []
+    for stages, slots in ((1, 4), (2, 4), (4, 4), (2, 8)):
+        words = (f"rollout.pipeline_stage_num={stages}", f"env.train.total_num_envs={slots}", "env.kwargs.tasks=3")
+        with running_crew(tmp_path, *words, f"algorithm.rollout_epoch={16 // slots}") as stage:
+            lists.append([e.spec for e in collect(stage).episodes])
+    assert len(lists[0]) == 16
+    assert lists[0] == lists[1] == lists[2] == lists[3]
+
+
+def test_work_that_nobody_waits_for_is_counted_with_the_time_that_it_took(tmp_path):
+    with running_crew(tmp_path, "algorithm.max_staleness=1") as stage:
+        cfg, env, rollouts = stage.blueprint.cfg, stage.blueprint.env, stage.workers.scheduler
+        rollouts.publish(0)
+        first, second = (
+            rollouts.open(Rollout(train_episodes(cfg, env, s, counts_chunk_steps=False))) for s in range(2)
+        )
+        assert rollouts.finish(first).tally.span_s > 0
+        began = time.perf_counter()
+        while not second.done:
+            rollouts.advance()
+            stage.workers.supervisor.pump(1.0)
+        alone = time.perf_counter() - began
+        tally = rollouts.finish(second).tally
+        assert tally.env_steps > 0
+        assert tally.span_s >= alone + tally.wall_s
+
+
+PPO = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12")
+
+
+def test_a_quota_cuts_running_episodes_and_bootstraps_them(tmp_path):
+    with running_crew(tmp_path, *PPO, "env.kwargs.goal=0.5", "env.train.total_num_envs=8") as stage:
+        rollout = collect(stage)
+        chunks = sum(len(e.records) for e in rollout.episodes)
+        assert chunks == 8 * 3, "each slot runs exactly its quota"
+        before: Counter[int] = Counter()
+        for e in rollout.episodes:
+            slot = e.spec.episode_id // 3  # at most three episodes in three chunks
+            assert e.counted == (3 - before[slot] >= 2), "an episode of 8 steps takes two chunks"
+            before[slot] += len(e.records)
+        cut = [e for e in rollout.episodes if e.cut]
+        assert cut, "12 steps do not divide into episodes of 8"
+        by_end = {(e.terminated, e.truncated): e for e in rollout.episodes if not e.cut}
+        assert set(by_end) == {(True, False), (False, True)}
+        for e in rollout.episodes:
+            assert e.value.shape == (len(e.records), 1)
+            assert (e.final_record >= 0) == (not e.terminated)
+            if e.terminated:
+                assert not e.bootstrap_value.any()
+            else:
+                assert e.truncated
+                assert e.bootstrap_value == stage.workers.arena["value"][e.final_record]
+        assert len({float(e.bootstrap_value[0]) for e in cut}) > 1, "values of different observations differ"
+        assert_all_free(stage, rollout)
+
+
+def test_a_small_task_limit_is_never_exceeded(tmp_path):
+    words = ("env.kwargs.tasks=3", "env.kwargs.task_limit=1", "env.train.total_num_envs=6", "algorithm.rollout_epoch=2")
+    with running_crew(tmp_path, *words) as stage:
+        running: dict[int, int] = {}
+        together: list[set[int]] = []
+        slots = stage.workers.scheduler._slots
+
+        def look(_):
+            running.clear()
+            running.update({s.index: s.episode.task_id for s in slots if s.episode is not None})
+            together.append(set(running.values()))
+
+        plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        rollout = stage.workers.scheduler.collect(Rollout(plan, on_episode=look))
+        assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
+        assert len({e.spec.task_id for e in rollout.episodes}) > 1
+        assert all(len(tasks) <= 1 for tasks in together)
+
+
+PLAIN = ("runner.deterministic=true", "algorithm.rollout_epoch=4", "env.use_rel_reward=false", "env.kwargs.echo=true")
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [("step", ()), ("reset", ()), ("observe", ()), ("step", PPO)],
+    ids=["step", "reset", "observe", "quota"],
+)
+def test_what_a_crash_took_is_played_again_exactly(tmp_path, where, words):
+    """Inline, so that the crash always comes at the same call. All episodes equal those of a run without a crash."""
+    words = PLAIN + words
+    fault = ("env.kwargs.fault=raise", f"env.kwargs.where={where}", "env.kwargs.at=14", f"env.kwargs.once={tmp_path}/m")
+    with running_crew(tmp_path, *words) as stage:
+        golden = collect(stage)
+        whole = facts(golden)
+    with running_crew(tmp_path, *words, *fault) as stage:
+        rollout = collect(stage)
+        assert stage.workers.supervisor.restarts == 1
+        assert "the toy broke" in stage.said[0]
+        assert "env_0" in stage.said[0]
+        assert rollout.dropped == 0
+        assert facts(rollout) == whole
+        assert rollout.tally.env_steps == golden.tally.env_steps
+        for e in rollout.episodes:
+            np.testing.assert_array_equal(e.reward, stage.workers.arena["action"][e.records][..., 0])
+        assert_all_free(stage, rollout)
+
+
+def test_what_a_crash_took_from_steps_that_are_open_together_is_played_again(tmp_path):
+    fault = ("env.kwargs.fault=raise", "env.kwargs.at=14", f"env.kwargs.once={tmp_path}/m")
+    with running_crew(tmp_path, "algorithm.max_staleness=1", *fault) as stage:
+        plans = [
+            train_episodes(stage.blueprint.cfg, stage.blueprint.env, s, counts_chunk_steps=False) for s in range(2)
+        ]
+        stage.workers.scheduler.publish(0)
+        for rollout in [stage.workers.scheduler.open(Rollout(plan)) for plan in plans]:
+            result = stage.workers.scheduler.finish(rollout)
+            assert [e.spec for e in result.episodes] == [s for w in rollout.plan.waves for q in w.queues for s in q]
+            stage.workers.scheduler.release(result)
+        assert stage.workers.supervisor.restarts == 1
+        assert stage.workers.arena.num_free == stage.workers.arena.capacity
+
+
+def test_restarts_have_a_budget(tmp_path):
+    words = ("env.kwargs.fault=raise", "env.kwargs.at=3", "faults.max_restarts_per_worker=1")
+    words += ("algorithm.rollout_epoch=4",)
+    with running_crew(tmp_path, *words) as stage, pytest.raises(WorkerError, match=r"env_0 .*restarted 1 times"):
+        collect(stage)
+
+
+def test_on_env_crash_fail_ends_the_run_at_the_first_death(tmp_path):
+    words = ("env.kwargs.fault=raise", "env.kwargs.at=3", "faults.on_env_crash=fail")
+    with running_crew(tmp_path, *words) as stage, pytest.raises(WorkerError, match=r"env_0 .*the toy broke"):
+        collect(stage)

@@ -1,0 +1,114 @@
+"""Rollouts of a training: early resets, older weights within bounds, groups in place of filtered ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from toy_runs import Stage, rows, running_crew, toy_config, train_toy
+
+from embodyrl.algorithms.protocol import Scores
+from embodyrl.errors import ConfigError
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.scheduler.slot import Phase
+from embodyrl.scheduler.step_rollouts import StepRollouts
+
+
+def sampler_of(stage: Stage) -> StepRollouts:
+    assert stage.blueprint.algorithm is not None
+    return StepRollouts(stage.blueprint, stage.workers, stage.blueprint.algorithm)
+
+
+def collect(stage: Stage, sampler: StepRollouts, step: int) -> RolloutResult:
+    stage.workers.scheduler.publish(step)
+    return sampler.collect(step, lambda done, total: None)
+
+
+def planned(stage: Stage, step: int) -> list:
+    plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, step, counts_chunk_steps=False)
+    return sorted((e for wave in plan.waves for q in wave.queues for e in q), key=lambda e: e.episode_id)
+
+
+MIXED = ("env.kwargs.goal=0.7", "env.train.max_episode_steps=16", "runner.max_steps=6")
+"""Some episodes end with their first chunk, others take all four."""
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_no_chunk_is_older_than_the_staleness_rule_allows(tmp_path, lag):
+    with running_crew(tmp_path, *MIXED, f"algorithm.max_staleness={lag}") as stage:
+        sampler = sampler_of(stage)
+        ages: set[int] = set()
+        carried = 0
+        for step in range(5):
+            rollout = collect(stage, sampler, step)
+            assert [e.spec for e in rollout.episodes] == planned(stage, step), "the list of a step is always the same"
+            versions = [stage.workers.arena["version"][e.records] for e in rollout.episodes]
+            ages |= {int(step - v) for one in versions for v in one}
+            assert all((np.diff(v) >= 0).all() for v in versions)
+            carried += sum(len(set(v.tolist())) > 1 for v in versions)
+            stage.workers.scheduler.release(rollout)
+        assert ages == {0} if lag == 0 else 0 < max(ages) <= lag
+        assert (carried > 0) == (lag > 0), "with a lag some episodes run on while weights change"
+
+
+def test_the_next_rollout_resets_early_but_acts_with_the_new_weights(tmp_path):
+    with running_crew(tmp_path, "runner.max_steps=3") as stage:
+        sampler, slots = sampler_of(stage), stage.workers.scheduler._slots
+        first = collect(stage, sampler, 0)
+        sampler.ahead(1)
+        for _ in range(5):
+            stage.workers.supervisor.pump(0.0)
+            stage.workers.scheduler.advance()
+        assert {s.phase for s in slots} == {Phase.READY}, "reset, and waiting for version 1"
+        stage.workers.scheduler.release(first)
+        second = collect(stage, sampler, 1)
+        assert [e.spec for e in second.episodes] == planned(stage, 1)
+        for e in second.episodes:
+            assert (stage.workers.arena["version"][e.records] == 1).all()
+
+
+def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
+    words = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "algorithm.filter_rewards=[0.4,0.6]")
+    with running_crew(tmp_path, *words, "algorithm.filter_refills=3", "runner.deterministic=true") as stage:
+        algorithm = stage.blueprint.algorithm
+        assert algorithm is not None
+        rollout = collect(stage, sampler_of(stage), 0)
+        assert rollout.refills > 0, "some of the four groups must be filtered, or this shows nothing"
+        every = rollout.episodes + rollout.filtered
+        groups = [e.spec.group_id for e in every]
+        assert len(set(groups)) == 4 + rollout.refills
+        assert all(groups.count(g) == 2 for g in groups)
+        assert len({e.spec.noise_seed for e in every}) == len(every)
+        kept = {rollout.episodes[i].spec.group_id for i in algorithm.select(rollout.episodes)}
+        assert kept & set(range(4, 4 + rollout.refills)), "a further group has a signal"
+        batch = algorithm.prepare(rollout.episodes, Scores())
+        held = {t.record for tickets in rollout.tickets.values() for t in tickets}
+        assert set(batch.records.tolist()) <= held
+        stage.workers.scheduler.release(rollout)
+        assert stage.workers.arena.num_free == stage.workers.arena.capacity
+
+
+def test_without_any_group_left_the_weights_stay(tmp_path):
+    words = ("env.kwargs.goal=99", "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=2")
+    for row in rows(train_toy(tmp_path, *words)):
+        assert row["train/groups_refilled"] == 4, "two rounds of two groups"
+        assert row["train/groups_filtered"] == 1
+        assert row["actor/optimizer_steps"] == 0
+
+
+def test_an_asynchronous_run_trains_on_older_data(tmp_path):
+    words = (*MIXED, "algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.val_check_interval=3")
+    logged = rows(train_toy(tmp_path, *words, "eval.episodes=2"))
+    assert [row["step"] for row in logged] == list(range(7))
+    ages = {name for row in logged for name in row if name.startswith("rollout/staleness/")}
+    assert ages == {"rollout/staleness/0", "rollout/staleness/1"}
+
+
+def test_asynchronous_and_deterministic_contradict_each_other(tmp_path):
+    with pytest.raises(ConfigError, match=r"max_staleness=1.*deterministic=true cannot hold"):
+        toy_config(tmp_path, "algorithm.max_staleness=1", "runner.deterministic=true")
+
+
+def test_refills_without_a_filter_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm.filter_refills has no effect: .*filter_rewards is null"):
+        toy_config(tmp_path, "algorithm.filter_refills=1")

@@ -1,0 +1,26 @@
+"""Short runs on generated text tasks."""
+
+from pathlib import Path
+
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import TrainConfig
+
+SMALL = (
+    "env.train.total_num_envs=8",
+    "env.eval.total_num_envs=4",
+    "eval.episodes=4",
+    "algorithm.group_size=4",
+    "runner.max_steps=2",
+    "runner.val_check_interval=-1",
+    "actor.micro_batch_size=4",
+    "actor.global_batch_size=8",
+)
+
+
+def text_config(folder: Path, *overrides: str, task: str = "copy") -> TrainConfig:
+    """TrainConfig of an inline run on a generated task that logs to files only."""
+    words = [f"env=text/{task}", "model=causal_lm_tiny", "launcher=inline", "runner.logger.backends=[jsonl]"]
+    cfg = load_config("train", [*words, f"runner.output_dir={folder}", *SMALL, *overrides])
+    check_components(cfg)
+    return cfg
