@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from embodyrl.plan.config import load_config
 
 if TYPE_CHECKING:
-    from embodyrl.envs.check import Finding
+    from embodyrl.commands.check_env import Finding
 
 
 def check_env(args: argparse.Namespace) -> int:
     """Run `embodyrl check-env`; 3 if a check fails."""
     cfg = load_config("check-env", args.words, config_dirs=args.config_dir)
-    from embodyrl.envs.check import check_env as run
+    from embodyrl.commands.check_env import check_env as run
     from embodyrl.plan.checks import check_components
 
     check_components(cfg)

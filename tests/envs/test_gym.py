@@ -10,8 +10,8 @@ import pytest
 from gymnasium import spaces
 from settings import env_of
 
+from embodyrl.commands.check_env import check_env
 from embodyrl.envs import ENVS
-from embodyrl.envs.check import check_env
 from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_actions
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings

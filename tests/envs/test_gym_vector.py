@@ -10,9 +10,9 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from settings import env_of
 
+from embodyrl.commands.check_env import check_env
 from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
-from embodyrl.envs.check import check_env
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError

@@ -1,6 +1,6 @@
 """What `check-env` works with: an environment on the bench, episodes played on it, and what differs between two."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
 from embodyrl.envs.settings import CheckedEnv
+from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 SLOTS = 2
@@ -30,12 +31,6 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.field}: expected {self.expected}, found {self.found}"
-
-
-def unless(holds: bool, field: str, expected: str, found: object) -> Iterator[Violation]:
-    """Yield a violation where something does not hold."""
-    if not holds:
-        yield Violation(field, expected, str(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +71,8 @@ class Harness:
     seed: int
     note: str = ""
     """Shown behind the check that is running, when it passes."""
+    violations: list[Violation] = field(default_factory=list)
+    """What the check that is running has found."""
     ending: Trace | None = None
     """An episode that terminated by itself, at its last action."""
     demo: Trace | None = None
@@ -83,12 +80,38 @@ class Harness:
     brightest: int = 0
     """Largest pixel value of all observations so far."""
 
+    def expect(self, holds: bool, field: str, expected: str, found: object) -> bool:
+        """Note a violation where something does not hold; returns whether it does."""
+        if not holds:
+            self.violations.append(Violation(field, expected, str(found)))
+        return holds
+
+    def expect_equal(self, difference: str | None, field: str, expected: str) -> None:
+        """Note a violation where two things differ."""
+        self.expect(difference is None, field, expected, difference)
+
+    def expect_array(self, what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> bool:
+        """Note a violation unless something is an array of this shape and dtype."""
+        found = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        expected = f"{np.dtype(dtype).name} {tuple(shape)}"
+        return self.expect(found == expected, what, expected, found)
+
+    def expect_refusal(self, what: str, expected: str, found: str, call: Callable[[], object]) -> None:
+        """Note a violation unless the call raises an error of this package."""
+        try:
+            call()
+        except EmbodyError:
+            return
+        self.expect(False, what, expected, found)
+
     @cached_property
     def spec(self) -> EnvSpec:
+        """What the factory declares."""
         return self.factory.spec(self.cfg, CONTEXT)
 
     @cached_property
     def env(self) -> Env:
+        """The environment, built when a check first asks for it."""
         return self.factory.make(self.cfg, CONTEXT)
 
     @property
@@ -146,6 +169,10 @@ class Harness:
         self.brightest = max(self.brightest, int(images.max(initial=0)))
         return Seen(images=images, state=state, instruction=self.env.instruction(slot))
 
+    def first_seen(self, start: EpisodeStart) -> Seen:
+        """What slot 0 shows at the beginning of an episode."""
+        return self.play(0, start, self.actions(0)).seen[0]
+
     def play(
         self,
         slot: int,
@@ -199,8 +226,17 @@ def trace_difference(one: Trace, other: Trace) -> str | None:
     return None
 
 
-def shapes(what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> Iterator[Violation]:
-    """Check that something is an array of this shape and dtype."""
-    found = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-    expected = f"{np.dtype(dtype).name} {tuple(shape)}"
-    yield from unless(found == expected, what, expected, found)
+Check = Callable[[Harness], None]
+
+CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {}
+"""Each check with the names of those it builds on, in the order in which they run."""
+
+
+def check(*needs: str) -> Callable[[Check], Check]:
+    """Make a function a check of its own name that runs where those it `needs` have passed."""
+
+    def add(function: Check) -> Check:
+        CHECKS[function.__name__] = function, needs
+        return function
+
+    return add

@@ -3,16 +3,17 @@
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from embodyrl.envs import check_episodes as episodes
-from embodyrl.envs import check_rules as rules
-from embodyrl.envs.check_harness import Harness, Violation
+from embodyrl.commands.check_env import declared, played
+from embodyrl.commands.check_env.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import CheckedEnv
+
+__all__ = ["CHECKS", "Finding", "check_env", "declared", "played"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,38 +25,6 @@ class Finding:
     """ok, FAIL or skip (something it builds on failed)."""
     note: str = ""
     violations: tuple[Violation, ...] = ()
-
-
-_Check = Callable[[Harness], Iterator[Violation] | None]
-
-CHECKS: dict[str, tuple[_Check, str]] = {
-    check.__name__.removeprefix("check_"): (check, needs)
-    for check, needs in (
-        (rules.check_factory, ""),
-        (rules.check_light, ""),
-        (rules.check_spec, ""),
-        (episodes.check_make, "spec"),
-        (episodes.check_reset, "make"),
-        (episodes.check_observe, "reset"),
-        (episodes.check_instruction, "reset"),
-        (episodes.check_reset_ids_differ, "observe"),
-        (episodes.check_step, "observe"),
-        (episodes.check_reset_repeats, "step"),
-        (episodes.check_expert, "step"),
-        (episodes.check_flags, "step"),
-        (episodes.check_time_limit, "flags"),
-        (episodes.check_over, "time_limit"),
-        (episodes.check_ignore_terminations, "time_limit"),
-        (episodes.check_repeatable, "reset_repeats step"),
-        (episodes.check_slots, "repeatable"),
-        (episodes.check_expert_replays, "repeatable expert flags"),
-        (episodes.check_image_range, "step"),
-        (episodes.check_render, "step"),
-        (episodes.check_speed, "time_limit"),
-        (episodes.check_close, "make"),
-    )
-}
-"""Each check with the names of those it builds on, in the order in which they run."""
 
 
 def check_env(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
@@ -77,7 +46,7 @@ def check_env(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> It
     levels: dict[str, str] = {}
     try:
         for name, (check, needs) in CHECKS.items():
-            if missing := [other for other in needs.split() if levels[other] != "ok"]:
+            if missing := [other for other in needs if levels[other] != "ok"]:
                 finding = Finding(check=name, level="skip", note=f"needs {', '.join(missing)}")
             else:
                 finding = _run(name, check, harness, timeout_s)
@@ -88,16 +57,17 @@ def check_env(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> It
             harness.env.close()
 
 
-def _run(name: str, check: _Check, harness: Harness, timeout_s: float) -> Finding:
-    harness.note = ""
+def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding:
+    harness.note, harness.violations = "", []
     try:
         with _deadline(timeout_s):
-            violations = tuple(check(harness) or ())
+            check(harness)
     except Exception as error:  # whatever foreign code raises is what we are here to report
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split())
         found = f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
-        violations = (Violation(name, "no error", found),)
+        harness.violations = [Violation(name, "no error", found)]
+    violations = tuple(harness.violations)
     return Finding(check=name, level="FAIL" if violations else "ok", note=harness.note, violations=violations)
 
 

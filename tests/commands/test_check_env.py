@@ -10,7 +10,7 @@ from faulty_env import PLANTS
 from settings import env_of
 
 from embodyrl.cli.main import main
-from embodyrl.envs.check import CHECKS, check_env
+from embodyrl.commands.check_env import CHECKS, check_env
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
@@ -81,7 +81,7 @@ def test_without_a_fault_the_faulty_environment_passes():
     [
         env_of(env_type="toy_env:FACTORY"),
         env_of(env_type="toy_env:FACTORY", kwargs={"tasks": 3, "task_limit": 1}),
-        env_of(env_type="test_check:SCRIPTED"),
+        env_of(env_type="test_check_env:SCRIPTED"),
         load_config("check-env", ["env=tabletop"]).env,
         load_config("check-env", ["env=tabletop", "env.init_params.camera_names=[wrist]"]).env,
         load_config("check-env", ["env=gym", "env.id=CartPole-v1"]).env,
