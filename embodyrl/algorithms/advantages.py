@@ -14,17 +14,19 @@ Float64 = npt.NDArray[np.float64]
 
 
 def _by_group(
-    reward: npt.ArrayLike, group: npt.ArrayLike, compute: Callable[[Float64, npt.NDArray[np.bool_]], npt.ArrayLike]
+    compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *more: npt.ArrayLike
 ) -> Float64:
-    """Apply `compute(values, member)` to the rewards of each group; one member alone, or equal rewards, get 0."""
-    reward, group = np.asarray(reward, dtype=np.float64), np.asarray(group)
-    assert reward.shape == group.shape
-    out = np.zeros_like(reward)
+    """Apply `compute` to the rewards (and what more there is, all [E]) of one group after the other.
+
+    One member alone, or equal rewards, get 0.
+    """
+    group, columns = np.asarray(group), [np.asarray(column, dtype=np.float64) for column in (reward, *more)]
+    assert all(column.shape == group.shape for column in columns)
+    out = np.zeros(group.shape)
     for name in np.unique(group):
         member = group == name
-        values = reward[member]
-        if np.ptp(values) > 0:  # rounding of the mean must not turn equal rewards into a tiny signal
-            out[member] = compute(values, member)
+        if np.ptp(columns[0][member]) > 0:  # rounding of the mean must not turn equal rewards into a tiny signal
+            out[member] = compute(*(column[member] for column in columns))
     return out
 
 
@@ -44,22 +46,30 @@ def grpo(
         [E] advantages.
     """
 
-    def compute(values: Float64, _: npt.NDArray[np.bool_]) -> Float64:
-        scale = values.std(ddof=int(unbiased)) + eps if normalize else 1.0
-        return (values - values.mean()) / scale
+    def standardised(rewards: Float64) -> Float64:
+        scale = rewards.std(ddof=int(unbiased)) + eps if normalize else 1.0
+        return (rewards - rewards.mean()) / scale
 
-    return _by_group(reward, group, compute)
+    return _by_group(standardised, group, reward)
 
 
 def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> Float64:
     """R minus the mean of the group's other members: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
-    return _by_group(reward, group, lambda r, _: (r - r.mean()) * len(r) / (len(r) - 1))
+
+    def leave_one_out(rewards: Float64) -> Float64:
+        n = len(rewards)
+        return (rewards - rewards.mean()) * n / (n - 1)
+
+    return _by_group(leave_one_out, group, reward)
 
 
 def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> Float64:
     """R - sum(len R) / sum(len) over the group: the baseline of least variance, arXiv 2505.23585."""
-    lengths = np.asarray(length, dtype=np.float64)
-    return _by_group(reward, group, lambda r, member: r - np.average(r, weights=lengths[member]))
+
+    def above_baseline(rewards: Float64, lengths: Float64) -> Float64:
+        return rewards - np.average(rewards, weights=lengths)
+
+    return _by_group(above_baseline, group, reward, length)
 
 
 def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> Float64:
@@ -74,13 +84,13 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """
 
-    def compute(values: Float64, _: npt.NDArray[np.bool_]) -> Float64:
-        second, best = np.sort(values)[-2:]
-        out = np.zeros_like(values)
-        out[values.argmax()] = (best - second) / (values.std(ddof=1) + eps if normalize else 1.0)
+    def lead_of_the_best(rewards: Float64) -> Float64:
+        second, best = np.sort(rewards)[-2:]
+        out = np.zeros_like(rewards)
+        out[rewards.argmax()] = (best - second) / (rewards.std(ddof=1) + eps if normalize else 1.0)
         return out
 
-    return _by_group(reward, group, compute)
+    return _by_group(lead_of_the_best, group, reward)
 
 
 def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> Float64:

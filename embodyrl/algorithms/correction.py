@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from embodyrl.algorithms.losses import bounded_ratio
 from embodyrl.algorithms.settings import WeightLevel, WeightMode
 
 if TYPE_CHECKING:
     import torch
-
-MAX_LOG_WEIGHT = 20.0
 
 
 def importance_weights(
@@ -33,7 +32,7 @@ def importance_weights(
         total = kept.flatten(1).sum(1)
         count = valid.flatten(1).sum(1) if level == WeightLevel.geometric else 1
         kept = (total / count).reshape(-1, *[1] * (kept.dim() - 1)).expand_as(kept)
-    weight = kept.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    weight = bounded_ratio(kept)
     if mode == WeightMode.truncate:
         return weight.clamp(max=cap)
     return weight.where(weight <= cap, weight.new_zeros(()))

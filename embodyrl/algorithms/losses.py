@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
 
 MAX_LOG_RATIO = 20.0
+"""exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
 MAX_KL = 10.0
+"""Bound of a sampled KL, so that one improbable token cannot outweigh its batch."""
+
+
+def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(d) with d = log pi - log pi_old within +-`MAX_LOG_RATIO`."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def value_loss(
@@ -38,34 +47,50 @@ def value_loss(
     return plain.maximum(error(old_value + (value - old_value).clamp(-clip, clip)))
 
 
-def _low_var_kl(gap: torch.Tensor) -> torch.Tensor:
-    gap = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return ((-gap).exp() + gap - 1.0).clamp(-MAX_KL, MAX_KL)
+def k1(gap: Any) -> Any:
+    """d: unbiased, of large variance; its expected gradient is 0."""
+    return gap
 
 
-def _straight_through(gap: torch.Tensor) -> torch.Tensor:
-    square = 0.5 * gap.square()
-    return square + (_low_var_kl(gap) - square).detach()
+def absolute(gap: Any) -> Any:
+    """|d|"""
+    return abs(gap)
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "k1": lambda gap: gap,
-    "abs": lambda gap: gap.abs(),
-    "k2": lambda gap: 0.5 * gap.square(),
-    "low_var_kl": _low_var_kl,
-    "k3": _low_var_kl,
-    "k3+": _straight_through,
-    "k3_unbiased": _low_var_kl,
+def k2(gap: Any) -> Any:
+    """d^2 / 2: biased, but its gradient is that of the true KL."""
+    return 0.5 * gap**2
+
+
+def k3(gap: Any) -> Any:
+    """exp(-d) + d - 1 within +-`MAX_KL`: unbiased, never negative, of low variance."""
+    gap = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    inverse_ratio = np.exp(-gap) if isinstance(gap, np.ndarray) else (-gap).exp()
+    return (inverse_ratio + gap - 1.0).clip(-MAX_KL, MAX_KL)
+
+
+def k3_with_gradient_of_k2(gap: torch.Tensor) -> torch.Tensor:
+    """The value of k3 and the gradient of k2."""
+    return k2(gap) + (k3(gap) - k2(gap)).detach()
+
+
+KL_ESTIMATORS: dict[str, Callable[[Any], Any]] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "low_var_kl": k3,
+    "k3": k3,
+    "k3+": k3_with_gradient_of_k2,
+    "k3_unbiased": k3,
 }
-"""Estimators of KL(p || q) from gap = log p - log q at samples of p (joschu.net/blog/kl-approx.html)."""
+"""By `kl_penalty_type`: estimators of KL(p || q) from d = log p - log q at samples of p (joschu.net/blog/kl-approx.html).
+
+Each entry of a torch tensor, for the loss, or of a numpy array, for rewards (but for k3+, which is all gradient).
+"""
 IMPORTANCE_WEIGHTED = frozenset({"k3_unbiased"})
 """Estimators that are multiplied by the probability ratio new / old, gradient included (arXiv 2512.02556)."""
 
 
 def kl(logprob: torch.Tensor, other_logprob: torch.Tensor, kind: str) -> torch.Tensor:
-    """Estimate KL(policy || other) per entry.
-
-    k1 = d, abs = |d|, k2 = d^2 / 2, low_var_kl = k3 = exp(-d) + d - 1, with d = logprob - other; k3 clamps d to +-20
-    and its value to +-10. k3+ has the value of k3 and the gradient of k2, which is that of the true KL.
-    """
+    """Estimate KL(policy || other) per entry, by one of `KL_ESTIMATORS`."""
     return KL_ESTIMATORS[kind](logprob - other_logprob)

@@ -11,7 +11,7 @@ import numpy as np
 
 from embodyrl.algorithms.aggregation import SUM_MODES, WEIGHT_SUM, action_weights
 from embodyrl.algorithms.correction import importance_weights, off_policy_mask, second_moment_mask
-from embodyrl.algorithms.losses import IMPORTANCE_WEIGHTED, MAX_KL, MAX_LOG_RATIO, kl, value_loss
+from embodyrl.algorithms.losses import IMPORTANCE_WEIGHTED, MAX_KL, bounded_ratio, kl, value_loss
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Scores, Units
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
@@ -241,7 +241,7 @@ class Algorithm:
             assert inputs.ref_logprob is not None, "kl_beta > 0 without reference log-probabilities"
             ref_kl = kl(new, _units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
             if cfg.kl_penalty_type in IMPORTANCE_WEIGHTED:
-                ref_kl = ((new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() * ref_kl).clamp(-MAX_KL, MAX_KL)
+                ref_kl = (bounded_ratio(new - old) * ref_kl).clamp(-MAX_KL, MAX_KL)
             if not cfg.kl_in_reward:
                 loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
             metrics["ref_kl"] = _mean_share(ref_kl, inputs.weight)

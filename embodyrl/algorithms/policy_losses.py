@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, Field
 
+from embodyrl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
 from embodyrl.config.settings import Positive, Says, Settings, Weight
 
 if TYPE_CHECKING:
     import torch
 
-MAX_LOG_RATIO = 20.0
-"""exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
 MAX_SEQUENCE_LOG_RATIO = 10.0
+"""Bound of the mean log-ratio of a sequence (gspo)."""
 
 
 class ClipSettings(Settings):
@@ -88,6 +88,10 @@ def _log_ratio(u: Units) -> torch.Tensor:
     return (u.logprob - u.old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def _ratio(u: Units) -> torch.Tensor:
+    return bounded_ratio(u.logprob - u.old_logprob)
+
+
 def _surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) -> LossTerms:
     """max(-A r, -A clip(r, 1 - low, 1 + high)); `clipped` marks entries without a gradient."""
     plain = -advantage * ratio
@@ -104,7 +108,7 @@ def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
 
     `clip_ratio_c` bounds the loss of negative advantages by -A c (dual clip, 1912.09729).
     """
-    terms = _surrogate(u.advantage, _log_ratio(u).exp(), cfg)
+    terms = _surrogate(u.advantage, _ratio(u), cfg)
     if cfg.clip_ratio_c is None:
         return terms
     ceiling = (-u.advantage * cfg.clip_ratio_c).expand_as(terms.loss)
@@ -129,7 +133,7 @@ def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
 
 def sapo(u: Units, cfg: SapoSettings) -> LossTerms:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a soft gate instead of a clip (arXiv 2511.20347)."""
-    ratio = _log_ratio(u).exp()
+    ratio = _ratio(u)
     tau = ratio.new_tensor(cfg.sapo_tau_pos).where(u.advantage > 0, ratio.new_tensor(cfg.sapo_tau_neg))
     return _unclipped(-u.advantage * 4.0 / tau * (tau * (ratio - 1.0)).sigmoid(), ratio)
 
@@ -141,32 +145,32 @@ def _weighted_likelihood(u: Units, weight: torch.Tensor) -> torch.Tensor:
 
 def cispo(u: Units, cfg: ClipSettings) -> LossTerms:
     """-sg(clip(r, 1 - low, 1 + high)) A log pi (arXiv 2506.13585)."""
-    ratio = _log_ratio(u).exp()
+    ratio = _ratio(u)
     weight = ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
     return _unclipped(_weighted_likelihood(u, weight), ratio)
 
 
 def pg(u: Units, _: Settings) -> LossTerms:
     """-A log pi: the plain policy gradient, for on-policy data."""
-    ratio = _log_ratio(u).exp()
+    ratio = _ratio(u)
     return _unclipped(_weighted_likelihood(u, ratio.new_ones(())), ratio)
 
 
 def aipo(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
     """-sg(min(r, ratio_max)) A log pi (arXiv 2505.24034); against rollout log-probabilities this is TIS-REINFORCE."""
-    ratio = _log_ratio(u).exp()
+    ratio = _ratio(u)
     return _unclipped(_weighted_likelihood(u, ratio.clamp(max=cfg.ratio_max)), ratio)
 
 
 def aipo_ratio(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
     """-min(r, ratio_max) A: the form with a gradient through the ratio, none above the bound."""
-    ratio = _log_ratio(u).exp()
+    ratio = _ratio(u)
     return LossTerms(loss=-ratio.clamp(max=cfg.ratio_max) * u.advantage, ratio=ratio, clipped=ratio > cfg.ratio_max)
 
 
 def topr(u: Units, _: Settings) -> LossTerms:
     """A > 0: -A log pi; A <= 0: -sg(clip(r, 0, 1)) A log pi (arXiv 2503.14286)."""
-    ratio = _log_ratio(u).exp()
+    ratio = _ratio(u)
     return _unclipped(_weighted_likelihood(u, ratio.new_ones(()).where(u.advantage > 0, ratio.clamp(max=1.0))), ratio)
 
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from embodyrl.algorithms.advantages import grpo
+from embodyrl.algorithms.losses import KL_ESTIMATORS, MAX_LOG_RATIO
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
-from embodyrl.types import Episode, FloatArray
-
-REWARD_KL: dict[str, Callable[[FloatArray], npt.NDArray[np.floating]]] = {
-    "k1": lambda gap: gap,
-    "abs": np.abs,
-    "k2": lambda gap: 0.5 * np.square(gap),
-    **dict.fromkeys(("low_var_kl", "k3"), lambda gap: np.clip(np.exp(-gap) + gap - 1.0, -10.0, 10.0)),
-}
-"""Estimators that can be taken from rewards, of gap = log pi - log pi_ref within +-20; see `losses.kl`."""
+from embodyrl.types import Episode
 
 
 def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[Episode]:
@@ -57,9 +49,9 @@ def subtract_kl(episodes: Sequence[Episode], scores: Scores, *, beta: float, kin
     """Return the episodes with r - beta KL(old || ref) per action, and the mean KL of a token."""
     pairs = []
     for episode, own, other in zip(episodes, scores.logprob, scores.ref_logprob, strict=True):
-        gap = np.clip(own - other, -20.0, 20.0).reshape(*episode.valid.shape, -1)
+        gap = np.clip(own - other, -MAX_LOG_RATIO, MAX_LOG_RATIO).reshape(*episode.valid.shape, -1)
         gap = np.where(episode.valid[:, :, None], gap, 0.0).astype(np.float32)
-        pairs.append((episode, REWARD_KL[kind](gap)))
+        pairs.append((episode, KL_ESTIMATORS[kind](gap)))
     shaped = [replace(e, reward=(e.reward - beta * one.sum(2)).astype(np.float32)) for e, one in pairs]
     tokens = sum(int(e.valid.sum()) * one.shape[2] for e, one in pairs)
     return shaped, float(sum(one.sum(dtype=np.float64) for _, one in pairs) / max(tokens, 1))
