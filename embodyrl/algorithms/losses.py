@@ -83,9 +83,10 @@ KL_ESTIMATORS: dict[str, Callable[[Any], Any]] = {
     "k3+": k3_with_gradient_of_k2,
     "k3_unbiased": k3,
 }
-"""By `kl_penalty_type`: estimators of KL(p || q) from d = log p - log q at samples of p (joschu.net/blog/kl-approx.html).
+"""By `kl_penalty_type`: estimators of KL(p || q) from d = log p - log q at samples of p.
 
-Each entry of a torch tensor, for the loss, or of a numpy array, for rewards (but for k3+, which is all gradient).
+They work on each entry of a torch tensor (for the loss) or of a numpy array (for rewards, but for k3+, which is all
+gradient). Source: joschu.net/blog/kl-approx.html.
 """
 IMPORTANCE_WEIGHTED = frozenset({"k3_unbiased"})
 """Estimators that are multiplied by the probability ratio new / old, gradient included (arXiv 2512.02556)."""

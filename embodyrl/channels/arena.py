@@ -36,8 +36,9 @@ class Ticket(NamedTuple):
     """The right to use one record: stale as soon as the record is freed."""
 
     record: int
-    generation: int
+    """Index of the record in the arena."""
     sequence: int
+    """How many tickets were handed out before, plus one: no two tickets of an arena have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class ArenaHandle:
     """What another process needs to attach."""
 
     path: str
+    """Of the owner's file descriptor, below /proc."""
     layout: RecordLayout
     capacity: int
 
@@ -71,9 +73,7 @@ class Arena:
             for f in layout.all_fields
         }
         # Headers are read and written one number at a time: a memoryview does that many times faster than numpy.
-        self._generation, self._sequence, self._state = (
-            self._fields[name].data for name in ("generation", "sequence", "state")
-        )
+        self._sequence, self._state = self._fields["sequence"].data, self._fields["state"].data
         self._free = list(range(capacity - 1, -1, -1))
         self._next_sequence = 1
 
@@ -118,6 +118,7 @@ class Arena:
 
     @property
     def num_free(self) -> int:
+        """Records that nobody holds a ticket for (owner only)."""
         return len(self._free)
 
     def allocate(self) -> Ticket:
@@ -129,9 +130,8 @@ class Arena:
         if not self._free:
             raise ArenaFullError(f"All {self.capacity} records of the arena are in use.")
         record = self._free.pop()
-        self._generation[record] += 1
         self._state[record] = RecordState.ALLOCATED
-        ticket = Ticket(record, self._generation[record], self._next_sequence)
+        ticket = Ticket(record, self._next_sequence)
         self._sequence[record] = ticket.sequence
         self._next_sequence += 1
         return ticket
@@ -139,7 +139,7 @@ class Arena:
     def free(self, tickets: Sequence[Ticket]) -> None:
         """Give records back (owner only); their tickets become stale.
 
-        A record whose writer died while writing is freed the same way: the next holder gets a new generation.
+        A record whose writer died while writing is freed the same way: the next holder's ticket has another number.
         """
         for ticket in tickets:
             self._check(ticket)
@@ -169,18 +169,15 @@ class Arena:
         return np.array([ticket.record for ticket in tickets], dtype=np.int64)
 
     def _check(self, ticket: Ticket) -> None:
-        record, generation, sequence = ticket
-        free = self._state[record] == RecordState.FREE
-        if free or self._generation[record] != generation or self._sequence[record] != sequence:
-            raise StaleTicketError(
-                f"{ticket} is stale: the record is at generation {self._generation[record]}, sequence "
-                f"{self._sequence[record]}{', free' if free else ''}."
-            )
+        free = self._state[ticket.record] == RecordState.FREE
+        if free or self._sequence[ticket.record] != ticket.sequence:
+            now = "free" if free else f"at sequence {self._sequence[ticket.record]}"
+            raise StaleTicketError(f"{ticket} is stale: the record is {now}.")
 
     def close(self) -> None:
         """Drop this process's mapping; the memory is freed when the last process has done so. Idempotent."""
         self._fields = {}
-        self._generation = self._sequence = self._state = memoryview(b"")
+        self._sequence = self._state = memoryview(b"")
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

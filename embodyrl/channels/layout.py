@@ -19,11 +19,11 @@ class Field:
 
     @property
     def record_bytes(self) -> int:
+        """Size of the field in one record."""
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
 _HEADER = (
-    Field(name="generation", dtype="uint32"),
     Field(name="sequence", dtype="uint64"),
     Field(name="state", dtype="uint8"),
 )
@@ -37,10 +37,12 @@ class RecordLayout:
 
     @property
     def all_fields(self) -> tuple[Field, ...]:
+        """The arena's own fields, then those of the record."""
         return _HEADER + self.fields
 
     @property
     def record_bytes(self) -> int:
+        """Size of one record."""
         return sum(f.record_bytes for f in self.all_fields)
 
     def offsets(self, capacity: int) -> tuple[dict[str, int], int]:

@@ -22,7 +22,7 @@ from embodyrl.workers.messages import (
 )
 
 _SEEN = ("images", "observed_state", "instruction")
-_HEADER = ("generation", "sequence", "state")
+_HEADER = ("sequence", "state")
 _OUTCOME = ("action", "reward", "terminated", "truncated", "valid", "success", "components")
 _ACTED = ("action", "tokens", "logprob", "value", "version", "reply", "cut_off", "cost")
 

@@ -19,7 +19,6 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.episodes import eval_episodes, groups_per_step, selected_reset_ids
 from embodyrl.plan.roots import ActingConfig, EvalConfig, TrainConfig
-from embodyrl.plan.settings import RolloutMode
 from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import EnvSpec, PolicySpec
@@ -72,7 +71,7 @@ class Blueprint:
     @property
     def is_disaggregated(self) -> bool:
         """Whether rollout and actor are different processes; nothing but training has actors."""
-        return self.algorithm is not None and _is_disaggregated(self.cfg)
+        return self.algorithm is not None and self.cfg.rollout.acting_processes > 0
 
     @property
     def num_slots(self) -> int:
@@ -230,10 +229,6 @@ def _count_slots(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec, learner: T
     return max(eval_slots, learner.env.train.total_num_envs if learner else 1)
 
 
-def _is_disaggregated(cfg: ActingConfig) -> bool:
-    return isinstance(cfg, TrainConfig) and cfg.rollout.mode is RolloutMode.disaggregated
-
-
 def _in_process(cfg: ActingConfig) -> bool:
     return LAUNCHERS.get(cfg.launcher.name).in_process
 
@@ -242,7 +237,7 @@ def count_ranks(cfg: ActingConfig) -> int:
     """Actor ranks: `actor.fsdp.size`, or one per GPU that nobody else needs where the run can be spread."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    acting = cfg.rollout.num_workers if isinstance(cfg, TrainConfig) and _is_disaggregated(cfg) else 0
+    acting = cfg.rollout.acting_processes
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
     alone = cfg.model.compiled or (not acting and (asynchronous or cfg.rollout.backend != "hf"))
     return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
@@ -250,7 +245,7 @@ def count_ranks(cfg: ActingConfig) -> int:
 
 def plan_devices(cfg: ActingConfig, *, training: bool) -> Devices:
     """Which GPU each process of the run will see; one process for everything sees them all."""
-    acting = cfg.rollout.num_workers if training and isinstance(cfg, TrainConfig) and _is_disaggregated(cfg) else 0
+    acting = cfg.rollout.acting_processes if training else 0
     return deal_devices(() if _in_process(cfg) else visible_gpus(), count_ranks(cfg) + acting)
 
 

@@ -66,36 +66,33 @@ class MemoryPlan:
 
 def plan_memory(blueprint: Blueprint) -> MemoryPlan:
     """Derive the memory of a training run; figures of adapters and activations are estimates."""
-    cfg, policy = blueprint.config(TrainConfig), blueprint.policy
-    fsdp = cfg.actor.fsdp
-    half = cfg.model.half
-    total = policy.num_parameters
-    trained = total if policy.num_trained is None else policy.num_trained
-    frozen = total if policy.num_trained is not None else 0
-    kept = frozen * (2 if half else 4) + trained * 4
+    cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
+    fsdp, total, on_gpu = cfg.actor.fsdp, policy.num_parameters, bool(visible_gpus())
+    whole = total * (2 if cfg.model.half else 4)
+    adapters = policy.num_trained is not None
+    trained = policy.num_trained if policy.num_trained is not None else total
+    # Beside adapters the rest is kept in the compute precision; what is trained is fp32, and autocast keeps bfloat16
+    # copies of it for the backward pass.
+    kept = (whole if adapters else 0) + 4 * trained
+    copies = 2 * trained if cfg.model.half and not adapters else 0
     sharded = blueprint.ranks > 1 or fsdp.cpu_offload
     shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
-    gradients = 4 * trained
-    copies = 2 * trained if half and not frozen else 0  # autocast keeps bfloat16 copies for the backward pass
-    adam = 8 * trained // shards
-    on_gpu = bool(visible_gpus())
+    offloaded = fsdp.cpu_offload and on_gpu
     per_sample = policy.recomputed_bytes if cfg.actor.gradient_checkpointing else policy.activation_bytes
     apart = blueprint.is_disaggregated
-    process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if frozen else 0)
-    whole = total * (2 if half else 4)
-    compares = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
-    env, slots = blueprint.env, len(blueprint.env_workers[0].slots)
+    process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
+    slots = len(blueprint.env_workers[0].slots)
     tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else slots
     return MemoryPlan(
-        weights=0 if fsdp.cpu_offload and on_gpu else kept // shards,
+        weights=0 if offloaded else kept // shards,
         gathered=whole if sharded and not apart else 0,
-        reference=(kept if frozen else 4 * total) if compares else 0,
-        gradients=gradients + (gradients // shards if sharded else 0),
-        optimizer=0 if fsdp.cpu_offload and on_gpu else adam,
+        reference=kept if blueprint.algorithm is not None and blueprint.algorithm.needs_reference else 0,
+        # Whole ones of a backward pass, and what is left of them for the optimizer.
+        gradients=4 * trained + (4 * trained // shards if sharded else 0),
+        optimizer=0 if offloaded else 8 * trained // shards,
         activations=cfg.actor.micro_batch_size * per_sample + copies,
         process=process,
-        # While it is built, its weights are those of an actor.
-        acting=process + (kept if frozen else 4 * total) if apart else 0,
+        acting=process + kept if apart else 0,  # while it is built, its weights are those of an actor
         on_gpu=on_gpu,
         env_worker=_ENV_PROCESS + env.task_bytes,
         env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(slots, tasks),
@@ -110,7 +107,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
     Raises:
         ConfigError: says what is needed, what is there, and which keys make it smaller.
     """
-    acting = blueprint.config(TrainConfig).rollout.num_workers
+    acting = blueprint.cfg.rollout.acting_processes
     policies, envs = plan.policy * blueprint.ranks + plan.acting * acting, plan.env_worker * len(blueprint.env_workers)
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
@@ -121,7 +118,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
                 f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB. "
                 f"Try a smaller launcher.env_workers, {smaller}, or actor.fsdp.cpu_offload=true."
             )
-        policies = _PROCESS * (blueprint.ranks + (acting if plan.acting else 0))
+        policies = _PROCESS * (blueprint.ranks + acting)
     needed, free = policies + envs + plan.arena, available_bytes()
     if needed > free:
         raise ConfigError(

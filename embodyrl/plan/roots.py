@@ -97,7 +97,7 @@ class ActingConfig(RunConfig):
         cluster = getattr(self, "cluster", None)
         if cluster is not None:
             try:
-                apart = getattr(self.rollout, "mode", None) is RolloutMode.disaggregated
+                apart = self.rollout.acting_processes > 0
                 parse_placement(cluster.component_placement, cluster.num_nodes, apart=apart)
             except ConfigError as error:
                 yield str(error)

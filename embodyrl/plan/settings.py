@@ -96,6 +96,11 @@ class ActingRolloutSettings(Settings):
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Parts of each env worker's slots that alternate between simulation and inference."""
 
+    @property
+    def acting_processes(self) -> int:
+        """Processes that act and do not train; 0: those that train act as well."""
+        return 0
+
 
 class RolloutSettings(ActingRolloutSettings):
     """How data is collected beside training."""
@@ -108,9 +113,14 @@ class RolloutSettings(ActingRolloutSettings):
     dump: bool = False
     """Write what the first update, and the first after each checkpoint, is given, for `embodyrl replay`."""
 
+    @property
+    def acting_processes(self) -> int:
+        """Processes that act and do not train; 0: those that train act as well."""
+        return self.num_workers if self.mode is RolloutMode.disaggregated else 0
+
     def idle(self):
         """Name what needs processes of their own."""
-        if self.mode is RolloutMode.collocated:
+        if not self.acting_processes:
             yield (
                 "rollout.num_workers",
                 "with rollout.mode=collocated the actor ranks act; use rollout.mode=disaggregated, or actor.fsdp.size",
