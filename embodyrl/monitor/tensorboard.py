@@ -1,33 +1,37 @@
-"""TensorBoard event files in `<run>/tensorboard`."""
+"""TensorBoard event files in `<run>/tensorboard`, by TensorBoard's own writer: torch's would import torch here."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embodyrl.monitor.protocol import Monitor, RunInfo
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 class TensorboardMonitor(Monitor):
     """Scalars under the names of `metrics.jsonl`. Videos stay files: event files would hold every frame twice."""
 
     def __init__(self) -> None:
-        self._writer: SummaryWriter | None = None
+        self._writer: EventFileWriter | None = None
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=info.resume_step)
-        table = "\n".join(f"| {name} | {value} |" for name, value in info.summary.items())
-        if table and info.resume_step is None:
-            self._writer.add_text("summary", f"| | |\n|---|---|\n{table}", 0)
+        self._writer = EventFileWriter(str(run_dir / "tensorboard"))
+        if info.resume_step is not None:  # readers then drop what an earlier file holds of this step and later ones
+            self._add(info.resume_step, session_log=SessionLog(status=SessionLog.START))
+        elif info.summary:
+            table = "\n".join(f"| {name} | {value} |" for name, value in info.summary.items())
+            self._add(0, summary={"value": [_text("summary", f"| | |\n|---|---|\n{table}")]})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         assert self._writer is not None, "log before open"
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        values = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
+        self._add(step, summary={"value": values})
         # A killed run should keep its last step.
         self._writer.flush()
 
@@ -35,3 +39,15 @@ class TensorboardMonitor(Monitor):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def _add(self, step: int, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+        assert self._writer is not None
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
+
+
+def _text(tag: str, markdown: str) -> dict[str, Any]:
+    """A value that the text dashboard shows."""
+    tensor = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [markdown.encode()]}
+    return {"tag": tag, "metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": tensor}

@@ -1,35 +1,17 @@
-"""The actor ranks: one process on its own, or N processes that share one policy by FSDP2 (`fully_shard`).
+"""The actor ranks: one process on its own, or N processes that share one policy (`workers/sharded.py`)."""
 
-While acting, the parameters are gathered on every rank: no collective runs during a rollout, so that ranks may act a
-different number of times. While training they are sharded.
-"""
-
-import fcntl
-import json
-import os
-import socket
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import nn
 
-from embodyrl.channels.gate import LOOPBACK, pass_gate
-from embodyrl.errors import EmbodyError
 from embodyrl.types import PolicyScores
 from embodyrl.workers.messages import RankInfo
 from embodyrl.workers.settings import FsdpSettings
 
 VALUE_HEAD = "value_head"
-_SIOCGIFADDR = 0x8915
 
 
 class OneRank:
@@ -75,153 +57,19 @@ class OneRank:
         """Leave the group; idempotent."""
 
 
-class _Root(nn.Module):
-    """Forward passes of a policy run inside its forward, wherever in the policy they begin."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, compute: Callable[[], PolicyScores] | None) -> tuple[Tensor, ...]:
-        if compute is None:
-            return ()
-        scores = compute()
-        # Copies, because FSDP hangs its hooks on these tensors and cannot on views.
-        return scores.logprob.clone(), scores.entropy.clone(), scores.value.clone()
-
-
-class ShardedRanks(OneRank):
-    """N ranks: each holds a shard of the fp32 weights, gradients and optimizer state."""
-
-    def __init__(self, module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> None:
-        """Shard a module that holds the same weights on every rank; collective.
-
-        Args:
-            module: the policy's module.
-            rank_info: this process.
-            cfg: how to shard.
-            half: gather the layers in bfloat16; master weights and reductions stay float32.
-            acts: the process also acts.
-        """
-        super().__init__(rank_info)
-        self._module = module
-        self._cfg = cfg
-        self._acts = acts
-        device = next(module.parameters()).device.type
-        _join(rank_info, device)
-        shards = rank_info.world if cfg.shard_size == -1 else cfg.shard_size
-        if shards == rank_info.world:
-            mesh = init_device_mesh(device, (rank_info.world,))
-        else:
-            mesh = init_device_mesh(device, (rank_info.world // shards, shards), mesh_dim_names=("replicate", "shard"))
-        offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.cpu_offload else OffloadPolicy()
-        common: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": cfg.reshard_after_forward,
-            "offload_policy": offload,
-        }
-        mixed = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-        for unit in layers(module):
-            fully_shard(unit, mp_policy=mixed, **common)
-        root: Any = _Root(module)
-        self._root = root
-        fully_shard(root, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
-        self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
-        root(None)  # FSDP takes the module that runs first for the root
-        self.train()  # the optimizer must get the shards
-
-    def score(self, compute: Callable[[], PolicyScores], *, last: bool) -> PolicyScores:
-        self._root.set_requires_gradient_sync(last)
-        self._root.set_is_last_backward(last)
-        logprob, entropy, value = self._root(compute)
-        return PolicyScores(logprob=logprob, entropy=entropy, value=value)
-
-    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        # As JSON: torch's own exchange of objects unpickles whatever arrives.
-        device = next(self._module.parameters()).device
-        mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.rank_info.world)]
-        dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
-        longest = max(int(length) for length in lengths)
-        padded = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in lengths]
-        dist.all_gather(padded, torch.nn.functional.pad(mine, (0, longest - len(mine))))
-        texts = (row[: int(length)].cpu().numpy().tobytes() for row, length in zip(padded, lengths, strict=True))
-        return [part for text in texts for part in json.loads(text)]
-
-    def train(self) -> None:
-        # Ranks that acted a different number of times would prefetch in different orders. It also frees what is whole.
-        self._root.reset_iter_state()
-        self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
-
-    def act(self) -> None:
-        self._root.set_reshard_after_forward(False)
-        for unit in self._units:
-            unit.unshard()
-
-    def reshard(self) -> None:
-        if self._acts:
-            self.act()
-        else:
-            self.train()
-
-    @contextmanager
-    def full_weights(self, *, write: bool) -> Iterator[None]:
-        self.train()
-        shards = {name: p for name, p in self._module.named_parameters(remove_duplicate=False)}
-        whole: dict[int, nn.Parameter] = {}
-        for name, shard in shards.items():
-            if id(shard) not in whole:
-                tensor = _whole(shard, keep=write or self.rank_info.rank == 0)
-                whole[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
-            _replace(self._module, name, whole[id(shard)])
-        try:
-            yield
-        finally:
-            for name, shard in shards.items():
-                _replace(self._module, name, shard)
-        if write:
-            with torch.no_grad():
-                for shard in {id(s): s for s in shards.values()}.values():
-                    assert isinstance(shard, DTensor)
-                    shard.copy_(_scatter(whole[id(shard)].data, shard))
-        self.reshard()
-
-    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
-        if isinstance(state, DTensor):
-            return _whole(state, keep=everywhere or self.rank_info.rank == 0)
-        if isinstance(state, dict):
-            return {key: self.gathered(value) for key, value in state.items()}
-        if isinstance(state, list):
-            return [self.gathered(value) for value in state]
-        return state
-
-    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-        def part(value: Tensor, parameter: DTensor) -> Tensor:
-            return _scatter(value, parameter) if value.shape == parameter.shape else value
-
-        mine = {i: {k: part(v, parameters[i]) for k, v in values.items()} for i, values in state["state"].items()}
-        return state | {"state": mine}
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 def open_ranks(module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> OneRank:
     """Bind a policy's module to the ranks of the run; collective."""
     if rank_info.world == 1 and not cfg.cpu_offload:
         return OneRank(rank_info)
+    from embodyrl.workers.sharded import ShardedRanks  # FSDP takes more than a second to import
+
     return ShardedRanks(module, rank_info, cfg, half=half, acts=acts)
 
 
 def halve(module: nn.Module, *, sharded: bool) -> None:
     """Keep in bfloat16 what actors of fp32 weights bring to it wherever it is used; their function stays, bit for bit.
 
-    Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`ShardedRanks`).
+    Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`workers/sharded.py`).
     Embeddings, other norms and the value head stay as they are.
     """
     products = (nn.Linear, nn.modules.conv._ConvNd)
@@ -238,54 +86,3 @@ def layers(module: nn.Module) -> list[nn.Module]:
     if isinstance(module, nn.ModuleList):
         return list(module)
     return [unit for child in module.children() for unit in layers(child)]
-
-
-def _join(rank_info: RankInfo, device: str) -> None:
-    if device == "cuda":
-        torch.cuda.set_device(0)  # the only one that the process sees
-    limit = timedelta(seconds=rank_info.timeout_s)
-    for library in ("GLOO", "NCCL"):  # left to themselves, they listen on the interface of the host's name, or on all
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface_to(rank_info.host or LOOPBACK))
-    host, port = rank_info.host, rank_info.port
-    if rank_info.secret:
-        host, port = pass_gate(host, port, rank_info.secret).getsockname()
-    store: Store = TCPStore(host, port, is_master=False, timeout=limit) if host else HashStore()
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.world, timeout=limit)
-
-
-def interface_to(host: str) -> str:
-    """Name of the network interface through which this host reaches another one, or itself."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(reply[20:24]) == address or (name == "lo" and address.startswith("127.")):
-                return name
-    raise EmbodyError(f"No network interface has the address {address}, by which this host reaches {host}.")
-
-
-def _whole(shard: Tensor, *, keep: bool) -> Tensor:
-    """The whole tensor on the CPU; empty where nobody wants it, but every rank takes part."""
-    with torch.no_grad():
-        full = shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
-        if not keep:
-            return full.new_empty(0, device="cpu")
-        # Gathering pads uneven shards: the result may be a view into more memory than it needs.
-        padded = full.untyped_storage().nbytes() != full.nbytes
-        return full.to("cpu", copy=True) if padded else full.cpu()
-
-
-def _scatter(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's shard of a tensor that every rank holds; no communication."""
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.to_local().device)
-
-
-def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    path, _, leaf = name.rpartition(".")
-    module.get_submodule(path).register_parameter(leaf, parameter)

@@ -3,7 +3,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from embodyrl.monitor.protocol import RunInfo
@@ -31,15 +30,27 @@ def test_scalars_survive_and_resume_replaces_later_steps(tmp_path: Path):
     assert logged(tmp_path, "actor/loss") == [(0, 1.0), (1, 20.0), (2, 30.0)]
 
 
-@pytest.mark.filterwarnings("ignore:NaN or Inf found")
+def test_the_summary_is_a_table_in_the_text_dashboard(tmp_path: Path):
+    run(tmp_path, {0: 1.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("summary")
+    assert event.tensor_proto.string_val[0].decode().splitlines()[-1] == "| env | tabletop |"
+    assert events.SummaryMetadata("summary").plugin_data.plugin_name == "text"
+
+
 def test_non_finite_values_do_not_raise(tmp_path: Path):
     run(tmp_path, {0: math.nan})
     assert math.isnan(logged(tmp_path, "actor/loss")[0][1])
 
 
-def test_importing_the_monitors_needs_no_torch():
+def test_a_driver_that_writes_events_needs_no_torch(tmp_path: Path):
     code = (
-        "import sys, embodyrl.monitor.fanout as m; m.build_monitor(['console', 'jsonl', 'tensorboard']);"
+        "import pathlib, sys, embodyrl.monitor.fanout as m; from embodyrl.monitor.tensorboard import *;"
+        "m.build_monitor(['console', 'jsonl', 'tensorboard']); events = TensorboardMonitor();"
+        "events.open(pathlib.Path(sys.argv[1]), RunInfo(run_id='r', resume_step=1, summary={}));"
+        "events.log(1, {'actor/loss': 1.0}); events.close();"
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == 0
+    assert logged(tmp_path, "actor/loss") == [(1, 1.0)]
