@@ -17,12 +17,12 @@ from embodyrl.plan.settings import OnNonfinite
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.workers.lifecycle import WorkerSpec
 from embodyrl.workers.messages import RankInfo
+from embodyrl.workers.policy_init import PolicyHostInit
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from embodyrl.plan.blueprint import Blueprint
-    from embodyrl.workers.policy_host import PolicyHostInit
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,6 @@ def plan_hosts(
 
 def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> PolicyHostInit:
     """What a process needs that acts and trains alone."""
-    # Imports torch, which nothing before this point needs.
-    from embodyrl.workers.policy_host import PolicyHostInit
-
     cfg = blueprint.cfg
     learner = cfg if isinstance(cfg, TrainConfig) and blueprint.algorithm is not None else None
     request = PolicyRequest(

@@ -2,18 +2,16 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from embodyrl.algorithms import Algorithm
-from embodyrl.algorithms.settings import AlgorithmSettings
-from embodyrl.channels.arena import Arena, ArenaHandle
+from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
-from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.protocol import POLICIES, Policy
 from embodyrl.workers.actor_worker import ActorWorker, InParts
 from embodyrl.workers.messages import (
     ContinueRequest,
@@ -22,49 +20,17 @@ from embodyrl.workers.messages import (
     LoadRequest,
     LoadWeightsRequest,
     PublishRequest,
-    RankInfo,
     SaveRequest,
     ScoreRequest,
     UpdateRequest,
     ValueRequest,
     WorkerReady,
 )
+from embodyrl.workers.policy_init import PolicyHostInit
 from embodyrl.workers.ranks import OneRank, halve, open_ranks
 from embodyrl.workers.rollout_worker import RolloutWorker
-from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import best_device, seed_everything
 from embodyrl.workers.weight_sync import describe_weights, publish, take
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyHostInit:
-    """What the process that holds the policy needs to start."""
-
-    model: ModelSettings
-    algorithm: AlgorithmSettings | None = None
-    """None: nothing is trained."""
-    longest_episode: int = 1
-    """Chunks of an episode that its time limit ends."""
-    actor: ActorSettings = field(default_factory=ActorSettings)
-    seed: int
-    deterministic: bool = False
-    skips_nonfinite: bool = False
-    request: PolicyRequest
-    """Its device is chosen where the policy is built."""
-    arena: ArenaHandle
-    total_steps: int
-    """Training steps of the whole run."""
-    threads: int
-    rank_info: RankInfo = field(default_factory=RankInfo)
-    acts: bool = True
-    trains: bool
-    bucket_arena: ArenaHandle | None = None
-    """Where rollout and actor are apart: buckets for new weights."""
-    sharded: bool = False
-    """The ranks that train are FSDP's."""
-    start_from: str | None = None
-    """Folder of weights in the policy's own layout that replace those of `model.path`."""
-    shared_arena: Arena | None = None
 
 
 class PolicyHost:

@@ -188,6 +188,7 @@ def test_kill_9_of_the_driver_leaves_no_worker(start, tmp_path):
     command = start(*hold_in_rollout(gate))
     command.wait_for(gate)
     assert set(workers_of(command.pid)) == {"policy", "env_0"}
+    assert "libtorch" not in Path(f"/proc/{command.pid}/maps").read_text(), "the driver holds no tensors"
     pids = list(workers_of(command.pid).values())
     command.process.kill()
     command.wait()

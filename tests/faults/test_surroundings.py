@@ -193,8 +193,6 @@ def test_starting_and_stopping_leaks_nothing(tmp_path):
         arena = Arena.create(layout, 50)
         arena["image"][:] = 1
         arena.close()
-        del arena
-        gc.collect()
 
     use_memory()
     _cycle(tmp_path, "stop")
@@ -203,6 +201,7 @@ def test_starting_and_stopping_leaks_nothing(tmp_path):
         _cycle(tmp_path, end)
     for _ in range(50):
         use_memory()
+    gc.collect()
     assert held() == before
     assert resident() - memory < 5 * 2**20
 
