@@ -55,6 +55,7 @@ def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_pol
     assert injected == set(read_adapter(adapter).factors)
     names = set(trained(policy))
     assert all(".lora_" in name or name.startswith("value_head.") for name in names)
+    assert policy.spec.num_trained == sum(p.numel() for p in trained(policy).values())
     # Adapters of the unused last blocks and of the attention pool never get a gradient.
     assert not any(
         "attn_pool" in name or ("featurizer.blocks.3.attn" in name and "fused" not in name) for name in names

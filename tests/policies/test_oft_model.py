@@ -7,6 +7,7 @@ from test_oft_golden import close, inputs_of
 
 from embodyrl.policies.openvla_oft.config import OftOptions, read_config
 from embodyrl.policies.openvla_oft.model import OpenVlaOft
+from embodyrl.policies.openvla_oft.sizes import count_parameters
 
 
 def test_two_images_are_two_runs_of_the_towers(checkpoint, make_policy, golden):
@@ -22,12 +23,13 @@ def test_7b_keys_shapes_and_count(golden_dir, checkpoint):
     (checkpoint / "dataset_statistics.json").unlink()
     (checkpoint / "config.json").write_bytes(config_file.read_bytes())
     config = read_config(checkpoint)
+    options = OftOptions(num_action_chunks=8, action_dim=7)
     with torch.device("meta"):
-        module = OpenVlaOft(config, OftOptions(num_action_chunks=8, action_dim=7))
+        module = OpenVlaOft(config, options)
     want = json.loads((golden_dir / "keys_openvla_7b.json").read_text())
     assert {k: list(v.shape) for k, v in module.state_dict().items()} == want
     assert len(want) == 982
-    assert config.num_parameters == sum(p.numel() for p in module.parameters()) == 7_541_237_184
+    assert count_parameters(config, options) == sum(p.numel() for p in module.parameters()) == 7_541_237_184
 
 
 def test_unused_weights_get_no_gradient_and_all_others_do(checkpoint, make_policy, golden):

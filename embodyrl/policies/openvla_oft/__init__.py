@@ -14,12 +14,10 @@ from embodyrl.policies.openvla_oft.config import (
     TOKENIZER_FILE,
     OftConfig,
     OftOptions,
-    activation_bytes,
-    adapter_parameters,
-    count_parameters,
     read_config,
 )
 from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft
+from embodyrl.policies.openvla_oft.sizes import activation_bytes, adapter_parameters, count_parameters, head_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
@@ -71,20 +69,22 @@ class OpenVlaOftFactory:
         problems = _mismatches(cfg, config, env)
         if problems:
             raise ConfigError(problems)
-        tokens = cfg.num_action_chunks * cfg.action_dim
+        options = self._options(cfg, env, value_dim)
+        tokens, images = options.num_action_tokens, cfg.num_images_in_input
+        trained = adapter_parameters(config, cfg.lora.r) + head_parameters(config, options)
         return PolicySpec(
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
             tokens_per_chunk=tokens,
             value_dim=value_dim,
-            num_images=cfg.num_images_in_input,
+            num_images=images,
             uses_state=cfg.use_proprio,
             gripper=GripperConvention(open=1.0, closed=0.0),
-            num_parameters=count_parameters(config, self._options(cfg, env, value_dim)),
-            num_trained=adapter_parameters(cfg, config) if cfg.is_lora else None,
-            activation_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens),
-            recomputed_bytes=activation_bytes(cfg, config, tokens_per_chunk=tokens, recompute=True),
+            num_parameters=count_parameters(config, options),
+            num_trained=trained if cfg.is_lora else None,
+            activation_bytes=activation_bytes(config, images=images, tokens_per_chunk=tokens),
+            recomputed_bytes=activation_bytes(config, images=images, tokens_per_chunk=tokens, recompute=True),
             has_logprobs=cfg.action_head == "discrete",
             takes_noise=cfg.action_head != "l1",
         )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.openvla_oft.statistics import STATISTICS_FILE, Statistics
 from embodyrl.registry import closest
 
@@ -40,10 +39,6 @@ _LLAMA_ONLY: dict[str, Any] = {
 }
 
 
-_PROMPT_WORDS = 40
-"""Tokens of an instruction in its template, about."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitSpec:
     """One vision tower."""
@@ -62,10 +57,12 @@ class VitSpec:
 
     @property
     def num_patches(self) -> int:
+        """Patches of one image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def num_prefix(self) -> int:
+        """Tokens before the patches, which the features leave out."""
         return int(self.class_token) + self.reg_tokens
 
 
@@ -111,6 +108,7 @@ class OftOptions:
 
     @property
     def num_action_tokens(self) -> int:
+        """L = K A"""
         return self.num_action_chunks * self.action_dim
 
 
@@ -133,17 +131,13 @@ class OftConfig:
 
     @property
     def image_size(self) -> int:
+        """S: side of the model's square input, pixels."""
         return self.towers[0].image_size
 
     @property
     def action_vocab_start(self) -> int:
         """Lowest action id."""
         return self.action_vocab_end - self.n_bins
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the checkpoint, the value head excluded."""
-        return sum(map(_vit_parameters, self.towers)) + _projector_parameters(self) + _llama_parameters(self.llama)
 
 
 def read_config(folder: Path) -> OftConfig:
@@ -261,72 +255,3 @@ def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
         raise CheckpointError(f"{where}: wants mean and std of three channels for two towers. Fetch the file again.")
     first, second = (PixelNorm(mean=tuple(m), std=tuple(s)) for m, s in zip(means, stds, strict=True))
     return first, second
-
-
-def _vit_parameters(vit: VitSpec) -> int:
-    w, h = vit.width, vit.mlp_hidden
-    mlp = 2 * w * h + h + w
-    block = 4 * w + 4 * w * (w + 1) + mlp + (2 * w if vit.layer_scale else 0)
-    pool = w + 4 * w * (w + 1) + 2 * w + mlp if vit.attn_pool else 0
-    embed = w * (3 * vit.patch_size**2 + 1) + w * (vit.num_patches + vit.num_prefix)
-    return embed + vit.depth * block + 2 * w + pool
-
-
-def _projector_parameters(config: OftConfig) -> int:
-    vision, llm = sum(t.width for t in config.towers), config.llama.hidden_size
-    return 4 * vision * (vision + 1) + llm * (4 * vision + 1) + llm * (llm + 1)
-
-
-def _llama_parameters(llama: LlamaSpec) -> int:
-    w = llama.hidden_size
-    layer = 4 * w * w + 3 * w * llama.intermediate_size + 2 * w
-    return 2 * llama.vocab_size * w + llama.num_hidden_layers * layer + w
-
-
-def count_parameters(config: OftConfig, options: OftOptions) -> int:
-    """Parameters of the model with all its heads and projectors, adapters excluded."""
-    width, state, values = config.llama.hidden_size, options.state_dim, options.value_dim
-    square = width * (width + 1)
-    total = config.num_parameters
-    if state:
-        total += width * (state + 1) + square
-    if options.use_film:
-        total += sum(vit.depth * 2 * vit.width * (width + 1) for vit in config.towers)
-    if options.action_head != "discrete":
-        rows, actions = options.action_dim * width, options.action_dim * (width + 1)
-        total += 2 * rows + width * (rows + 1) + 2 * (2 * width + square) + 2 * width + actions
-    if options.action_head == "diffusion":
-        total += 2 * width + square
-    if values:
-        first, second = VALUE_HIDDEN
-        total += first * (width + 1) + second * (first + 1) + second * values
-    return total
-
-
-def adapter_parameters(cfg: OftSettings, config: OftConfig) -> int:
-    """Parameters of adapters on all linear layers: an upper bound for those with targets of their own."""
-    llama = config.llama
-    width, hidden = llama.hidden_size, llama.intermediate_size
-    sides = llama.num_hidden_layers * (4 * 2 * width + 3 * (width + hidden)) + width + llama.vocab_size
-    for vit in config.towers:
-        sides += vit.depth * (4 * vit.width + 2 * vit.width + 2 * (vit.width + vit.mlp_hidden))
-    both = sum(vit.width for vit in config.towers)
-    sides += (both + 4 * both) + (4 * both + width) + 2 * width
-    return cfg.lora.r * sides
-
-
-def activation_bytes(cfg: OftSettings, config: OftConfig, *, tokens_per_chunk: int, recompute: bool = False) -> int:
-    """Bytes that one sample's forward pass keeps for its backward pass.
-
-    Per token and layer: 10 vectors of the width and 4 of the MLP in a Llama layer, 8 and 2 in a ViT block; with
-    recomputation the layers' inputs, and all of the largest layer.
-    """
-    llama, images = config.llama, cfg.num_images_in_input
-    patches = max(vit.num_patches for vit in config.towers)
-    tokens = images * patches + _PROMPT_WORDS + tokens_per_chunk
-    layer = tokens * (10 * llama.hidden_size + 4 * llama.intermediate_size)
-    blocks = [images * vit.num_patches * (8 * vit.width + 2 * vit.mlp_hidden) for vit in config.towers]
-    if recompute:
-        kept = llama.num_hidden_layers * tokens * llama.hidden_size + max(layer, *blocks)
-        return 4 * (kept + sum(v.depth * images * v.num_patches * v.width for v in config.towers))
-    return 4 * (llama.num_hidden_layers * layer + sum(v.depth * b for v, b in zip(config.towers, blocks, strict=True)))
