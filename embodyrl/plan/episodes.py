@@ -38,6 +38,7 @@ class EpisodeList:
 
     @property
     def num_episodes(self) -> int:
+        """Episodes of all waves."""
         return sum(len(queue) for wave in self.waves for queue in wave.queues)
 
     def without(self, episodes: Set[int]) -> EpisodeList:

@@ -1,4 +1,4 @@
-"""Draws from categorical distributions with given uniform numbers; deterministic on GPUs where that is asked for."""
+"""Distributions that policies draw from with given uniform numbers; deterministic on GPUs where that is asked for."""
 
 import torch
 from torch import Tensor
@@ -31,3 +31,23 @@ def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
     cdf = cumulative(scaled.double().softmax(-1))
     found = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
     return found.clamp_(max=scaled.shape[-1] - 1)
+
+
+def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy (nat), both [...], of chosen categories [...].
+
+    Args:
+        scaled: [..., n] logits divided by the temperature.
+        choice: [...] int64.
+    """
+    log_probs = scaled.log_softmax(-1)
+    return log_probs.gather(-1, choice[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def standard_normal(noise: Tensor) -> Tensor:
+    """Draw from the standard normal distribution by its inverse CDF, float32.
+
+    Args:
+        noise: [...] uniform in [0, 1); the ends of the interval would become infinite and are moved by 1e-6.
+    """
+    return torch.special.ndtri(noise.double().clamp(1e-6, 1 - 1e-6)).float()

@@ -52,9 +52,15 @@ class UntrainedPolicy:
         return (low + uniform * (high - low)).astype(np.float32)
 
     def values(self, obs: Observation) -> FloatArray:
+        """[B, 0]: there is no value head."""
         return np.zeros((len(obs), 0), np.float32)
 
     def load_weights(self, folder: Path) -> None:
+        """Refuse.
+
+        Raises:
+            CheckpointError: always, for there are no weights.
+        """
         raise CheckpointError(f"model '{self.spec.name}' has no weights; remove ckpt={folder}.")
 
     def _refuse(self, *_: object) -> NoReturn:

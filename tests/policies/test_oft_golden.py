@@ -18,9 +18,9 @@ from llama_tokenizer import write_tokenizer
 from safetensors import safe_open
 
 from embodyrl.config.shared import Precision
+from embodyrl.policies.drawing import categorical_scores
 from embodyrl.policies.openvla_oft import decoding, heads
 from embodyrl.policies.openvla_oft.model import ModelInputs
-from embodyrl.policies.openvla_oft.policy import score_tokens
 from embodyrl.policies.openvla_oft.statistics import normalise, unnormalise
 from embodyrl.policies.settings import LoraSettings
 
@@ -234,13 +234,13 @@ def simplevla_batch2(policies, golden):
     policy, want, batch = policies(), golden("simplevla_batch2"), inputs_of(golden)
     recorded_prompts(golden, want["input_ids_left_padded"], want["attention_mask_left_padded"])
     embeddings, mask, _ = policy.module.embed(policy.module.prefix(batch), batch)
-    logits, value = policy.module(batch)
+    logits, _ = policy.module(batch)
     assert torch.equal(mask, want["llm_attention_mask"].bool())
     close(embeddings[mask], want["llm_inputs_embeds"][mask], 1e-4)
     close(logits, want["logits_last256_unpadded"], 1e-3)
-    scores = score_tokens(logits / want["temperature"], want["sample_token_ids"] - FIRST_ACTION_ID, value)
-    close(scores.logprob, want["logprobs"], 1e-3)
-    close(scores.entropy, want["entropy"], 1e-3)
+    logprob, entropy = categorical_scores(logits / want["temperature"], want["sample_token_ids"] - FIRST_ACTION_ID)
+    close(logprob, want["logprobs"], 1e-3)
+    close(entropy, want["entropy"], 1e-3)
     highest(logits, want["greedy_token_ids"] - FIRST_ACTION_ID)
     np.testing.assert_allclose(chunk_actions(policy, want["greedy_token_ids"]), want["greedy_actions"], atol=1e-6)
 
@@ -248,9 +248,9 @@ def simplevla_batch2(policies, golden):
 def simplevla_ppo_grad(policies, golden):
     module, want = policies().module, golden("simplevla_ppo_grad")
     with torch.enable_grad():
-        logits, value = module(inputs_of(golden, rows=1))
+        logits, _ = module(inputs_of(golden, rows=1))
         tokens = golden("simplevla_batch2")["sample_token_ids"][:1] - FIRST_ACTION_ID
-        logprob = score_tokens(logits / TEMPERATURE, tokens, value).logprob
+        logprob, _ = categorical_scores(logits / TEMPERATURE, tokens)
         ratio, advantage = (logprob - want["old_logprobs"]).exp(), want["advantages"]
         loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.28)).mean()
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -286,15 +286,15 @@ def rlinf_variant_batch2(policies, golden):
     _, mask, _ = module.embed(module.prefix(batch), batch)
     assert torch.equal(want["position_ids"][theirs], torch.arange(mask.shape[1]).expand_as(mask)[mask])
     logits, value = module(batch)
-    scores = score_tokens(logits / TEMPERATURE, want["action_tokens"].flatten(1) - FIRST_ACTION_ID, value)
-    close(scores.logprob, want["logprobs"], 1e-3)
-    close(scores.entropy, want["entropy"], 1e-3)
-    close(scores.value, want["values"], 1e-4)
+    logprob, entropy = categorical_scores(logits / TEMPERATURE, want["action_tokens"].flatten(1) - FIRST_ACTION_ID)
+    close(logprob, want["logprobs"], 1e-3)
+    close(entropy, want["entropy"], 1e-3)
+    close(value, want["values"], 1e-4)
     greedy = want["greedy_action_tokens"].flatten(1)
     highest(logits, greedy - FIRST_ACTION_ID)
     np.testing.assert_allclose(chunk_actions(policy, greedy), want["greedy_actions"], atol=1e-6)
-    at_one = score_tokens(logits, greedy - FIRST_ACTION_ID, value)
-    close(at_one.logprob, want["greedy_prev_logprobs_T1"], 1e-3)
+    at_one, _ = categorical_scores(logits, greedy - FIRST_ACTION_ID)
+    close(at_one, want["greedy_prev_logprobs_T1"], 1e-3)
     close(value, want["greedy_prev_values"], 1e-4)
 
 
@@ -309,9 +309,9 @@ def rlinf_official_variant_batch2(policies, golden):
     # That code counts 57 rows back from the end of 1 + 17 + 31 + 56 + 1, which is no prompt token.
     close(module.value_head(hidden[:, 1 + 17 + 31 + 56 + 1 - 57]), want["values"], 1e-4)
     close(value, module.value_head(hidden[torch.arange(2), last_prompt]), 1e-4)
-    scores = score_tokens(logits / TEMPERATURE, want["action_tokens_relative"], value)
-    close(scores.logprob, want["logprobs"], 1e-3)
-    close(scores.entropy, want["entropy"], 1e-3)
+    logprob, entropy = categorical_scores(logits / TEMPERATURE, want["action_tokens_relative"])
+    close(logprob, want["logprobs"], 1e-3)
+    close(entropy, want["entropy"], 1e-3)
 
 
 def inputs(policies, golden):

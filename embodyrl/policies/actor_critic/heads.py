@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.policies.actor_critic.shape import NetShape
-from embodyrl.policies.drawing import sample_inverse_cdf
+from embodyrl.policies.drawing import categorical_scores, sample_inverse_cdf, standard_normal
 from embodyrl.types import FloatArray, IntArray
 
 _NEVER = -1e9
@@ -41,9 +41,7 @@ class CategoricalHead(nn.Module):
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (density) and entropy of choices, all [B, K, A]."""
-        log_probs = self._logits(outputs, temperature).log_softmax(-1)
-        chosen = log_probs.gather(-1, choice[..., None])[..., 0]
-        return chosen, -(log_probs.exp() * log_probs).sum(-1)
+        return categorical_scores(self._logits(outputs, temperature), choice)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
         """Store choices [B, K, A] as tokens [B, L]."""
@@ -81,13 +79,13 @@ class GaussianHead(nn.Module):
         self._centre, self._half = np.asarray(spans, np.float32).T
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
+        """Sample by the inverse CDF of uniforms [B, K, A], or take the mean; outputs [B, K, A] are the means."""
         if noise is None:
             return outputs
-        # The ends of the interval would become infinite.
-        normal = torch.special.ndtri(noise.double().clamp(1e-6, 1 - 1e-6)).float()
-        return outputs + self.log_std.exp() * temperature * normal
+        return outputs + self.log_std.exp() * temperature * standard_normal(noise)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log density and entropy of choices, all [B, K, A]."""
         log_std = self.log_std + math.log(temperature)
         distance = (choice - outputs) / log_std.exp()
         logprob = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -95,15 +93,19 @@ class GaussianHead(nn.Module):
         return logprob, entropy.expand_as(logprob)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
+        """Store choices [B, K, A] as tokens [B, L], the bit patterns of float32."""
         return choice.flatten(1).cpu().numpy().astype(np.float32).view(np.int32).astype(np.int64)
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
+        """Read tokens [B, L] back, bit for bit, as choices [B, L]."""
         return tokens.astype(np.int32).view(np.float32)
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
+        """Actions of choices, both [B, K, A]: -1..1 spans the bounds."""
         return self._centre + self._half * choice
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
+        """Choices of actions, both [B, K, A]."""
         return ((actions - self._centre) / self._half).astype(np.float32)
 
 

@@ -91,9 +91,11 @@ class ActorCriticPolicy:
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
+        """Value estimates [B, V] (see `Policy.values`)."""
         return self._net.value(self._features(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Score the tokens [B, L] that `act` returned (see `Policy.score`)."""
         features = self._features(obs)
         choice = torch.from_numpy(self._net.head.to_choice(tokens)).to(self._device).unflatten(1, self._chunk)
         logprob, entropy = self._net.head.score(self._net.outputs(features), choice, self._temperature)

@@ -19,6 +19,7 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.causal_lm.loading import add_adapters, load
 from embodyrl.policies.causal_lm.sampling import choose
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
+from embodyrl.policies.drawing import categorical_scores
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -261,13 +262,8 @@ class CausalLMPolicy:
             logits, value = self._net(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), longest + 1)
         self._net.eval()
         said = ids[:, -longest:]
-        logprobs = (logits[:, :-1] / self._temperature).log_softmax(-1)
-        parts = (
-            logprobs.gather(2, said[:, :, None]).squeeze(2),
-            -(logprobs.exp() * logprobs).sum(-1),
-            value[:, :-1],
-            logprobs.argmax(-1) == said,
-        )
+        logits = logits[:, :-1] / self._temperature
+        parts = (*categorical_scores(logits, said), value[:, :-1], logits.argmax(-1) == said)
         # Rows end in the same column, so that none is wider than the longest; the results begin in the same one.
         column = torch.arange(longest, device=self._device) + (longest - length)[:, None]
         real, column = column < longest, column.clamp(max=longest - 1)

@@ -35,6 +35,7 @@ class AdapterSpec:
 
     @property
     def scale(self) -> float:
+        """Factor on B A: alpha / r."""
         return self.lora_alpha / self.r
 
 

@@ -19,6 +19,7 @@ class ResidualBlock(nn.Module):
         self.ffn = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., D] to the same shape."""
         return x + self.ffn(x)
 
 
@@ -51,6 +52,7 @@ class L1Head(nn.Module):
         self.model = ResidualMlp(action_dim, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Map action rows [B, L, D] to actions [B, K, A] in -1..1."""
         return self.model(hidden)
 
 
@@ -62,6 +64,7 @@ class DiffusionHead(nn.Module):
         self.noise_predictor = nn.ModuleDict({"mlp_resnet": ResidualMlp(action_dim, width)})
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Map action rows [B, L, D] to the noise in a chunk, [B, K, A]."""
         return self.noise_predictor["mlp_resnet"](hidden)
 
 

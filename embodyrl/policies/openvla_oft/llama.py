@@ -64,6 +64,7 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., D] to the same shape and dtype."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
@@ -93,6 +94,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+        """Map [B, T, D] to [B, T, D], or to [B, R, D] where only the queries of `rows` [B, R] are wanted."""
         q, rope, mask = x, plan.rope, plan.mask
         if rows is not None:
             q = pick_rows(x, rows)
@@ -120,6 +122,7 @@ class LlamaMlp(nn.Module):
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., D] to the same shape."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

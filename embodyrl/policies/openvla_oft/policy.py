@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.policies.drawing import sample_inverse_cdf
+from embodyrl.policies.drawing import categorical_scores, sample_inverse_cdf, standard_normal
 from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, read_adapter_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
@@ -82,8 +82,7 @@ class OpenVlaOftPolicy:
             if not self.spec.has_logprobs:
                 return self._continuous(inputs, uniform)
             logits, choice, value = self._sample(inputs, uniform, temperature or self._temperature)
-        scaled = logits / (temperature or self._temperature)
-        logprob = scaled.log_softmax(dim=-1).gather(-1, choice[..., None])[..., 0]
+        logprob, _ = categorical_scores(logits / (temperature or self._temperature), choice)
         tokens = (choice + self._config.action_vocab_start).cpu().numpy()
         return PolicyOutput(
             actions=unnormalise(self._actions.decode(tokens).reshape(len(obs), *self._chunk), self._bounds),
@@ -104,7 +103,8 @@ class OpenVlaOftPolicy:
         assert self.spec.has_logprobs, "continuous actions have no probabilities"
         logits, value = self._run(obs, tokens)
         choice = torch.tensor(tokens, device=self._device) - self._config.action_vocab_start
-        return score_tokens(logits / self._temperature, choice, value)
+        logprob, entropy = categorical_scores(logits / self._temperature, choice)
+        return PolicyScores(logprob=logprob, entropy=entropy, value=value)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Loss of actions [B, K, A] as in the official training.
@@ -201,8 +201,7 @@ class OpenVlaOftPolicy:
             # Greedy: the same noise for every observation.
             generator = torch.Generator().manual_seed(0)
             drawn = torch.rand(shape[1:], generator=generator).to(self._device) if uniform is None else uniform
-            # The ends of the interval would become infinite.
-            gaussian = torch.special.ndtri(drawn.double().clamp(1e-6, 1 - 1e-6)).float()
+            gaussian = standard_normal(drawn)
             start = gaussian.expand(shape) if uniform is None else gaussian.reshape(shape)
             normalised = denoise(self._model, inputs, start, self._cfg.num_diffusion_steps_inference)
         count, length = shape[0], self.spec.tokens_per_chunk
@@ -306,13 +305,3 @@ def freeze(module: nn.Module, patterns: list[str]) -> None:
     for name, parameter in module.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
-
-
-def score_tokens(scaled: Tensor, choice: Tensor, value: Tensor) -> PolicyScores:
-    """Log-probability and entropy (nat) of chosen bins [B, L] under logits [B, L, bins] divided by the temperature."""
-    log_probs = scaled.log_softmax(dim=-1)
-    return PolicyScores(
-        logprob=log_probs.gather(-1, choice[..., None])[..., 0],
-        entropy=-(log_probs.exp() * log_probs).sum(dim=-1),
-        value=value,
-    )

@@ -18,6 +18,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, spec.width, spec.patch_size, stride=spec.patch_size)
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """Map pixels [B, 3, S, S] to tokens [B, patches, width]."""
         return self.proj(pixels).flatten(2).transpose(1, 2)
 
 
@@ -31,6 +32,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(spec.width, spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [B, T, width] to the same shape."""
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         out = F.scaled_dot_product_attention(q, k, v)
@@ -46,6 +48,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs]."""
         return self.fc2(F.gelu(self.fc1(x)))
 
 
@@ -57,6 +60,7 @@ class LayerScale(nn.Module):
         self.scale_factor = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., width] to the same shape."""
         return x * self.scale_factor
 
 
@@ -180,4 +184,5 @@ class Projector(nn.Module):
         self.fc3 = nn.Linear(llm_width, llm_width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., vision width] to [..., language width]."""
         return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(x)))))
