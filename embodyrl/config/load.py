@@ -1,6 +1,6 @@
 """From YAML groups and overrides to typed settings; every problem is found before anything is reported.
 
-Hydra's defaults lists say which files there are and in which order; each leaf remembers who set it. What a person
+Defaults lists say which files there are and in which order; each leaf remembers who set it. What a person
 typed must be read by the command and the chosen parts. What a file says about other parts than the chosen ones is left
 out, so that nobody is refused for what they did not type.
 """
@@ -16,13 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-import yaml
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers.oc import env
@@ -130,33 +126,22 @@ def compose_groups(
     command: str, groups: Mapping[str, str], config_dirs: Sequence[Path], problems: list[str]
 ) -> list[Setting]:
     """Return what the files of the chosen options say, untyped and unresolved; later ones win."""
-    folders = groups_of.search_path(config_dirs)
-    extra = ",".join(f'"file://{d}"' for d in folders[1:])
-    words = [f"{g}={o}" for g, o in groups.items()] + ([f"hydra.searchpath=[{extra}]"] if extra else [])
+    folders = tuple(groups_of.search_path(config_dirs))
     # What ships does not change while the program runs.
-    compose = _compose if extra else _compose_shipped
+    compose = _compose if len(folders) > 1 else _compose_shipped
     try:
-        return list(compose(groups_of.root_file(command), tuple(words), tuple(folders)))
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ConfigError) as error:
-        reason = " ".join(str(error).split("\n\n")[0].split())
-        problems.append(f"Cannot compose {', '.join(f'{g}={o}' for g, o in groups.items()) or command}: {reason}")
+        return list(compose(groups_of.root_file(command), tuple(groups.items()), folders))
+    except ConfigError as error:
+        problems.append(f"Cannot compose {', '.join(f'{g}={o}' for g, o in groups.items()) or command}: {error}")
         return []
 
 
-def _compose(root: str, words: tuple[str, ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
-    with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
-        plan = GlobalHydra.instance().config_loader().compute_defaults_list(root, list(words), run_mode=RunMode.RUN)
+def _compose(root: str, groups: tuple[tuple[str, str], ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
     found: list[Setting] = []
-    for entry in plan.defaults:
-        if entry.config_path is None or entry.config_path.startswith("hydra"):
-            continue
-        relative = f"{entry.config_path}.yaml"
-        file = next((d / relative for d in folders if (d / relative).is_file()), None)
-        if file is not None:
-            body = {k: v for k, v in groups_of.read_plain_yaml(file).items() if k != "defaults"}
-            prefix = f"{entry.package}." if entry.package and entry.package != "_global_" else ""
-            source = f"{folders[0].name}/{relative}" if file.is_relative_to(folders[0]) else str(file)
-            found += [Setting(key, value, source) for key, value in flat(body, prefix).items()]
+    for part in groups_of.compose_files(root, dict(groups), folders):
+        prefix = f"{part.package}." if part.package else ""
+        source = f"{folders[0].name}/{part.name}.yaml" if part.file.is_relative_to(folders[0]) else str(part.file)
+        found += [Setting(key, value, source) for key, value in flat(part.body, prefix).items()]
     return tuple(found)
 
 

@@ -1,19 +1,47 @@
-"""The YAML tree: which groups conf/ has, their options, and what each option says about itself."""
+"""The YAML tree: which groups conf/ has, their options, and which files the choice of some composes."""
 
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from embodyrl.config.paths import conf_dir
 from embodyrl.errors import ConfigError
+from embodyrl.registry import closest
 
 _YAML_LIMIT = 1 << 20
 """Characters of a saved config."""
+_YAML_DEPTH = 100
+_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_Base):
+    """YAML of settings: 1e-4 is a number, a date is text, and a key stands in its mapping once."""
+
+    yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.[\d_]+([eE][-+]?\d+)?|\.(inf|Inf|INF))$"
+        r"|\.(nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
@@ -76,7 +104,11 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
         text = file.read_text(encoding="utf-8")
         if len(text) > _YAML_LIMIT:
             raise ConfigError(f"{file}: {len(text)} characters; a config has fewer than {_YAML_LIMIT}.")
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _YAML_DEPTH:
+                raise ConfigError(f"{file}: more than {_YAML_DEPTH} levels; it is no saved config.")
             if isinstance(event, yaml.AliasEvent):
                 raise ConfigError(
                     f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (they can grow without bound)."
@@ -85,9 +117,109 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
             if tag is not None:
                 line = event.start_mark.line + 1
                 raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
-        raw = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if text.strip() else {}
-    except (OSError, yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raw = yaml.load(text, Loader=_Loader) or {}
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")
     return raw
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file of a composition, in the order of reading: later ones win."""
+
+    file: Path
+    name: str
+    """Its path in its folder."""
+    package: str
+    """Dotted name that its keys lie below; empty: they are whole."""
+    body: Mapping[Any, Any]
+
+
+def compose_files(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> list[Part]:
+    """Find the files that a root file and the choices of groups stand for.
+
+    A file is read after those of its `defaults`, or where these say `_self_`. Their entries are `_self_`, `file`,
+    `group: option`, `optional group: option` (`${group}` is what was chosen there) and `override /group: option`,
+    as in Hydra. Names are relative to the file's folder, or begin with /.
+
+    Args:
+        root: name of the file to begin with.
+        groups: typed choices; they win over those of files.
+        folders: where files are looked up, the first that has one counts.
+
+    Raises:
+        ConfigError: a file or group that is not there, an entry of another form.
+    """
+    choices = _Choices(dict(groups), folders)
+    while True:  # a file may choose other files, which may choose again
+        before = dict(choices.chosen)
+        choices.groups = {}
+        parts = list(choices.read(root, ""))
+        if choices.chosen == before and choices.resolved == choices.groups:
+            break
+        choices.resolved = choices.groups
+    if unused := [group for group in choices.chosen if group not in choices.groups]:
+        raise ConfigError(
+            f"{unused[0]}={choices.chosen[unused[0]]}: no such group.{closest(unused[0], choices.groups)}"
+        )
+    return parts
+
+
+@dataclass(slots=True)
+class _Choices:
+    """Options that were typed or are overridden, and those of the groups met while reading."""
+
+    chosen: dict[str, str]
+    folders: Sequence[Path]
+    groups: dict[str, str | None] = field(default_factory=dict)
+    resolved: dict[str, str | None] = field(default_factory=dict)
+
+    def read(self, name: str, package: str, above: tuple[str, ...] = ()) -> Iterator[Part]:
+        file = next((file for folder in self.folders if (file := folder / f"{name}.yaml").is_file()), None)
+        if file is None:
+            raise ConfigError(f"{above[-1] if above else name}: there is no {name}.yaml.")
+        if name in above:
+            raise ConfigError(f"{name}.yaml is among its own defaults.")
+        raw = read_plain_yaml(file)
+        if match := re.match(r"#\s*@package\s+(\S+)", file.read_text(encoding="utf-8")):
+            package = "" if match[1] == "_global_" else match[1]
+        part = Part(file, name, package, {key: value for key, value in raw.items() if key != "defaults"})
+        entries = raw.get("defaults") or []
+        if not isinstance(entries, list):
+            raise ConfigError(f"{file}: defaults must be a list.")
+        for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+            if entry == "_self_":
+                yield part
+            else:
+                yield from self._follow(entry, file, (*above, name))
+
+    def _follow(self, entry: Any, file: Path, above: tuple[str, ...]) -> Iterator[Part]:
+        here = above[-1].rpartition("/")[0]
+        if isinstance(entry, str):
+            name = _absolute(entry, here)
+            yield from self.read(name, name.rpartition("/")[0].replace("/", "."), above)
+            return
+        said, option = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else ("", entry)
+        *marks, group = str(said).split() or [""]
+        if marks not in ([], ["optional"], ["override"]) or "@" in group or not isinstance(option, str | None):
+            raise ConfigError(
+                f"{file}: cannot read '{entry}' in defaults; write `group: option` or `override /group: option`."
+            )
+        group = _absolute(group, here)
+        if marks == ["override"]:
+            self.chosen.setdefault(group, option or "null")
+            return
+        option = re.sub(r"\$\{([\w/]+)\}", lambda match: self.resolved.get(match[1]) or "", option or "") or None
+        option = self.chosen.get(group, option)
+        self.groups[group] = option
+        if option in (None, "null") or (
+            marks and not any((d / group / f"{option}.yaml").is_file() for d in self.folders)
+        ):
+            return
+        yield from self.read(f"{group}/{option}", group.replace("/", "."), above)
+
+
+def _absolute(name: str, here: str) -> str:
+    return name[1:] if name.startswith("/") else f"{here}/{name}".lstrip("/")
