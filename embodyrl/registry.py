@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any, Generic, TypeVar
 
 from embodyrl.errors import UnknownNameError
@@ -55,6 +55,16 @@ def takes(arguments: int) -> Callable[[Any], bool]:
     return check
 
 
+def installed(group: str) -> EntryPoints:
+    """Entry points of a group; the files of all packages are read once for the folders that Python looks into."""
+    return _entry_points(tuple(sys.path)).select(group=group)
+
+
+@functools.cache
+def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+    return entry_points()
+
+
 class Registry(Generic[T]):
     """Names of one seam. Values are objects, or "module:attr" strings that are imported on first use.
 
@@ -80,7 +90,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All short names, entry points of installed packages included."""
-        return sorted({*self._items, *(e.name for e in entry_points(group=self.group))})
+        return sorted({*self._items, *(e.name for e in installed(self.group))})
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
         """What is wrong with the names that `key` holds, one line each; short names are not imported."""
@@ -113,8 +123,8 @@ class Registry(Generic[T]):
         return found
 
     def _installed(self, name: str) -> str | None:
-        """Where the entry point of an installed package leads; reading them all takes some milliseconds."""
-        return next((entry.value for entry in entry_points(group=self.group) if entry.name == name), None)
+        """Where the entry point of an installed package leads."""
+        return next((entry.value for entry in installed(self.group) if entry.name == name), None)
 
     def _load(self, target: str) -> Any:
         module_name, _, attribute = target.partition(":")

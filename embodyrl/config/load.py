@@ -10,18 +10,13 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers.oc import env
 from pydantic import ValidationError
 
 from embodyrl.config import tree as groups_of
@@ -29,11 +24,27 @@ from embodyrl.config.settings import Settings, branches_of, find_key, flat, nest
 from embodyrl.errors import ConfigError, hide
 from embodyrl.registry import closest
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
 S_co = TypeVar("S_co", bound=Settings, covariant=True)
 
 COMMAND_LINE = "command line"
 _LONGEST_WORD = 4000
 """Characters of one override; numbers of more digits than Python reads lie beyond."""
+_PLAIN_WORD = re.compile(
+    r"([a-zA-Z_]\w*(?:\.[a-zA-Z_]\w*)*|[a-zA-Z_]\w*(?:/[a-zA-Z_]\w*)+)=([\w/+.%*@?|:-]+)", re.ASCII
+)
+"""Most words have no quotes, brackets, blanks or `${...}`. To start the whole parser takes a quarter of a second."""
+_INT = r"(?:0|[1-9](?:_?\d)*)"
+_POINT = rf"(?:{_INT}\.|{_INT}?\.\d(?:_?\d)*)"
+_SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+    (re.compile(rf"[+-]?{_INT}", re.ASCII), int),
+    (re.compile(rf"[+-]?(?:{_POINT}|(?:{_INT}|{_POINT})[eE][+-]?\d(?:_?\d)*|(?i:inf|nan))", re.ASCII), float),
+    (re.compile("(?i:true|false)"), lambda text: text.lower() == "true"),
+    (re.compile("(?i:null)"), lambda text: None),
+)
+"""What Hydra's grammar reads as something else than text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +69,6 @@ class Setting:
         return f"{_short(self.words)}: " if self.typed else f"{self.source}: "
 
 
-def _env_value(name: str, *default: str | None) -> Any:
-    value = env(name, *default)
-    if name in os.environ:
-        hide(name, os.environ[name])
-    return value
-
-
-OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
-
-
 def split_words(
     command: str, words: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
 ) -> tuple[dict[str, str], list[Setting]]:
@@ -76,20 +77,11 @@ def split_words(
     settings: list[Setting] = []
     for text in words:
         try:
-            if len(text) > _LONGEST_WORD:
-                raise ValueError
-            override = OverridesParser.create().parse_override(text)
-            value = None if override.is_sweep_override() or override.is_delete() else override.value()
-        except (HydraException, ValueError, RecursionError):
-            problems.append(
-                f"Cannot parse '{_short(text)}'. Write key=value or group=option without spaces, and quote special "
-                "characters: 'key=\"a, b\"'."
-            )
+            name, value = parse_word(text)
+        except ConfigError as error:
+            problems += error.problems
             continue
-        name = override.key_or_group
-        if problem := _refuse_form(text, override):
-            problems.append(problem)
-        elif name in groups_of.default_options(command):
+        if name in groups_of.default_options(command):
             if problem := _refuse_option(command, name, value, text, config_dirs):
                 problems.append(problem)
             elif value is not None:  # null is only accepted where it is the default
@@ -97,6 +89,36 @@ def split_words(
         else:
             settings += [Setting(key, leaf, COMMAND_LINE, text) for key, leaf in flat({name: value}).items()]
     return groups, settings
+
+
+def parse_word(text: str) -> tuple[str, Any]:
+    """Split `name=value` as Hydra's grammar reads it.
+
+    >>> parse_word("actor.optim.lr=1e-4")
+    ('actor.optim.lr', 0.0001)
+
+    Raises:
+        ConfigError: it is no such word, or one that adds, removes or sweeps.
+    """
+    if len(text) <= _LONGEST_WORD and (plain_word := _PLAIN_WORD.fullmatch(text)):
+        name, value = plain_word.groups()
+        return name, next((read(value) for pattern, read in _SCALARS if pattern.fullmatch(value)), value)
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        if len(text) > _LONGEST_WORD:
+            raise ValueError
+        override = OverridesParser.create().parse_override(text)
+        value = None if override.is_sweep_override() or override.is_delete() else override.value()
+    except (HydraException, ValueError, RecursionError):
+        raise ConfigError(
+            f"Cannot parse '{_short(text)}'. Write key=value or group=option without spaces, and quote special "
+            "characters: 'key=\"a, b\"'."
+        ) from None
+    if problem := _refuse_form(text, override):
+        raise ConfigError(problem)
+    return override.key_or_group, value
 
 
 def _refuse_form(text: str, override: Override) -> str | None:
@@ -228,7 +250,13 @@ def _resolved(last: Mapping[str, Setting], problems: list[str]) -> dict[str, Any
     """Values with `${...}` and `???` resolved; what cannot be is reported and left out."""
     values = {name: setting.value for name, setting in last.items()}
     marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
-    whole = OmegaConf.create(nested(values) if marked else {})
+    if not marked:
+        return values
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
+    whole = OmegaConf.create(nested(values))
     for name in marked:
         try:
             value = OmegaConf.select(whole, name, throw_on_missing=True)
@@ -237,6 +265,15 @@ def _resolved(last: Mapping[str, Setting], problems: list[str]) -> dict[str, Any
             del values[name]
             problems.append(f"{last[name].where}{name} cannot be resolved: {str(error).splitlines()[0]}.")
     return values
+
+
+def _env_value(name: str, *default: str | None) -> Any:
+    from omegaconf.resolvers.oc import env
+
+    value = env(name, *default)
+    if name in os.environ:
+        hide(name, os.environ[name])
+    return value
 
 
 def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
