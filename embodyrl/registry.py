@@ -1,5 +1,7 @@
 """One registry for every seam: short name, "package.module:attr", or installed entry point."""
 
+from __future__ import annotations
+
 import difflib
 import functools
 import importlib
@@ -7,10 +9,12 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import EntryPoints, entry_points
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodyrl.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -55,13 +59,15 @@ def takes(arguments: int) -> Callable[[Any], bool]:
     return check
 
 
-def installed(group: str) -> EntryPoints:
-    """Entry points of a group; the files of all packages are read once for the folders that Python looks into."""
-    return _entry_points(tuple(sys.path)).select(group=group)
+def installed(**chosen: Any) -> Iterable[EntryPoint]:
+    """Entry points of a `group`, or with a `value`; their files are read once for the folders of `sys.path`."""
+    return _entry_points(tuple(sys.path)).select(**chosen)
 
 
 @functools.cache
-def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+def _entry_points(path: tuple[str, ...]) -> Any:
+    from importlib.metadata import entry_points
+
     return entry_points()
 
 
@@ -90,7 +96,7 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All short names, entry points of installed packages included."""
-        return sorted({*self._items, *(e.name for e in installed(self.group))})
+        return sorted({*self._items, *(e.name for e in installed(group=self.group))})
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
         """What is wrong with the names that `key` holds, one line each; short names are not imported."""
@@ -124,7 +130,7 @@ class Registry(Generic[T]):
 
     def _installed(self, name: str) -> str | None:
         """Where the entry point of an installed package leads."""
-        return next((entry.value for entry in installed(self.group) if entry.name == name), None)
+        return next((entry.value for entry in installed(group=self.group) if entry.name == name), None)
 
     def _load(self, target: str) -> Any:
         module_name, _, attribute = target.partition(":")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from embodyrl.algorithms import algorithm_settings
+from embodyrl.algorithms.protocol import algorithm_settings
 from embodyrl.config.settings import join
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import TrainEnv

@@ -165,6 +165,25 @@ LOSSES: Registry[PolicyLoss] = Registry(
     "loss_type", group="embodyrl.losses", wants="a PolicyLoss", fits=lambda found: isinstance(found, PolicyLoss)
 )
 
+for _name, _attr in {
+    "grpo": "outcome:GRPO",
+    "rloo": "outcome:RLOO",
+    "opo": "outcome:OPO",
+    "gpg": "outcome:GPG",
+    "pass_at_k": "outcome:PASS_AT_K",
+    "gdpo": "outcome:GDPO",
+    "gigpo": "outcome:GIGPO",
+    "gae": "stepwise:GAE",
+    "remax": "stepwise:REMAX",
+    "reinforce_pp": "stepwise:REINFORCE_PP",
+    "reinforce_pp_baseline": "stepwise:REINFORCE_PP_BASELINE",
+}.items():
+    ADVANTAGES.add(_name, f"embodyrl.algorithms.{_attr}")
+for _name in (
+    *("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "pg", "aipo", "aipo_ratio", "topr", "dro", "clip_cov", "kl_cov"),
+):
+    LOSSES.add(_name, f"embodyrl.algorithms.policy_losses:{_name.upper()}")
+
 
 def algorithm_settings(adv_type: str, loss_type: str) -> type[AlgorithmSettings]:
     """Return the class of the keys that an estimator and a loss read together.

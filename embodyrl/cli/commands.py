@@ -3,11 +3,10 @@
 import textwrap
 import tomllib
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-_SURFACE: dict[str, Any] = tomllib.loads(files("embodyrl.cli").joinpath("commands.toml").read_text(encoding="utf-8"))
+_SURFACE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

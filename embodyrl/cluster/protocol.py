@@ -1,14 +1,18 @@
 """The launcher seam: start workers, send requests, wait for replies and deaths."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
 from embodyrl.config.settings import Says, Settings
 from embodyrl.registry import Registry
-from embodyrl.workers.lifecycle import WorkerSpec
+
+if TYPE_CHECKING:
+    from embodyrl.workers.lifecycle import WorkerSpec
 
 
 class LauncherSettings(Settings):

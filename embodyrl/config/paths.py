@@ -1,6 +1,5 @@
 """Where the shipped data lies: inside the installed package, or beside it in a source checkout."""
 
-from importlib.resources import files
 from pathlib import Path
 
 
@@ -21,6 +20,6 @@ def resolve_asset(path: str) -> Path:
 
 
 def _shipped(name: str, *, marker: str) -> Path:
-    package = Path(str(files("embodyrl")))
+    package = Path(__file__).parents[1]
     inside = package / name
     return inside if inside.is_dir() and (inside / marker).exists() else package.parent / name

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.paths import conf_dir
 from embodyrl.config.settings import Settings, leaves, spell
+from embodyrl.registry import installed
 
 TRUST = "trust=true"
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
@@ -55,7 +55,7 @@ def _is_door(text: str) -> bool:
 
 
 def _is_known(path: str) -> bool:
-    if any(entry.group.startswith("embodyrl.") for entry in entry_points(value=path)):
+    if any(entry.group.startswith("embodyrl.") for entry in installed(value=path)):
         return True
     return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
 

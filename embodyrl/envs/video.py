@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 from pydantic import Field
 
 from embodyrl.config.settings import Path as SettingsPath
@@ -70,6 +69,8 @@ class VideoRecorder:
         self._info = info
         self._writer: Any = None
         self._shape: tuple[int, ...] = ()
+        from PIL import ImageFont  # here, as the settings above are read by every command
+
         self._font = ImageFont.load_default(FONT_SIZE)
         self._frames = 0
         self.success = False
@@ -156,6 +157,8 @@ class VideoRecorder:
         ) from cause
 
     def _compose(self, frame: ByteArray) -> ByteArray:
+        from PIL import Image, ImageDraw
+
         scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
         width, height = frame.shape[1] * scale, frame.shape[0] * scale
         picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, PrivateAttr, create_model
 
-from embodyrl.algorithms import ADVANTAGES, LOSSES, algorithm_settings
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
 from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSection, LauncherSettings, ProcessSettings

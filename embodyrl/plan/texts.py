@@ -4,7 +4,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from embodyrl import rewards
 from embodyrl.config.load import COMMAND_LINE
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.text import open_rows
@@ -12,6 +11,8 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.plan.roots import ActingConfig, RunConfig, TextTask
+from embodyrl.rewards.judge import build_judge
+from embodyrl.rewards.judge import problems as judge_problems
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 C = TypeVar("C", bound=ActingConfig)
@@ -28,9 +29,7 @@ def env_context(cfg: ActingConfig) -> EnvContext:
     if not isinstance(cfg, TextTask):
         return EnvContext()
     rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
-    return EnvContext(
-        rows=rows, judge=rewards.build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
-    )
+    return EnvContext(rows=rows, judge=build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1))
 
 
 def env_spec(cfg: ActingConfig) -> EnvSpec:
@@ -92,7 +91,7 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
 
 def text_problems(cfg: TextTask, sampling_length: int | None) -> list[str]:
     """What the groups `data` and `reward` lack for an environment of text."""
-    problems = rewards.problems(cfg.reward)
+    problems = judge_problems(cfg.reward)
     if cfg.data.path is None:
         problems.append(
             "data.path is not set: it wants a .jsonl or .parquet file, a folder of them, or package.module:function."

@@ -1,7 +1,6 @@
 """What a reward is and where it is found: by name, by path, at a service over HTTP, in a model trained to judge."""
 
 import json
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,8 @@ REWARDS: Registry[Reward] = Registry(
     wants="a function of (prompt, response, reference)",
     fits=lambda found: takes(3)(found) and not isinstance(found, type),
 )
+for _name in ("exact", "overlap", "math", "choice", "format", "countdown", "code"):
+    REWARDS.add(_name, f"embodyrl.rewards.functions:{_name if _name != 'format' else 'tagged'}")
 
 
 def find(name: str) -> Reward:
@@ -48,6 +49,8 @@ class RemoteReward:
     components = ("remote",)
 
     def __call__(self, prompt: str, response: str, reference: str) -> float:
+        import urllib.request
+
         body = json.dumps({"prompt": prompt, "response": response, "reference": reference}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as reply:  # the judge's alarm is the deadline

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.algorithms import Algorithm
+from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.plan.blueprint import Blueprint

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from embodyrl.algorithms import Algorithm
+from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import EpisodeList, greedy_episodes, groups_per_step, refill_episodes, train_episodes
 from embodyrl.plan.roots import TrainConfig

@@ -9,7 +9,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from embodyrl.algorithms import Algorithm, merge_metrics
+from embodyrl.algorithms.aggregation import merge_metrics
+from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import NonFiniteError

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from embodyrl.algorithms import Algorithm
+from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import POLICIES, Policy

@@ -4,7 +4,8 @@ import sys
 import pytest
 from settings import algorithm_of
 
-from embodyrl.algorithms import ADVANTAGES, LOSSES, Algorithm, algorithm_settings
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
 from embodyrl.algorithms.settings import AlgorithmSettings, OldLogprob, RewardLevel, TokenLevel, WeightMode
 from embodyrl.config.settings import keys_of
 from embodyrl.errors import ConfigError, UnknownNameError

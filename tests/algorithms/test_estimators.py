@@ -15,8 +15,8 @@ from algorithm_cases import (
 )
 from settings import algorithm_of
 
-from embodyrl.algorithms import ADVANTAGES, Algorithm
-from embodyrl.algorithms.protocol import Scores
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.protocol import ADVANTAGES, Scores
 from embodyrl.algorithms.settings import RewardLevel
 
 

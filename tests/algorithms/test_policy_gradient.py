@@ -16,9 +16,9 @@ from algorithm_cases import (
 )
 from settings import algorithm_of
 
-from embodyrl.algorithms import LOSSES, Algorithm, merge_metrics
-from embodyrl.algorithms.aggregation import MODES
-from embodyrl.algorithms.protocol import LossInputs
+from embodyrl.algorithms.aggregation import MODES, merge_metrics
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.protocol import LOSSES, LossInputs
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, TokenLevel
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import Episode, PolicyScores, PreparedBatch

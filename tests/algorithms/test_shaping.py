@@ -3,7 +3,7 @@ import pytest
 from algorithm_cases import LENGTHS, OLD_LOGPROB, REF_LOGPROB, REWARDS, VALID, make_episode, reference_episodes
 from settings import algorithm_of
 
-from embodyrl.algorithms import Algorithm
+from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.algorithms.shaping import adapted_beta, shape_rewards

@@ -10,7 +10,7 @@ from embodyrl.datasets.text import open_rows
 from embodyrl.envs.protocol import EnvContext, Rows
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
-from embodyrl.rewards import build_judge
+from embodyrl.rewards.judge import build_judge
 from embodyrl.rewards.settings import JudgeSettings
 from embodyrl.types import EpisodeStart
 

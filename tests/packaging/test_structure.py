@@ -50,7 +50,7 @@ def test_no_class_is_called_manager_helper_or_utils():
 
 def component_names() -> set[str]:
     """Short names of environments, models, estimators and losses, and of the option files that select them."""
-    from embodyrl.algorithms import ADVANTAGES, LOSSES
+    from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
     from embodyrl.envs import ENVS
     from embodyrl.policies import POLICIES
 

@@ -13,8 +13,8 @@ from processes import wait_until
 
 from embodyrl import sandbox
 from embodyrl.conversation import Answer
-from embodyrl.rewards import build_judge
 from embodyrl.rewards.functions import code
+from embodyrl.rewards.judge import build_judge
 from embodyrl.rewards.settings import JudgeSettings
 from embodyrl.sandbox import confinement, run_python
 

@@ -9,8 +9,7 @@ import pytest
 from processes import wait_until
 
 from embodyrl.conversation import Answer
-from embodyrl.rewards import build_judge, problems
-from embodyrl.rewards.judge import overlong_penalty
+from embodyrl.rewards.judge import build_judge, overlong_penalty, problems
 from embodyrl.rewards.settings import JudgeSettings
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 from embodyrl.conversation import Answer
 from embodyrl.errors import EmbodyError
 from embodyrl.policies.causal_lm.loading import tiny_tokenizer
-from embodyrl.rewards import build_judge, problems
+from embodyrl.rewards.judge import build_judge, problems
 from embodyrl.rewards.services import find
 from embodyrl.rewards.settings import JudgeSettings
 
