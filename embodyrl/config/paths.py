@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+_PACKAGE = Path(__file__).parents[1]
+
 
 def conf_dir() -> Path:
     """Folder of the YAML groups."""
@@ -20,6 +22,5 @@ def resolve_asset(path: str) -> Path:
 
 
 def _shipped(name: str, *, marker: str) -> Path:
-    package = Path(__file__).parents[1]
-    inside = package / name
-    return inside if inside.is_dir() and (inside / marker).exists() else package.parent / name
+    inside = _PACKAGE / name
+    return inside if inside.is_dir() and (inside / marker).exists() else _PACKAGE.parent / name

@@ -295,6 +295,14 @@ def _doc_of(kind: type[Settings], field: str) -> str:
     return next((found[field] for part in kind.__mro__ if field in (found := _docs(part))), "")
 
 
+def nodes(settings: Settings) -> Iterator[Settings]:
+    """Yield settings and all that lie below."""
+    yield settings
+    for name in type(settings).model_fields:
+        if isinstance(value := getattr(settings, name), Settings):
+            yield from nodes(value)
+
+
 def leaves(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, value) of every leaf."""
     for name in type(settings).model_fields:

@@ -117,7 +117,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
             if tag is not None:
                 line = event.start_mark.line + 1
                 raise ConfigError(f"{file}:{line}: YAML tag '{tag}' is refused (tags can run code); remove it.")
-        raw = yaml.load(text, Loader=_Loader) or {}
+        raw = _Loader(text).get_single_data() or {}
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):

@@ -11,11 +11,11 @@ import yaml
 
 from embodyrl.config import tree
 from embodyrl.config.load import COMMAND_LINE, Setting, build, compose_groups, read_saved, split_words, wrong_values
-from embodyrl.config.settings import find_key, plain
+from embodyrl.config.settings import find_key, nodes, plain
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
-from embodyrl.plan.roots import ROOTS, SELECTORS, CommandKeys, Root, contradictions, selected, without_effect
+from embodyrl.plan.roots import ROOTS, SELECTORS, CommandKeys, Root, selected
 
 
 def load_config(
@@ -104,15 +104,15 @@ def check_values(cfg: Root) -> None:
         ConfigError: one line per problem.
     """
     problems = wrong_values(type(cfg), json.dumps(plain(cfg)))
-    if found := problems or list(contradictions(cfg)):
+    if found := problems or [line for node in nodes(cfg) for line in node.problems()]:
         raise ConfigError(found)
 
 
 def _finish(command: str, settings: Sequence[Setting], problems: list[str]) -> Any:
     cfg, sources = build(settings, CommandKeys(command), problems)
     cfg._sources.update(sources)
-    problems += contradictions(cfg)
-    for name, reason in without_effect(cfg):
+    problems += [line for node in nodes(cfg) for line in node.problems()]
+    for name, reason in (idle for node in nodes(cfg) for idle in node.idle()):
         key = find_key(type(cfg), name)
         if key is not None and sources.get(name) == COMMAND_LINE:
             problems.append(f"{name} has no effect: {reason}, or leave {name} out.")

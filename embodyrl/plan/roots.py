@@ -266,20 +266,29 @@ def _complete(bases: tuple[type[Settings], ...], fields: tuple[tuple[str, type[S
 @functools.cache
 def all_keys() -> Mapping[str, Key]:
     """Every key of every command with any registered part, by dotted name."""
-    below: dict[str, list[type[Settings]]] = {
-        "env": [part.settings for part in _installed(ENVS)],
-        "model": [part.settings for part in _installed(POLICIES)],
-        "launcher": [part.settings for part in _installed(LAUNCHERS)],
-        "algorithm": [part.settings for registry in (ADVANTAGES, LOSSES) for part in _installed(registry)],
-        "data": [DemonstrationSettings],
-    }
+    groups = dict.fromkeys(name for section in _SECTIONS for name in section.model_fields)
+    return {name: key for group in groups for name, key in keys_below(group).items()}
+
+
+@functools.cache
+def keys_below(group: str) -> Mapping[str, Key]:
+    """The keys of one group (or the one key of that name), whatever the command and the parts."""
     found: dict[str, Key] = {}
-    for kind in (*ROOTS.values(), TextTask, ClusterSection):
-        found |= keys_of(kind)
-    for group, kinds in below.items():
-        for kind in kinds:
-            found |= keys_of(kind, f"{group}.")
-    return found
+    for section in _SECTIONS:
+        found |= {name: key for name, key in keys_of(section).items() if name.partition(".")[0] == group}
+    for registry in _REGISTRIES.get(group, ()):
+        for part in _installed(registry):
+            found |= keys_of(part.settings, f"{group}.")
+    return found | (keys_of(DemonstrationSettings, "data.") if group == "data" else {})
+
+
+_SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), TextTask, ClusterSection)
+_REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
+    "env": (ENVS,),
+    "model": (POLICIES,),
+    "launcher": (LAUNCHERS,),
+    "algorithm": (ADVANTAGES, LOSSES),
+}
 
 
 def _installed(registry: Registry[Any]) -> Iterator[Any]:
@@ -301,15 +310,17 @@ _RETIRED = frozenset(
 
 def is_known(name: str) -> bool:
     """Whether some command with some part reads this key, or one below or above it."""
-    known = all_keys()
+    known = keys_below(name.partition(".")[0])
     inner = any(key.startswith(f"{name}.") for key in known)
     above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))
     return name in known or inner or above or name in _RETIRED
 
 
 def suggest(name: str) -> str:
-    """Return " Did you mean '...'?" for an unknown key: the same last part elsewhere, else the nearest spelling."""
-    names, tail = [*all_keys(), *{p for key in all_keys() for p in parents_of(key)}], name.rpartition(".")[2]
+    """Return " Did you mean '...'?" for an unknown key: a slip, the same last part elsewhere, the nearest spelling."""
+    if slip := closest(name, _with_parents(keys_below(name.partition(".")[0])), cutoff=0.9):
+        return slip
+    names, tail = _with_parents(all_keys()), name.rpartition(".")[2]
     same = [n for n in names if n.rpartition(".")[2] == tail]
     if same:
         return closest(name, same, cutoff=0.0)
@@ -320,22 +331,8 @@ def suggest(name: str) -> str:
     return closest(name, names)
 
 
-def contradictions(settings: Settings) -> Iterator[str]:
-    """Everything that contradicts itself, below one node."""
-    yield from settings.problems()
-    for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        if isinstance(value, Settings):
-            yield from contradictions(value)
-
-
-def without_effect(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Every key that does nothing beside the others, with what is missing."""
-    yield from settings.idle()
-    for name in type(settings).model_fields:
-        value = getattr(settings, name)
-        if isinstance(value, Settings):
-            yield from without_effect(value)
+def _with_parents(keys: Mapping[str, Key]) -> list[str]:
+    return [*keys, *{parent for key in keys for parent in parents_of(key)}]
 
 
 def _slots(cfg: TrainConfig) -> Iterator[str]:

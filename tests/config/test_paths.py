@@ -13,7 +13,7 @@ def test_a_checkout_has_both_folders():
 def test_an_installed_package_wins_over_the_checkout(tmp_path, monkeypatch):
     package = tmp_path / "site" / "embodyrl"
     (package / "conf").mkdir(parents=True)
-    monkeypatch.setattr(paths, "files", lambda name: package)
+    monkeypatch.setattr(paths, "_PACKAGE", package)
     assert paths.conf_dir() == package.parent / "conf", "a conf folder without train.yaml is not ours"
     (package / "conf" / "train.yaml").write_text("")
     assert paths.conf_dir() == package / "conf"
