@@ -9,4 +9,5 @@ ruff format --check .
 pyright --warnings embodyrl
 lint-imports
 say "tests"
-exec python -m pytest "$@"
+# Two processes, each with a file at a time; a later -n in the arguments counts, and -n 0 is plain pytest.
+exec python -m pytest -n 2 --dist loadfile "$@"

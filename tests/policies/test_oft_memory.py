@@ -1,4 +1,4 @@
-"""Peak memory of writing and reading a sharded checkpoint of more than 1 GB, each in a fresh process."""
+"""Peak memory of writing and reading a sharded checkpoint of 400 MB, each in a fresh process."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-SHARD_BYTES = 200_000_000
+SHARD_BYTES = 80_000_000
 SCRIPT = """
 import json, resource, sys
 from embodyrl.policies.openvla_oft import FACTORY, checkpoint
@@ -41,13 +41,13 @@ def measure(source, target):
 @pytest.mark.integration
 def test_peak_memory_is_the_model_and_one_shard(checkpoint, edit_json, tmp_path):
     text = json.loads((checkpoint / "config.json").read_text())["text_config"]
-    text |= {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16}
+    text |= {"hidden_size": 768, "intermediate_size": 1920, "num_hidden_layers": 16, "num_attention_heads": 16}
     edit_json(checkpoint / "config.json", text_config=text | {"num_key_value_heads": 16}, embodyrl_init="random")
     for path in checkpoint.glob("model*"):
         path.unlink()
     written = measure(checkpoint, tmp_path / "saved")
     shards = list((tmp_path / "saved").glob("model-*.safetensors"))
-    assert written["size"] > 1_000_000_000
+    assert written["size"] > 400_000_000
     assert len(shards) >= 5
     # The parameters lie in host memory already, so that writing needs no copy of a shard, and never a second model.
     assert written["save"] < 1.5 * SHARD_BYTES
