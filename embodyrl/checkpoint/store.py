@@ -10,18 +10,18 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from pydantic import BaseModel
 
 from embodyrl.errors import CheckpointError
 from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-
-
+"""Of the manifest; a newer one is refused."""
 LOOP_FILE = "loop.json"
 """Where a training loop stands; written by the loop itself."""
 HEADROOM = 1.2
@@ -31,34 +31,29 @@ _SCRATCH = re.compile(r"\.tmp-step_\d{6,}-(\d+)")
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
+class FileEntry(BaseModel, frozen=True):
     """Size and content of one file."""
 
     size: int
     """Bytes."""
     sha256: str
+    """Of the content, hexadecimal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(BaseModel, frozen=True):
     """A checkpoint's table of contents."""
 
+    format: int = FORMAT
     step: int
+    """Training step."""
     version: str
     """Version of embodyrl that wrote it."""
     created: str
     """ISO 8601, UTC."""
-    files: Mapping[str, FileEntry]
+    files: dict[str, FileEntry]
     """By path relative to the checkpoint, with forward slashes."""
-    meta: Mapping[str, Any]
+    meta: dict[str, Any]
     """JSON values of the caller."""
-
-    def to_json(self) -> str:
-        """Return the file's text."""
-        files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(self.files.items())}
-        body = {"format": FORMAT, "step": self.step, "version": self.version, "created": self.created}
-        return json.dumps(body | {"files": files, "meta": self.meta}, indent=1, allow_nan=False) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -76,26 +71,16 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        if int(body["format"]) > FORMAT:
-            raise CheckpointError(
-                f"{path}: format {body['format']} was written by embodyrl {body.get('version')}, newer than this one "
-                f"(format {FORMAT}); upgrade embodyrl."
-            )
-        files = {str(k): FileEntry(size=int(v["size"]), sha256=str(v["sha256"])) for k, v in body["files"].items()}
-        manifest = Manifest(
-            step=int(body["step"]),
-            version=str(body["version"]),
-            created=str(body["created"]),
-            files=files,
-            meta=dict(body["meta"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        manifest = Manifest.model_validate(body) if int(body["format"]) <= FORMAT else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {text}); use another checkpoint.") from error
+    if manifest is None:
         raise CheckpointError(
-            f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint."
-        ) from error
-    for name in files:
+            f"{path}: format {body['format']} was written by embodyrl {body.get('version')}, newer than this one "
+            f"(format {FORMAT}); upgrade embodyrl."
+        )
+    for name in manifest.files:
         _require_plain_name(path, name)
     return manifest
 
@@ -338,8 +323,9 @@ def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
         if path.is_dir():
             _sync(path)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = Manifest(step=step, version=__version__, created=created, files=files, meta=meta)
-    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    manifest = Manifest(step=step, version=__version__, created=created, files=files, meta=dict(meta))
+    text = json.dumps(manifest.model_dump(), indent=1, allow_nan=False)
+    (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
     _sync(folder / MANIFEST_NAME)
     for name in files:  # safetensors makes its files for their owner only, whatever the umask says
         (folder / name).chmod((folder / MANIFEST_NAME).stat().st_mode)

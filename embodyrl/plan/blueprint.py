@@ -113,19 +113,16 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     factory = ENVS.get(cfg.env.env_type)
     env = factory.spec(cfg.env, context)
     cfg = _with_protocol(fit_lengths(cfg, env), env)
-    learner = cfg if training and isinstance(cfg, TrainConfig) else None
-    algorithm = Algorithm(learner.algorithm) if learner else None
+    algorithm = Algorithm(cfg.algorithm) if training and isinstance(cfg, TrainConfig) else None
     value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
     if 0 < policy.num_images < len(env.cameras):
         # Every camera costs rendering time and memory in each record; a policy reads the first ones.
         cfg = cfg.updated({"env.init_params.camera_names": list(env.cameras[: policy.num_images])})
         env = factory.spec(cfg.env, context)
-        learner = cfg if learner and isinstance(cfg, TrainConfig) else None
-    problems = [*mismatches(env, policy), *_acting_problems(cfg, env, policy)]
-    if learner and algorithm:
-        problems += _learning_problems(learner, algorithm, policy)
-    if problems:
+    learner = cfg if algorithm and isinstance(cfg, TrainConfig) else None
+    learning = _learning_problems(learner, algorithm, policy) if learner and algorithm else []
+    if problems := [*mismatches(env, policy), *_acting_problems(cfg, env, policy), *learning]:
         raise ConfigError(problems)
     for split in cfg.env.splits.values():
         if isinstance(split, EnvSplit):
@@ -134,11 +131,8 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     devices = plan_devices(cfg, training=training)
     samples = _max_samples(learner, algorithm) if learner and algorithm else 0
     layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
-    if learner and learner.rollout.dump and samples * layout.record_bytes > DUMP_LIMIT:
-        raise ConfigError(
-            f"rollout.dump=true: a step may need {samples * layout.record_bytes / 2**30:.1f} GiB, dumps hold at most "
-            f"{DUMP_LIMIT / 2**30:.0f}; use fewer episodes per step."
-        )
+    if learner and learner.rollout.dump:
+        _require_small_dump(samples * layout.record_bytes)
     per_update = -(-samples // learner.actor.global_batch_size) if learner else 0
     return Blueprint(
         cfg=cfg,
@@ -155,6 +149,14 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
         ranks=count_ranks(cfg),
         devices=devices,
     )
+
+
+def _require_small_dump(size: int) -> None:
+    if size > DUMP_LIMIT:
+        raise ConfigError(
+            f"rollout.dump=true: a step may need {size / 2**30:.1f} GiB, dumps hold at most {DUMP_LIMIT / 2**30:.0f}; "
+            "use fewer episodes per step."
+        )
 
 
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
