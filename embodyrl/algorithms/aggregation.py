@@ -10,19 +10,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from embodyrl.algorithms.settings import TokenLevel
+from embodyrl.algorithms.settings import AggregationMode, TokenLevel
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
 """Modes that add the tokens of an action; the others average them."""
-MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 WEIGHT_SUM = "weight_sum"
 MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
 """Weighted sums that are divided by the summed weights, so that they stay means under every `loss_agg_func`."""
 
 
 def action_weights(
-    mode: str, episode: IntArray, valid: BoolArray, *, level: TokenLevel, longest_episode: int
+    mode: AggregationMode, episode: IntArray, valid: BoolArray, *, level: TokenLevel, longest_episode: int
 ) -> FloatArray:
     """Weight of each action in the loss of one optimizer step.
 
@@ -32,7 +31,7 @@ def action_weights(
     spread evenly over its executed actions.
 
     Args:
-        mode: one of `MODES`.
+        mode: `loss_agg_func`.
         episode: [B] episode of each sample.
         valid: [B, K] executed actions; at least one per sample.
         level: what a unit is.

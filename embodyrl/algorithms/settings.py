@@ -18,7 +18,9 @@ TruncatedEpisodes = StrEnum("TruncatedEpisodes", ["train", "mask", "zero_reward"
 OldLogprob = StrEnum("OldLogprob", ["rollout", "recompute"])
 WeightMode = StrEnum("WeightMode", ["mask", "truncate"])
 WeightLevel = StrEnum("WeightLevel", ["token", "sequence", "geometric"])
-
+AggregationMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 Bound = Annotated[float, Field(gt=1, le=10**9)]
 
 
@@ -53,9 +55,7 @@ class AlgorithmSettings(ActingAlgorithm):
     """Rollouts of all slots per training step."""
     update_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Passes over the collected batch."""
-    loss_agg_func: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    loss_agg_func: AggregationMode = "token-mean"
     """How token losses become one number."""
     logprob_type: TokenLevel = TokenLevel.token_level
     """Level of the probability ratio."""

@@ -167,7 +167,7 @@ def video_choice(pattern: str, plan: EpisodeList, blueprint: Blueprint, videos: 
     """Turn `none | failures | first:N | all` into the choice per episode."""
     if pattern == "none":
         return None
-    order = [e.episode_id for wave in plan.waves for queue in wave.queues for e in queue]
+    order = [e.episode_id for e in plan.episodes]
     wanted = set(sorted(order)[: int(pattern.removeprefix("first:"))]) if pattern.startswith("first:") else set(order)
     keep = "failures" if pattern == "failures" else "all"
 

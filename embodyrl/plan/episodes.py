@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,9 +32,18 @@ class EpisodeList:
     """The episodes of one rollout."""
 
     num_slots: int
+    """Slots that play them, of all env workers together."""
     max_episode_steps: int
+    """Env steps after which an episode is truncated."""
     ignore_terminations: bool
+    """Go on after a success until the time limit."""
     waves: tuple[Wave, ...]
+    """In their order."""
+
+    @property
+    def episodes(self) -> Iterator[EpisodeSpec]:
+        """All of them, wave by wave and queue by queue."""
+        return (episode for wave in self.waves for queue in wave.queues for episode in queue)
 
     @property
     def num_episodes(self) -> int:
@@ -42,7 +51,7 @@ class EpisodeList:
         return sum(len(queue) for wave in self.waves for queue in wave.queues)
 
     def without(self, episodes: Set[int]) -> EpisodeList:
-        """The same plan, except for the episodes with these ids."""
+        """The same list, except for the episodes with these ids."""
         waves = (
             replace(wave, queues=tuple(tuple(e for e in q if e.episode_id not in episodes) for q in wave.queues))
             for wave in self.waves
@@ -110,14 +119,7 @@ def train_episodes(cfg: TrainConfig, env: EnvSpec, step: int, *, counts_chunk_st
             waves.append(Wave(queues=(tuple(queue),)))
     if not counts_chunk_steps and split.auto_reset:
         waves = [Wave(queues=(tuple(e for wave in waves for e in wave.queues[0]),))]
-    if cfg.runner.deterministic:
-        waves = [_deal(wave, slots) for wave in waves]
-    return EpisodeList(
-        num_slots=slots,
-        max_episode_steps=split.max_episode_steps,
-        ignore_terminations=split.ignore_terminations,
-        waves=tuple(waves),
-    )
+    return _episode_list(cfg, split, waves, slots)
 
 
 def refill_episodes(cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, groups: int) -> EpisodeList:
@@ -128,13 +130,13 @@ def refill_episodes(cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, gro
     for group in range(first, first + groups):
         reset_id = ids[derive(cfg.seed, "refill", step, group) % len(ids)]
         episodes += [_train_episode(cfg, env, step, group * size + m, group, reset_id) for m in range(size)]
-    return _list_plan(cfg, cfg.env.train, episodes)
+    return _one_wave(cfg, cfg.env.train, episodes)
 
 
 def greedy_episodes(cfg: TrainConfig, plan: EpisodeList) -> EpisodeList:
     """Plan one more episode of each group of a training step, from its initial state."""
-    first = {e.group_id: e for wave in plan.waves for queue in wave.queues for e in queue}
-    return _list_plan(cfg, cfg.env.train, [first[group] for group in sorted(first)])
+    first = {e.group_id: e for e in plan.episodes}
+    return _one_wave(cfg, cfg.env.train, [first[group] for group in sorted(first)])
 
 
 def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
@@ -174,7 +176,7 @@ def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeL
         )
     # Episodes of one task run together, so that a worker loads few simulators.
     episodes.sort(key=lambda e: (tasks.index(e.task_id), e.episode_id))
-    return _list_plan(cfg, split, episodes)
+    return _one_wave(cfg, split, episodes)
 
 
 def demonstration_episodes(cfg: CollectConfig, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
@@ -199,18 +201,20 @@ def demonstration_episodes(cfg: CollectConfig, env: EnvSpec, trials: Sequence[tu
                 noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
             )
         )
-    return _list_plan(cfg, split, episodes)
+    return _one_wave(cfg, split, episodes)
 
 
-def _list_plan(cfg: ActingConfig, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
+def _one_wave(cfg: ActingConfig, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
     """Run these episodes in their order, in as many slots as there are."""
-    slots = min(split.total_num_envs, len(episodes))
-    wave = Wave(queues=(tuple(episodes),))
+    return _episode_list(cfg, split, [Wave(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes)))
+
+
+def _episode_list(cfg: ActingConfig, split: EnvSplit, waves: list[Wave], slots: int) -> EpisodeList:
     return EpisodeList(
         num_slots=slots,
         max_episode_steps=split.max_episode_steps,
         ignore_terminations=split.ignore_terminations,
-        waves=(_deal(wave, slots) if cfg.runner.deterministic else wave,),
+        waves=tuple(_deal(wave, slots) for wave in waves) if cfg.runner.deterministic else tuple(waves),
     )
 
 
@@ -237,16 +241,16 @@ def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids
     per_slot = quota if split.auto_reset else 1
     choices = () if split.use_fixed_reset_state_ids else selected_reset_ids(env, split)
 
-    def episode(lane: int, fixed: int, j: int) -> EpisodeSpec:
-        reset_id = choices[derive(cfg.seed, "free-reset", step, lane, j) % len(choices)] if choices else fixed
-        return _train_episode(cfg, env, step, lane * per_slot + j, lane // size, reset_id)
+    def episode(member: int, fixed: int, nth: int) -> EpisodeSpec:
+        reset_id = choices[derive(cfg.seed, "free-reset", step, member, nth) % len(choices)] if choices else fixed
+        return _train_episode(cfg, env, step, member * per_slot + nth, member // size, reset_id)
 
     first = epoch * len(reset_ids)
-    lanes = [_Lane(partial(episode, first + slot, fixed), per_slot) for slot, fixed in enumerate(reset_ids)]
-    return Wave(queues=tuple(lanes), quota_chunks=quota)
+    queues = (_LazyEpisodes(partial(episode, first + slot, fixed), per_slot) for slot, fixed in enumerate(reset_ids))
+    return Wave(queues=tuple(queues), quota_chunks=quota)
 
 
-class _Lane(Sequence[EpisodeSpec]):
+class _LazyEpisodes(Sequence[EpisodeSpec]):
     """Episodes that are made when they are looked at: few of those that outlast a quota ever start."""
 
     def __init__(self, make: Callable[[int], EpisodeSpec], length: int) -> None:

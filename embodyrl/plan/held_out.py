@@ -23,7 +23,7 @@ def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     """Lines of the banner about an evaluation: its episodes, and whether training or validation used their states."""
     cfg, env = blueprint.config(EvalConfig), blueprint.env
     plan = eval_episodes(cfg, env, blueprint.policy)
-    states = {e.reset_id for wave in plan.waves for queue in wave.queues for e in queue}
+    states = {e.reset_id for e in plan.episodes}
     how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
     text = f"{plan.num_episodes} {how} episodes of {len(states)} initial states"
     if (asked := count_asked(cfg, env)) > plan.num_episodes:

@@ -97,7 +97,7 @@ class UntrainedFactory:
             tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
             gripper=env.gripper,
             scripted=self.scripted,
-            takes_noise=not self.scripted or getattr(cfg, "expert_noise", 0.0) > 0,
+            takes_noise=not self.scripted or (isinstance(cfg, ScriptedSettings) and cfg.expert_noise > 0),
             has_logprobs=False,
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )

@@ -1,8 +1,10 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from embodyrl.algorithms.aggregation import MODES, action_weights
-from embodyrl.algorithms.settings import TokenLevel
+from embodyrl.algorithms.aggregation import action_weights
+from embodyrl.algorithms.settings import AggregationMode, TokenLevel
 
 # episode 0: two chunks, the second ended after its first action; episode 1: one full chunk
 EPISODE = np.array([0, 0, 1])
@@ -27,7 +29,7 @@ def test_weights_by_hand(mode: str, level: TokenLevel, expected: list[list[float
     np.testing.assert_allclose(weight, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 def test_token_and_action_level_weights_agree(mode: str):
     pair = [
         action_weights(mode, EPISODE, VALID, level=level, longest_episode=2)

@@ -1,5 +1,6 @@
 import math
 from dataclasses import fields
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from algorithm_cases import (
 )
 from settings import algorithm_of
 
-from embodyrl.algorithms.aggregation import MODES, merge_metrics
+from embodyrl.algorithms.aggregation import merge_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LOSSES, LossInputs
-from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, TokenLevel
+from embodyrl.algorithms.settings import AggregationMode, AlgorithmSettings, RewardLevel, TokenLevel
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import Episode, PolicyScores, PreparedBatch
 
@@ -99,7 +100,7 @@ def run_split(algorithm: Algorithm, batch: PreparedBatch, value_dim: int, parts:
     return total.item(), gradient, merge_metrics(shares)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 @pytest.mark.parametrize("level", list(TokenLevel))
 def test_loss_gradient_and_metrics_do_not_depend_on_the_split(mode: str, level: TokenLevel):
     cfg = gae_config(
@@ -121,7 +122,7 @@ WHOLE_BATCH_STATISTICS = {"clip_cov", "kl_cov"}
 """Their statistics are the micro-batch's, so they are not invariant to its size."""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES.names() if name not in WHOLE_BATCH_STATISTICS])
 def test_two_ranks_have_the_gradient_of_one(mode: str, loss_type: str):
     """Ranks of unequal numbers of valid tokens; gradients are averaged over ranks, so each multiplies its loss by 2."""

@@ -32,7 +32,7 @@ def config(tmp_path):
 
 
 def episodes_of(plan: EpisodeList) -> list[EpisodeSpec]:
-    return [e for wave in plan.waves for queue in wave.queues for e in queue]
+    return list(plan.episodes)
 
 
 def plan_of(cfg: TrainConfig, step: int = 0, *, counts_chunk_steps: bool = False) -> EpisodeList:

@@ -26,7 +26,7 @@ def collect(stage: Stage, sampler: StepRollouts, step: int) -> RolloutResult:
 
 def planned(stage: Stage, step: int) -> list:
     plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, step, counts_chunk_steps=False)
-    return sorted((e for wave in plan.waves for q in wave.queues for e in q), key=lambda e: e.episode_id)
+    return sorted(plan.episodes, key=lambda e: e.episode_id)
 
 
 MIXED = ("env.kwargs.goal=0.7", "env.train.max_episode_steps=16", "runner.max_steps=6")
