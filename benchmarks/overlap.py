@@ -25,9 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.config.settings import Seconds
-from embodyrl.envs.chunked import ChunkedEnv, SimStep
+from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
+from embodyrl.envs.simulators import SimStep
 from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import deal_slots, draw_blueprint
 from embodyrl.plan.config import load_config

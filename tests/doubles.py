@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from embodyrl.envs.chunked import SimStep
+from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 
@@ -18,8 +18,8 @@ def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminate
     ]
 
 
-class ScriptedSims:
-    """`SlotSimulators` that play one script of `SimStep`s per reset id; the last step repeats for ever.
+class ScriptedSims(SlotSimulators):
+    """Simulators that play one script of `SimStep`s per reset id; the last step repeats for ever.
 
     Images hold the number of executed steps in every pixel, the state [2] holds (reset id, executed steps).
     `log` records every call as ("reset", slot, reset_id, seed) or ("step", slot, first action value).
@@ -28,7 +28,7 @@ class ScriptedSims:
     def __init__(self, scripts: Sequence[Sequence[SimStep]], *, states_per_task: int = 1, action_dim: int = 2) -> None:
         assert len(scripts) % states_per_task == 0
         num_tasks = len(scripts) // states_per_task
-        self.spec = EnvSpec(
+        spec = EnvSpec(
             name="scripted",
             action_dim=action_dim,
             tasks=tuple(f"do thing {task}" for task in range(num_tasks)),
@@ -38,7 +38,7 @@ class ScriptedSims:
             state_dim=2,
             max_episode_steps=max(len(script) for script in scripts),
         )
-        self.task_limit = None
+        super().__init__(spec)
         self.scripts = scripts
         self.log: list[tuple[object, ...]] = []
         self.closed = False
@@ -67,8 +67,8 @@ class ScriptedSims:
         self.closed = True
 
 
-class ScriptedBatch(ScriptedSims):
-    """`BatchedSimulators` of two slots that move together, those that are over or wait included."""
+class ScriptedBatch(ScriptedSims, BatchedSimulators):
+    """A batch of two slots that move together, those that are over or wait included."""
 
     def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
         self.log.append(("begin", {slot: start.reset_id for slot, start in starts.items()}))

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from toy_env import ToyFactory, ToySettings, ToySims
 
-from embodyrl.envs.chunked import ChunkedEnv, SimStep
+from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 

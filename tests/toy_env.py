@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.envs.chunked import ChunkedEnv, SimStep
+from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
+from embodyrl.envs.simulators import SimStep, SlotSimulators
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, GripperConvention, ObservationOut
 
 
@@ -36,11 +37,11 @@ def wait_at_gate(marker: Path) -> None:
         time.sleep(0.02)
 
 
-class ToySims:
-    """`SlotSimulators` of the toy task."""
+class ToySims(SlotSimulators):
+    """The toy task."""
 
     def __init__(self, spec: EnvSpec, kwargs: Mapping[str, Any]) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self.task_limit = kwargs.get("task_limit")
         self._kwargs = kwargs
         self._goal = float(kwargs.get("goal", 2.0))
@@ -125,8 +126,8 @@ class ToySims:
         self.observe(slot, ObservationOut(images=frame, state=np.zeros(1, np.float32)))
         return frame[0]
 
-    def close(self) -> None:
-        pass
+    def info(self, slot: int) -> dict[str, Any]:
+        return {"position": self._position[slot]}
 
 
 class ToySettings(EnvSettings, RewardSettings, CameraSettings):
@@ -136,24 +137,16 @@ class ToySettings(EnvSettings, RewardSettings, CameraSettings):
     """See above."""
 
 
-class ToyFactory:
+class ToyFactory(SimFactory[ToySettings]):
     """`EnvFactory` of the toy task."""
 
     settings = ToySettings
 
-    def validate(self, cfg: ToySettings) -> list[str]:
-        return []
-
-    def spec(self, cfg: ToySettings, context: EnvContext) -> EnvSpec:
+    def describe(self, cfg: ToySettings, context: EnvContext) -> EnvSpec:
         return toy_spec(int(cfg.kwargs.get("tasks", 1)))
 
-    def make(self, cfg: ToySettings, context: EnvContext) -> ChunkedEnv:
-        return ChunkedEnv(
-            ToySims(self.spec(cfg, context), cfg.kwargs),
-            context.num_slots,
-            use_rel_reward=cfg.use_rel_reward,
-            reward_coef=cfg.reward_coef,
-        )
+    def simulators(self, cfg: ToySettings, context: EnvContext) -> ToySims:
+        return ToySims(self.describe(cfg, context), cfg.kwargs)
 
 
 def toy_spec(tasks: int = 1) -> EnvSpec:

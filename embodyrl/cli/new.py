@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import keyword
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.config import tree
@@ -13,48 +14,80 @@ from embodyrl.registry import closest
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".tmpl"
 
-GROUPS = {"env": "env", "policy": "model", "algorithm": "algorithm", "experiment": "experiment"}
-"""Kind -> the group of conf/ in which the new option will appear."""
-LOOSE = ("experiment",)
-"""Kinds that are files in ./conf, not packages of their own."""
-
-_PACKAGE = "pip install -e {name}    (or: export PYTHONPATH={name})"
 _TRY = "embodyrl train env=tabletop {group}={name} --config-dir {name}/conf"
-NEXT = {
-    "env": (
-        _PACKAGE,
-        "embodyrl check-env env={name} --config-dir {name}/conf",
-        "embodyrl train experiment={name} --config-dir {name}/conf",
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Something to start from."""
+
+    group: str = ""
+    """Of conf/, in which the new option will appear; empty: it is chosen by its path."""
+    entries: str = ""
+    """Entry points of its package; empty: it is a file in ./conf, no package of its own."""
+    target: str = ""
+    """What its entry point names."""
+    then: tuple[str, ...] = (_TRY,)
+    """What to type next."""
+
+
+KINDS = {
+    "env": Kind(
+        group="env",
+        entries="embodyrl.envs",
+        target="{name}.env:FACTORY",
+        then=(
+            "embodyrl check-env env={name} --config-dir {name}/conf",
+            "embodyrl train experiment={name} --config-dir {name}/conf",
+        ),
     ),
-    "policy": (_PACKAGE, _TRY),
-    "algorithm": (_PACKAGE, _TRY),
-    "experiment": ("embodyrl train experiment={name} --config-dir conf",),
+    "policy": Kind(group="model", entries="embodyrl.policies", target="{name}:FACTORY"),
+    "algorithm": Kind(group="algorithm", entries="embodyrl.advantages", target="{name}.advantage:ADVANTAGE"),
+    "loss": Kind(group="algorithm", entries="embodyrl.losses", target="{name}.loss:LOSS"),
+    "reward": Kind(
+        entries="embodyrl.step_rewards",
+        target="{name}.reward:reward",
+        then=("embodyrl train env=tabletop reward.path={target}",),
+    ),
+    "logger": Kind(
+        entries="embodyrl.monitors",
+        target="{name}.logger:{Class}Logger",
+        then=("embodyrl train env=tabletop runner.logger.backends=[console,jsonl,{target}]",),
+    ),
+    "launcher": Kind(group="launcher", entries="embodyrl.launchers", target="{name}.launcher:{Class}Launcher"),
+    "experiment": Kind(group="experiment", then=("embodyrl train experiment={name} --config-dir conf",)),
 }
 
 
 def new(args: argparse.Namespace) -> int:
     """Run `embodyrl new KIND NAME`."""
     if len(args.words) != 2:
-        raise ConfigError(f"embodyrl new takes a kind ({', '.join(GROUPS)}) and a name, for example: new env my_env.")
+        raise ConfigError(f"embodyrl new takes a kind ({', '.join(KINDS)}) and a name, for example: new env my_env.")
     kind, name = args.words
-    if kind not in GROUPS:
-        raise ConfigError(f"cannot make a new '{kind}'.{closest(kind, GROUPS)} One of: {', '.join(GROUPS)}.")
-    files = render(kind, name)
-    taken = [str(path) for path in (files if kind in LOOSE else [Path(name)]) if path.exists()]
+    if kind not in KINDS:
+        raise ConfigError(f"cannot make a new '{kind}'.{closest(kind, KINDS)} One of: {', '.join(KINDS)}.")
+    chosen, files = KINDS[kind], render(kind, name)
+    taken = [str(path) for path in ([Path(name)] if chosen.entries else files) if path.exists()]
     if taken:
         raise ConfigError(f"{', '.join(taken)} exists already and is left as it is; choose another name or remove it.")
-    if name in tree.options(GROUPS[kind]):
-        raise ConfigError(f"{GROUPS[kind]}={name} ships with embodyrl already; choose another name.")
-    if kind not in LOOSE and importlib.util.find_spec(name) is not None:
+    if chosen.group and name in tree.options(chosen.group):
+        raise ConfigError(f"{chosen.group}={name} ships with embodyrl already; choose another name.")
+    if chosen.entries and importlib.util.find_spec(name) is not None:
         raise ConfigError(f"a Python module '{name}' is installed already and would be hidden; choose another name.")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(f"  {path}")
+    install = ["pip install -e {name}    (or: export PYTHONPATH={name})"] if chosen.entries else []
     print("next:")
-    for line in NEXT[kind]:
-        print(f"  {line.format(name=name, group=GROUPS[kind])}")
+    for line in (*install, *chosen.then):
+        print(f"  {line.format(group=chosen.group, **_words(kind, name))}")
     return 0
+
+
+def _words(kind: str, name: str) -> dict[str, str]:
+    words = {"name": name, "Class": name.title().replace("_", "")}
+    return {**words, "entries": KINDS[kind].entries, "target": KINDS[kind].target.format(**words)}
 
 
 def render(kind: str, name: str) -> dict[Path, str]:
@@ -65,14 +98,14 @@ def render(kind: str, name: str) -> dict[Path, str]:
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"'{name}' cannot be the name: use lower-case letters, digits and _, for example my_{kind}.")
-    root = Path() if kind in LOOSE else Path(name)
-    words = {"@name@": name, "@Class@": name.title().replace("_", "")}
+    package = bool(KINDS[kind].entries)
     files: dict[Path, str] = {}
-    for template in sorted((TEMPLATES / kind).rglob(f"*{SUFFIX}")):
-        relative = template.relative_to(TEMPLATES / kind).as_posix().removesuffix(SUFFIX).replace("NAME", name)
-        text = template.read_text(encoding="utf-8")
-        for mark, word in words.items():
-            text = text.replace(mark, word)
-        files[root / relative] = text
+    for folder in (*([TEMPLATES / "package"] if package else []), TEMPLATES / kind):
+        for template in sorted(folder.rglob(f"*{SUFFIX}")):
+            relative = template.relative_to(folder).as_posix().removesuffix(SUFFIX).replace("NAME", name)
+            text = template.read_text(encoding="utf-8")
+            for mark, word in _words(kind, name).items():
+                text = text.replace(f"@{mark}@", word)
+            files[(Path(name) if package else Path()) / relative] = text
     assert files, kind
     return files

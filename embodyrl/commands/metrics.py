@@ -51,7 +51,7 @@ def rollout_metrics(
     if collection.greedy:
         metrics["train/greedy_return"] = float(np.mean([e.episode_return for e in collection.greedy.values()]))
     if finished and components:
-        parts = np.mean([e.components[-1] for e in finished], axis=0)
+        parts = np.mean([e.components.sum(axis=0) for e in finished], axis=0)
         metrics |= {f"train/reward_{name}": float(part) for name, part in zip(components, parts, strict=True)}
     return metrics
 

@@ -3,61 +3,15 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
 from embodyrl.envs.protocol import AfterStep
+from embodyrl.envs.reward import RewardStep, StepReward, StepRewardSettings
+from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.errors import EnvError
-from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimStep:
-    """What a simulator says about one executed action."""
-
-    reward: float
-    """The simulator's own reward after this action, neither relative nor scaled."""
-    terminated: bool
-    """The task ended by itself (goal reached or failed); never the time limit."""
-    success: bool
-    """The task's goal holds after this action."""
-    truncated: bool = False
-    """The simulator itself cut the episode, by a time limit of its own for example; only where its spec says
-    `may_truncate`."""
-
-
-class SlotSimulators(Protocol):
-    """N single-step simulators; `ChunkedEnv` turns them into an `Env`. Slots count from 0."""
-
-    spec: EnvSpec
-    task_limit: int | None
-    """See `Env.task_limit`."""
-
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
-        """Put the slot into initial state `reset_id`; `seed` fixes the simulator's own randomness."""
-        ...
-
-    def step(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [A]."""
-        ...
-
-    def expert(self, slot: int) -> FloatArray:
-        """Return the scripted expert's next action [A]; only called for tasks in `spec.expert_tasks`."""
-        ...
-
-    def observe(self, slot: int, out: ObservationOut) -> None:
-        """Write images and state of the slot into the views."""
-        ...
-
-    def render(self, slot: int) -> ByteArray:
-        """Return an upright RGB frame [H, W, 3] uint8."""
-        ...
-
-    def close(self) -> None:
-        """Free the simulators; idempotent."""
-        ...
-
+from embodyrl.types import ChunkResult, EpisodeStart, FloatArray, ObservationOut
 
 Choice = Callable[[int, int, int], FloatArray]
 """(row, k, slot) -> action [A]"""
@@ -71,6 +25,8 @@ class _Progress:
     steps: int = 0
     last_reward: float = 0.0
     over: bool = False
+    judged: bool = True
+    """No step's reward is unknown so far."""
 
 
 class ChunkedEnv:
@@ -81,12 +37,22 @@ class ChunkedEnv:
     after the end are not executed: their reward is 0 and `valid` is False.
 
     The reward of step t is `coef * (R_t - R_{t-1})` with `R_{-1} = 0` if `use_rel_reward`, else `coef * R_t`,
-    where R is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`.
+    where R is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`. With a
+    `reward` of the user's, `coef` times what that one returns takes its place, or is added to it.
     """
 
-    def __init__(self, sims: SlotSimulators, num_slots: int, *, use_rel_reward: bool, reward_coef: float) -> None:
+    def __init__(
+        self,
+        sims: SlotSimulators,
+        num_slots: int,
+        *,
+        use_rel_reward: bool,
+        reward_coef: float,
+        reward: StepRewardSettings | None = None,
+    ) -> None:
         assert num_slots >= 1
-        self.spec = sims.spec
+        self._own = StepReward(reward) if reward is not None and reward.path is not None else None
+        self.spec = self._own.declare(sims.spec) if self._own else sims.spec
         self.task_limit = sims.task_limit
         self._sims = sims
         self._relative = use_rel_reward
@@ -165,7 +131,8 @@ class ChunkedEnv:
                 )
         shape = (len(slots), num_actions)
         flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
-        result = ChunkResult(reward=np.zeros(shape, np.float32), components=None, unjudged={}, **flags)
+        parts = np.zeros((len(slots), len(self.spec.components)), np.float32)
+        result = ChunkResult(reward=np.zeros(shape, np.float32), components=parts, unjudged={}, **flags)
         self._fill(result, slots, choose, after_step)
         return result
 
@@ -179,11 +146,18 @@ class ChunkedEnv:
                 except Exception as error:
                     error.add_note(self._where(slot))
                     raise
-                if self._note(result, row, k, slot, step, after_step):
+                if self._note(result, row, k, slot, action, step, after_step):
                     break
 
     def _note(
-        self, result: ChunkResult, row: int, k: int, slot: int, step: SimStep, after_step: AfterStep | None
+        self,
+        result: ChunkResult,
+        row: int,
+        k: int,
+        slot: int,
+        action: FloatArray,
+        step: SimStep,
+        after_step: AfterStep | None,
     ) -> bool:
         """Note at [row, k] what an executed action brought; true: the episode is over."""
         if not math.isfinite(step.reward):
@@ -193,7 +167,7 @@ class ChunkedEnv:
             )
         progress = self._begun(slot)
         progress.steps += 1
-        result.reward[row, k] = self._coef * (step.reward - (progress.last_reward if self._relative else 0.0))
+        earned = step.reward - (progress.last_reward if self._relative else 0.0)
         progress.last_reward = step.reward
         ended = step.terminated and not progress.start.ignore_terminations
         at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps
@@ -202,9 +176,46 @@ class ChunkedEnv:
         result.success[row, k] = step.success
         result.terminated[row, k] = ended
         result.truncated[row, k] = at_limit and not ended
+        if self._own is not None:
+            earned = self._own_reward(self._own, result, row, k, slot, action, earned)
+        result.reward[row, k] = self._coef * earned
         if after_step is not None:
             after_step(slot, step.success)
         return progress.over
+
+    def _own_reward(
+        self, own: StepReward, result: ChunkResult, row: int, k: int, slot: int, action: FloatArray, simulated: float
+    ) -> float:
+        """Ask the user's function about the step at [row, k]; a failure is said once for each episode."""
+        progress, task = self._begun(slot), self._task(slot)
+        step = RewardStep(
+            slot=slot,
+            step=progress.steps,
+            reset_id=progress.start.reset_id,
+            task_id=task,
+            instruction=self.spec.tasks[task],
+            action=action,
+            reward=progress.last_reward,
+            success=bool(result.success[row, k]),
+            terminated=bool(result.terminated[row, k]),
+            truncated=bool(result.truncated[row, k]),
+            look=lambda: self._look(slot),
+            ask=lambda: self._sims.info(slot),
+        )
+        parts, why = own.parts(step, simulated)
+        assert result.components is not None
+        result.components[row] += parts
+        if why is not None and progress.judged:
+            progress.judged = False
+            result.unjudged[slot] = f"{self._where(slot)}: {why}"
+        return own.total(parts)
+
+    def _look(self, slot: int) -> ObservationOut:
+        """What a slot shows, in memory of its own."""
+        shape = (len(self.spec.cameras), *self.spec.image_size, 3)
+        seen = ObservationOut(images=np.zeros(shape, np.uint8), state=np.zeros(self.spec.state_dim, np.float32))
+        self._sims.observe(slot, seen)
+        return seen
 
     def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
         """Write the current observation of each slot into its views (also of an episode that is over)."""
@@ -228,6 +239,7 @@ class ChunkedEnv:
         return self._sims.render(slot)
 
     def close(self) -> None:
+        """Free the simulators; idempotent."""
         self._sims.close()
 
     def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
@@ -264,25 +276,13 @@ class ChunkedEnv:
         )
 
 
-class BatchedSimulators(SlotSimulators, Protocol):
-    """`SlotSimulators` that begin and step together; their `reset` and `step` are never called."""
-
-    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
-        """Begin an episode in each of these slots, in one go."""
-        ...
-
-    def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:
-        """Execute one action [A] in each of these slots; what all others do meanwhile is nobody's concern."""
-        ...
-
-
 class LockstepEnv(ChunkedEnv):
     """`ChunkedEnv` for an `EnvSpec` with `lockstep`: the slots whose episodes run are stepped in one call, always."""
 
     _sims: BatchedSimulators
 
-    def __init__(self, sims: BatchedSimulators, num_slots: int, *, use_rel_reward: bool, reward_coef: float) -> None:
-        super().__init__(sims, num_slots, use_rel_reward=use_rel_reward, reward_coef=reward_coef)
+    def __init__(self, sims: BatchedSimulators, num_slots: int, **rewards: Any) -> None:
+        super().__init__(sims, num_slots, **rewards)
         self._last: dict[int, ObservationOut] = {}
         """What slots saw that were truncated inside their chunk: the others have moved the batch on since."""
 
@@ -303,11 +303,11 @@ class LockstepEnv(ChunkedEnv):
             running = [(row, slot) for row, slot in enumerate(slots) if not self._begun(slot).over]
             if not running:
                 break
-            for slot in cut:
-                self._keep_sight(slot)
-            steps = self._sims.advance({slot: choose(row, k, slot) for row, slot in running})
+            self._last |= {slot: self._look(slot) for slot in cut}
+            actions = {slot: choose(row, k, slot) for row, slot in running}
+            steps = self._sims.advance(actions)
             for row, slot in running:
-                self._note(result, row, k, slot, steps[slot], after_step)
+                self._note(result, row, k, slot, actions[slot], steps[slot], after_step)
             cut = [slot for row, slot in running if result.truncated[row, k]]
         # Episodes that wait for their first action were moved too; their starts decide everything, so start again.
         waiting = {
@@ -318,13 +318,8 @@ class LockstepEnv(ChunkedEnv):
         if waiting:
             self._begin(waiting)
 
-    def _keep_sight(self, slot: int) -> None:
-        shape = (len(self.spec.cameras), *self.spec.image_size, 3)
-        seen = ObservationOut(images=np.zeros(shape, np.uint8), state=np.zeros(self.spec.state_dim, np.float32))
-        self.observe([slot], [seen])
-        self._last[slot] = seen
-
     def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
+        """Write what each slot shows, or showed when it was truncated."""
         for slot, out in zip(slots, outs, strict=True):
             if (seen := self._last.get(slot)) is not None:
                 out.images[...], out.state[...] = seen.images, seen.state

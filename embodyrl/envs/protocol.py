@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from embodyrl.config.settings import Settings
 from embodyrl.conversation import Answer, Judgement, TextRow
+from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.registry import Registry, has
 from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
@@ -122,6 +124,8 @@ class EnvContext:
     """For an environment with `reads_rows`."""
     judge: Judge | None = None
     """For an environment with `reads_rows`."""
+    reward: StepRewardSettings | None = None
+    """For an environment with a `section` for it; None: the simulator's own reward."""
 
 
 class EnvFactory(Protocol):
@@ -131,6 +135,8 @@ class EnvFactory(Protocol):
     """Its keys below `env`. The methods get an instance, with the splits of the command beside them."""
     reads_rows: bool
     """It is about the rows of `data` and judged by `reward`: both groups exist with it. False may be left out."""
+    section: type[Settings]
+    """Keys beside `env` that exist with it where episodes are played. May be left out."""
 
     def validate(self, cfg: Any) -> list[str]:
         """Return config problems, one line each with the fix; imports nothing heavy."""

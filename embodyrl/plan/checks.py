@@ -1,6 +1,7 @@
 """Checks that join the config with the chosen environment and policy; no simulator, no model, no torch."""
 
 from embodyrl.envs import ENVS
+from embodyrl.envs.reward import RewardSection, reward_problems
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.fanout import missing_loggers
 from embodyrl.plan.roots import ActingConfig, CheckConfig, CollectConfig, Root, RunConfig, SftConfig, TextTask
@@ -28,8 +29,11 @@ def check_components(cfg: Root) -> None:
         problems += missing_loggers(cfg.runner.logger.backends)
         problems += POLICIES.get(cfg.model.model_type).validate(cfg.model)
     if isinstance(cfg, ActingConfig | CheckConfig):
-        if isinstance(cfg, TextTask) and isinstance(cfg, ActingConfig):
+        if isinstance(cfg, TextTask):
+            assert isinstance(cfg, ActingConfig)
             problems += text_problems(cfg, cfg.algorithm.sampling_params.max_new_tokens)
+        elif isinstance(cfg, RewardSection):
+            problems += reward_problems(cfg.reward)
         problems += ENVS.get(cfg.env.env_type).validate(cfg.env)
     if problems:
         raise ConfigError(problems)

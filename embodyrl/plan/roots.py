@@ -20,6 +20,7 @@ from embodyrl.config.settings import Index, Key, Path, Settings, join, keys_of, 
 from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, RowSettings
 from embodyrl.datasets.text import holds_text
 from embodyrl.envs import ENVS
+from embodyrl.envs.reward import RewardSection
 from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv
 from embodyrl.envs.video import FilmSettings, VideoSettings
 from embodyrl.errors import ConfigError
@@ -228,8 +229,11 @@ class CommandKeys:
                 problems += error.problems
                 unclear.add(group)
         bases: list[type[Settings]] = [root]
-        if "env" in fields and getattr(ENVS.get(values["env.env_type"]), "reads_rows", False):
+        factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
+        if getattr(factory, "reads_rows", False):
             bases.insert(0, TextTask)
+        elif issubclass(root, ActingConfig) and (section := getattr(factory, "section", None)):
+            bases.insert(0, section)
         if "launcher" in fields and (section := LAUNCHERS.get(values["launcher.name"]).section):
             bases.insert(0, section)
         return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
@@ -282,7 +286,7 @@ def keys_below(group: str) -> Mapping[str, Key]:
     return found | (keys_of(DemonstrationSettings, "data.") if group == "data" else {})
 
 
-_SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), TextTask, ClusterSection)
+_SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), RewardSection, TextTask, ClusterSection)
 _REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
     "env": (ENVS,),
     "model": (POLICIES,),

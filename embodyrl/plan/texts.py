@@ -9,6 +9,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.text import open_rows
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.reward import RewardSection
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.plan.roots import ActingConfig, RunConfig, TextTask
 from embodyrl.rewards.judge import build_judge
@@ -21,13 +22,13 @@ _TEXT_ONLY = (*(f"algorithm.sampling_params.{n}" for n in _SAMPLING), "rollout.b
 
 
 def env_context(cfg: ActingConfig) -> EnvContext:
-    """Give an environment of text its rows and its judge.
+    """Give an environment of text its rows and its judge, a simulator the reward of the user's.
 
     Raises:
         ConfigError: a file, row or reward is wrong.
     """
     if not isinstance(cfg, TextTask):
-        return EnvContext()
+        return EnvContext(reward=cfg.reward if isinstance(cfg, RewardSection) else None)
     rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
     return EnvContext(rows=rows, judge=build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1))
 

@@ -70,12 +70,12 @@ class RolloutResult:
         for why, times in Counter(self.unjudged).most_common(3):
             if count and len(self.unjudged) >= count:
                 raise EmbodyError(
-                    f"None of {count} answers could be judged: {why}. Learning from that would be learning from noise. "
-                    "Is the reward (reward.name, reward.path) there and right, and reward.timeout_s long enough? What "
-                    "it prints is in the logs of the env workers."
+                    f"None of {count} episodes could be judged: {why}. Learning from that would be learning from "
+                    "noise. Is the reward (reward.name, reward.path) there and right, and reward.timeout_s of text "
+                    "long enough? What it prints is in the logs of the env workers."
                 )
             if why not in known and len(known) < _REASONS:
-                say(f"warning: {times} of {count} answers could not be judged and earn 0: {why}")
+                say(f"warning: {times} of {count} episodes could not be judged and earn 0 for it: {why}")
                 known.add(why)
 
 

@@ -12,7 +12,7 @@ import pytest
 from processes import SOURCE
 
 from embodyrl.cli.main import main
-from embodyrl.cli.new import GROUPS, TEMPLATES, render
+from embodyrl.cli.new import KINDS, TEMPLATES, render
 
 ONE_STEP = (
     *("launcher=inline", "runner.max_steps=1", "runner.val_check_interval=-1", "runner.logger.backends=[jsonl]"),
@@ -105,58 +105,40 @@ def test_a_new_algorithm_trains(tmp_path):
     assert "1 passed" in own_tests(tmp_path / "my_algorithm")
 
 
-OWN_PARTS = """
-from pathlib import Path
-
-from embodyrl.algorithms.protocol import LossTerms, PolicyLoss
-from embodyrl.config.settings import Positive, Settings
-from embodyrl.monitor.protocol import Monitor
-
-
-class TauSettings(Settings):
-    my_tau: Positive = 1.0
-    '''How strongly a ratio counts.'''
-
-
-def tempered(units, cfg):
-    ratio = ((units.logprob - units.old_logprob) * cfg.my_tau).exp()
-    return LossTerms(loss=-units.advantage * ratio, ratio=ratio, clipped=ratio != ratio)
-
-
-LOSS = PolicyLoss(compute=tempered, settings=TauSettings)
-
-
-class Lines(Monitor):
-    def log(self, step, metrics):
-        with Path("lines.txt").open("a") as file:
-            file.write(f"{step} {metrics['actor/grad_norm']}\\n")
-"""
+PARTS = ("env", "policy", "loss", "reward", "logger", "launcher")
 
 
 @pytest.mark.integration
 def test_parts_of_ones_own_bring_their_own_keys(tmp_path):
-    """An environment, a policy, a loss and a logger, one file each: typed keys, checked, shown; nothing registered."""
-    embodyrl(tmp_path, "new", "env", "my_env")
-    embodyrl(tmp_path, "new", "policy", "my_policy")
-    (tmp_path / "my_parts.py").write_text(OWN_PARTS)
-    package = os.pathsep.join(str(tmp_path / name) for name in ("my_env", "my_policy", "."))
-    parts = ("env=my_env", "model=my_policy", "algorithm.loss_type=my_parts:LOSS")
-    conf = ("--config-dir", "my_env/conf", "--config-dir", "my_policy/conf")
-    own = ("env.reach=0.3", "model.width=16", "algorithm.my_tau=0.5")
-    logger = "runner.logger.backends=[jsonl,my_parts:Lines]"
-    short = (*ONE_STEP, "algorithm.group_size=8", "env.train.total_num_envs=32", logger)
-    embodyrl(tmp_path, "train", *parts, *own, *conf, *short, package=package)
-    assert (tmp_path / "lines.txt").read_text().startswith("1 ")
+    """Six packages of one file each train together: typed keys, checked, shown; nothing is edited or registered."""
+    for kind in PARTS:
+        embodyrl(tmp_path, "new", kind, f"my_{kind}")
+    package = os.pathsep.join(str(tmp_path / f"my_{kind}") for kind in PARTS)
+    conf = [word for kind in ("env", "policy", "loss", "launcher") for word in ("--config-dir", f"my_{kind}/conf")]
+    parts = ("env=my_env", "model=my_policy", "algorithm=my_loss", "launcher=my_launcher")
+    reward = ("reward.path=my_reward.reward:reward", "reward.weights.effort=0.5")
+    own = ("env.reach=0.3", "model.width=16", "algorithm.softness=0.5")
+    logger = "runner.logger.backends=[jsonl,my_logger.logger:MyLoggerLogger]"
+    short = [word for word in ONE_STEP if not word.startswith(("launcher=", "runner.logger."))]
+    words = (*parts, *reward, *own, *conf, *short, "algorithm.group_size=4", logger)
+    printed = embodyrl(tmp_path, "train", *words, package=package)
+    assert "my_launcher: env_0 worked" in printed
+    found = row(tmp_path)
+    assert found["actor/grad_norm"] > 0
+    assert found["train/reward_effort"] < 0
+    expected = found["train/reward_success"] + 0.5 * found["train/reward_effort"]
+    assert found["train/return"] == pytest.approx(expected, rel=1e-4)
+    lines = (tmp_path / "runs" / "run" / "my_logger.csv").read_text().splitlines()
+    assert float(lines[1].split(",")[1]) == pytest.approx(found["train/return"])
     saved = (tmp_path / "runs" / "run" / "config.yaml").read_text()
-    assert all(
-        f"{word.split('.')[1].replace('=', ': ', 1)}" in saved.replace("'", "")
-        for word in ("x.my_tau=0.5", "x.width=16")
-    )
-    shown = embodyrl(tmp_path, "show", "algorithm.my_tau", *parts, *conf, package=package)
-    assert "my_tau: float = 1.0" in shown
-    assert "How strongly a ratio counts." in shown
-    with pytest.raises(AssertionError, match="my_tau=-1: must be a number greater than 0"):
-        embodyrl(tmp_path, "train", *parts, "algorithm.my_tau=-1", *conf, package=package)
+    assert all(line in saved for line in ("softness: 0.5", "width: 16", "reach: 0.3", "effort: 0.5"))
+    shown = embodyrl(tmp_path, "show", "algorithm.softness", *parts, *conf, package=package)
+    assert "softness: float = 0.2" in shown
+    assert "counts half of what it would" in shown
+    with pytest.raises(AssertionError, match="softness=-1: must be a number greater than 0"):
+        embodyrl(tmp_path, "train", *parts, "algorithm.softness=-1", *conf, package=package)
+    tests = [f"my_{kind}/tests" for kind in PARTS[2:]]
+    assert "4 passed" in python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, package=package)
 
 
 def test_a_new_experiment_can_be_chosen_and_listed(tmp_path):
@@ -167,7 +149,7 @@ def test_a_new_experiment_can_be_chosen_and_listed(tmp_path):
     assert "20 training steps" in plan
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_overwritten(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", kind, "mine"]) == 0
@@ -183,8 +165,8 @@ def test_nothing_is_overwritten(kind, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "a kind (env, policy, algorithm, experiment) and a name"),
-        (["env"], "a kind (env, policy, algorithm, experiment) and a name"),
+        ([], "a kind (env, policy, algorithm, loss, reward, logger, launcher, experiment) and a name"),
+        (["env"], "a kind (env, policy, algorithm, loss, reward, logger, launcher, experiment) and a name"),
         (["envv", "x"], "Did you mean 'env'?"),
         (["env", "My-Env"], "use lower-case letters, digits and _, for example my_env"),
         (["env", "../x"], "use lower-case letters"),
@@ -201,10 +183,12 @@ def test_wrong_words_are_refused_and_nothing_is_written(words, said, tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_template_is_filled_in(kind):
     files = render(kind, "two_words")
-    assert len(files) == len([p for p in (TEMPLATES / kind).rglob("*") if p.is_file()])
+    folders = [TEMPLATES / kind, *([TEMPLATES / "package"] if KINDS[kind].entries else [])]
+    written = {p.relative_to(folder) for folder in folders for p in folder.rglob("*") if p.is_file()}
+    assert len(files) == len(written)
     for path, text in files.items():
         assert "@" not in text.replace("@package", "").replace("@torch", "").replace("@pytest", ""), path
         assert "NAME" not in str(path)
@@ -217,7 +201,7 @@ def test_every_template_is_filled_in(kind):
 def test_new_code_is_clean(tmp_path, monkeypatch):
     pytest.importorskip("ruff")
     monkeypatch.chdir(tmp_path)
-    for kind in GROUPS:
+    for kind in KINDS:
         assert main(["new", kind, f"my_{kind}"]) == 0
         folder = tmp_path / f"my_{kind}"
         for check in (("check", "--select", "E,W,F,I,UP,B,SIM,N,RUF,PERF"), ("format", "--check")):

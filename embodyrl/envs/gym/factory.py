@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
+from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.simulators import SlotSimulators
 from embodyrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -18,16 +19,29 @@ SEEDS = 100_000
 """Reset ids; each one is the seed of an episode."""
 
 
-class GymFactory:
+class GymFactory(SimFactory[GymSettings]):
     """Builds the environment that `env.id` names."""
 
     settings = GymSettings
 
-    def validate(self, cfg: GymSettings) -> list[str]:
-        """Return config problems, one line each; imports nothing of gymnasium."""
-        return list(_problems(cfg))
+    def problems(self, cfg: GymSettings) -> Iterator[str]:
+        """Yield what is missing or cannot be; imports nothing of gymnasium."""
+        if cfg.id is None:
+            yield "env.id is not set: a Gymnasium id (env.id=CartPole-v1) or a class (env.id=my_pkg.my_mod:MyEnv)."
+        for name in cfg.wrappers:
+            if ":" not in name:
+                yield (
+                    f"env.wrappers: '{name}' is no package.module:attr of a callable env -> env, "
+                    "for example gymnasium.wrappers:FlattenObservation."
+                )
+        for split, values in cfg.splits.items():
+            if values.ignore_terminations:
+                yield (
+                    f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after its end; "
+                    "leave it at false."
+                )
 
-    def spec(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
+    def describe(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
         """Describe the environment; its spaces are only known once it is built, so one is built and closed again.
 
         Raises:
@@ -39,17 +53,14 @@ class GymFactory:
 
         return _spec(cfg, probe(cfg))
 
-    def make(self, cfg: GymSettings, context: EnvContext) -> ChunkedEnv:
-        """Build the environment in this process; each slot is constructed at its first reset."""
+    def simulators(self, cfg: GymSettings, context: EnvContext) -> SlotSimulators:
+        """Make an environment for each slot at its first reset, or a vector environment for all."""
         from embodyrl.envs.gym.create import create, probe
         from embodyrl.envs.gym.sims import GymSims, VectorSims
 
         found = probe(cfg)
         spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
-        rewards = {"use_rel_reward": cfg.use_rel_reward, "reward_coef": cfg.reward_coef}
-        if found.vector:
-            return LockstepEnv(VectorSims(spec, found, build, context.num_slots), context.num_slots, **rewards)
-        return ChunkedEnv(GymSims(spec, found, build), context.num_slots, **rewards)
+        return VectorSims(spec, found, build, context.num_slots) if found.vector else GymSims(spec, found, build)
 
 
 def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
@@ -73,23 +84,6 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         reports_success=found.reports_success,
         lockstep=found.vector,
     )
-
-
-def _problems(cfg: GymSettings) -> Iterator[str]:
-    if cfg.id is None:
-        yield "env.id is not set: it wants a Gymnasium id (env.id=CartPole-v1) or a class (env.id=my_pkg.my_mod:MyEnv)."
-    for name in cfg.wrappers:
-        if ":" not in name:
-            yield (
-                f"env.wrappers: '{name}' is no package.module:attr of a callable env -> env, "
-                "for example gymnasium.wrappers:FlattenObservation."
-            )
-    for split, values in cfg.splits.items():
-        if values.ignore_terminations:
-            yield (
-                f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after its end; "
-                "leave it at false."
-            )
 
 
 FACTORY = GymFactory()

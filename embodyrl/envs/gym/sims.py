@@ -8,44 +8,46 @@ import numpy as np
 from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
-from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.gym.create import AnyEnv, Probe
 from embodyrl.envs.gym.spaces import ObservationWriter, native_actions
+from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 
-class GymSims:
-    """Slots of one Gymnasium environment; implements `SlotSimulators`."""
-
-    task_limit: int | None = None
+class GymSims(SlotSimulators):
+    """Slots of one Gymnasium environment."""
 
     def __init__(self, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._native = native_actions(spec.name, found.action_space)
         self._create = create
         self._writer = ObservationWriter(spec.name, found.observation_space)
         self._envs: dict[int, AnyEnv] = {}
         self._observations: dict[int, Any] = {}
+        self._infos: dict[int, dict[str, Any]] = {}
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
         """Start the episode whose seed is the reset id: it fixes the initial state and what happens later."""
         if slot not in self._envs:
             self._envs[slot] = self._create()
-        self._observations[slot] = self._envs[slot].reset(seed=reset_id)[0]
+        self._observations[slot], self._infos[slot] = self._envs[slot].reset(seed=reset_id)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
         env = self._envs[slot]
         self._observations[slot], reward, terminated, truncated, info = env.step(self._native(action))
+        self._infos[slot] = info
         return SimStep(
             reward=float(reward), terminated=bool(terminated), success=bool(succeeded(info)), truncated=bool(truncated)
         )
 
-    def expert(self, slot: int) -> FloatArray:
-        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
+    def info(self, slot: int) -> dict[str, Any]:
+        """The environment's own `info`."""
+        return self._infos[slot]
 
     def observe(self, slot: int, out: ObservationOut) -> None:
+        """Write the last observation into the views."""
         self._writer.write(self._observations[slot], out)
 
     def render(self, slot: int) -> ByteArray:
@@ -67,6 +69,7 @@ class GymSims:
         return self._writer.image(seen) if frame is None else np.asarray(frame, dtype=np.uint8)
 
     def close(self) -> None:
+        """Free the environments; idempotent."""
         while self._envs:
             self._envs.popitem()[1].close()
 
@@ -80,13 +83,14 @@ def succeeded(info: dict[str, Any]) -> Any:
     return info.get("success", info.get("is_success", False))
 
 
-class VectorSims(GymSims):
-    """Slots of one vector environment that leaves resets to us; implements `BatchedSimulators`."""
+class VectorSims(GymSims, BatchedSimulators):
+    """Slots of one vector environment that leaves resets to us."""
 
     def __init__(self, spec: EnvSpec, found: Probe, create: Callable[[int], Any], num_slots: int) -> None:
         super().__init__(spec, found, create)
         self._vector = create(num_slots)
         self._space = found.action_space
+        self._batch_info: dict[str, Any] = {}
         self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
         self._look(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
@@ -100,6 +104,7 @@ class VectorSims(GymSims):
             self._actions[slot] = self._native(action)
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
         seen, reward, terminated, truncated, infos = self._vector.step(batch)
+        self._batch_info = infos
         self._look(seen, actions)
         # The batch refuses to step an environment that ended; what its slot saw last is kept.
         if over := np.flatnonzero(terminated | truncated).tolist():
@@ -111,7 +116,17 @@ class VectorSims(GymSims):
             for slot, (earned, ended, reached, cut) in enumerate(zip(*(c.tolist() for c in columns), strict=True))
         }
 
+    def info(self, slot: int) -> dict[str, Any]:
+        """The slot's part of the batch's `info`, where the vector environment says that it has one."""
+        own = {name: value for name, value in self._batch_info.items() if not name.startswith("_")}
+        return {
+            name: value[slot] if isinstance(value, np.ndarray) else value
+            for name, value in own.items()
+            if np.broadcast_to(self._batch_info.get(f"_{name}", True), len(self._actions))[slot]
+        }
+
     def close(self) -> None:
+        """Free the batch; idempotent."""
         if not self._vector.closed:
             self._vector.close()
 

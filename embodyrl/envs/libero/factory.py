@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 
-from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.renderer import choose_renderer
 from embodyrl.envs.memory import tasks_in_memory
 from embodyrl.envs.problems import camera_problems, task_problems
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
+from embodyrl.envs.simulators import SlotSimulators
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention
 
@@ -54,16 +55,24 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Inner loop without repeated work, equal to the benchmark's up to rounding; null: on with render_profile=lean."""
 
 
-class LiberoFactory:
+class LiberoFactory(SimFactory[LiberoSettings]):
     """Builds LIBERO environments from `env.task_suite_name`."""
 
     settings = LiberoSettings
 
-    def validate(self, cfg: LiberoSettings) -> list[str]:
-        """Return config problems, one line each; imports nothing of the simulator."""
-        return [*_suite_problems(cfg), *camera_problems(cfg, CAMERAS)]
+    def problems(self, cfg: LiberoSettings) -> Iterator[str]:
+        """Yield unknown suites, tasks and cameras."""
+        name = cfg.task_suite_name
+        known = ", ".join(sorted(SUITE_TASKS))
+        if name is None:
+            yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
+        elif name not in SUITE_TASKS:
+            yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, SUITE_TASKS)} Known: {known}."
+        else:
+            yield from task_problems(cfg, SUITE_TASKS[name], f"the tasks of {name}")
+        yield from camera_problems(cfg, CAMERAS)
 
-    def spec(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
+    def describe(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
         """Describe the suite; reads the benchmark's task map, starts no simulator.
 
         Raises:
@@ -93,13 +102,9 @@ class LiberoFactory:
             seeded_tasks=install.seeded_tasks(suite),
         )
 
-    def make(self, cfg: LiberoSettings, context: EnvContext) -> ChunkedEnv:
-        """Build `context.num_slots` slots in this process; models are loaded when a slot first needs its task.
-
-        Raises:
-            MissingDependencyError: see `spec`.
-        """
-        spec = self.spec(cfg, context)
+    def simulators(self, cfg: LiberoSettings, context: EnvContext) -> SlotSimulators:
+        """Make the slots; models are loaded when a slot first needs its task."""
+        spec = self.describe(cfg, context)
         install.prepare_process()
         from embodyrl.envs.libero.sims import LiberoSims
 
@@ -108,20 +113,7 @@ class LiberoFactory:
         held = tasks_in_memory(spec.task_bytes, context.num_workers)
         # Models that no slot needs now would only fill the GPU.
         kept = min(held, context.num_slots) if spec.on_gpu else held
-        sims = LiberoSims(spec, max_models=kept, lean=lean, fast=fast)
-        return ChunkedEnv(sims, context.num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
-
-
-def _suite_problems(cfg: LiberoSettings) -> Iterator[str]:
-    name = cfg.task_suite_name
-    known = ", ".join(sorted(SUITE_TASKS))
-    if name is None:
-        yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
-        return
-    if name not in SUITE_TASKS:
-        yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, SUITE_TASKS)} Known: {known}."
-        return
-    yield from task_problems(cfg, SUITE_TASKS[name], f"the tasks of {name}")
+        return LiberoSims(spec, max_models=kept, lean=lean, fast=fast)
 
 
 FACTORY = LiberoFactory()

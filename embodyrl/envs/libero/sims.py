@@ -5,10 +5,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.expert import Expert
 from embodyrl.envs.libero.simulator import SimState, TaskSimulator
+from embodyrl.envs.simulators import SimStep, SlotSimulators
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
@@ -103,13 +103,11 @@ class SimPool:
         )
 
 
-class LiberoSims:
-    """Slots of one LIBERO suite; implements `SlotSimulators`."""
-
-    task_limit: int | None
+class LiberoSims(SlotSimulators):
+    """Slots of one LIBERO suite."""
 
     def __init__(self, spec: EnvSpec, *, max_models: int, lean: bool = False, fast: bool = False) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._kinds = {"lean": lean, "fast": fast}
         self.task_limit = max_models
         self._tasks = install.suite_tasks(spec.name)
@@ -149,6 +147,7 @@ class LiberoSims:
         return self.pool.use(slot).frame(PEOPLE_CAMERA, *self.spec.image_size)
 
     def close(self) -> None:
+        """Free the models; idempotent."""
         self.pool.close()
 
     def _build(self, task: int) -> TaskSimulator:

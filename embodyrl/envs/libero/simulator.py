@@ -12,11 +12,11 @@ import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.libero.fast import FastLoop
 from embodyrl.envs.libero.install import quiet
 from embodyrl.envs.libero.lean import lean_models
 from embodyrl.envs.libero.scene import Scene
+from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, FloatArray
 

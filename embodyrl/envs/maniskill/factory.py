@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
-from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
+from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.maniskill.install import Description, describe_apart
 from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, DEMONSTRATED, EE_DELTA_POSE, SEEDS, instruction
 from embodyrl.envs.problems import camera_problems
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.simulators import SlotSimulators
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
@@ -16,16 +17,28 @@ _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 """On a GPU, not measured: buffers of PhysX and the renderer, the state of a slot, the layers of a camera's picture."""
 
 
-class ManiSkillFactory:
+class ManiSkillFactory(SimFactory[ManiSkillSettings]):
     """Builds the task that `env.id` names."""
 
     settings = ManiSkillSettings
 
-    def validate(self, cfg: ManiSkillSettings) -> list[str]:
-        """Return config problems, one line each; imports nothing of the simulator."""
-        return list(_problems(cfg))
+    def problems(self, cfg: ManiSkillSettings) -> Iterator[str]:
+        """Yield what ManiSkill would not say, or only late."""
+        if cfg.id is None:
+            yield "env.id is not set: it wants the id of a ManiSkill task, for example env.id=PushCube-v1."
+        if cfg.id in BRIDGE_EPISODES and cfg.sim_backend is SimBackend.gpu:
+            yield (
+                f"env.sim_backend=gpu: env.id={cfg.id} lets its objects settle by stepping the whole batch at each "
+                "reset, also episodes that are running; set env.sim_backend=cpu."
+            )
+        yield from camera_problems(cfg)
+        reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {
+            *cfg.kwargs
+        }
+        for key in sorted(reserved):
+            yield f"env.kwargs.{key}={cfg.kwargs[key]}: this is decided elsewhere; see env.{key} and env.train."
 
-    def spec(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
+    def describe(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
         """Describe the task; it is built once in another process, which takes some seconds.
 
         Raises:
@@ -34,20 +47,13 @@ class ManiSkillFactory:
         """
         return _spec(cfg, describe_apart(cfg))
 
-    def make(self, cfg: ManiSkillSettings, context: EnvContext) -> ChunkedEnv:
-        """Build the environment with `context.num_slots` simulators in this process, each at its first reset.
-
-        Raises:
-            EmbodyError: see `spec`.
-        """
+    def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> SlotSimulators:
+        """Make the simulators, each at its first reset, or one for all slots."""
         from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe
 
         spec = _spec(cfg, describe(cfg))
-        rewards = {"use_rel_reward": cfg.use_rel_reward, "reward_coef": cfg.reward_coef}
-        if spec.lockstep:
-            return LockstepEnv(BatchSims(spec, cfg, context.num_slots), context.num_slots, **rewards)
-        return ChunkedEnv(ManiSkillSims(spec, cfg), context.num_slots, **rewards)
+        return BatchSims(spec, cfg, context.num_slots) if spec.lockstep else ManiSkillSims(spec, cfg)
 
 
 def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
@@ -85,20 +91,6 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
         gpu_bytes=(_BATCH_BYTES, _SLOT_BYTES + len(cameras) * _PIXEL_BYTES * height * width) if batched else (0, 0),
         action_space=ActionSpace(kind=ActionKind.box, low=found.action_low, high=found.action_high),
     )
-
-
-def _problems(cfg: ManiSkillSettings) -> Iterator[str]:
-    if cfg.id is None:
-        yield "env.id is not set: it wants the id of a ManiSkill task, for example env.id=PushCube-v1."
-    if cfg.id in BRIDGE_EPISODES and cfg.sim_backend is SimBackend.gpu:
-        yield (
-            f"env.sim_backend=gpu: env.id={cfg.id} lets its objects settle by stepping the whole batch at each reset, "
-            "also episodes that are running; set env.sim_backend=cpu."
-        )
-    yield from camera_problems(cfg)
-    reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {*cfg.kwargs}
-    for key in sorted(reserved):
-        yield f"env.kwargs.{key}={cfg.kwargs[key]}: this is decided elsewhere; see env.{key} and env.train."
 
 
 FACTORY = ManiSkillFactory()

@@ -5,21 +5,19 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.envs.chunked import SimStep
 from embodyrl.envs.maniskill.expert import Expert
 from embodyrl.envs.maniskill.settings import ManiSkillSettings
 from embodyrl.envs.maniskill.simulator import build, restart, restart_rows, state
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES
+from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 
-class ManiSkillSims:
-    """Slots of one task; implements `SlotSimulators`. Nothing is drawn but what is observed or recorded."""
-
-    task_limit: int | None = None
+class ManiSkillSims(SlotSimulators):
+    """Slots of one task. Nothing is drawn but what is observed or recorded."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._cfg = cfg
         # Tasks on Bridge data have no reward of their own.
         self._rewarded = cfg.reward_mode != "none" and cfg.id not in BRIDGE_EPISODES
@@ -40,6 +38,7 @@ class ManiSkillSims:
         return self._outcomes(reward, terminated, self._infos[slot])[0]
 
     def expert(self, slot: int) -> FloatArray:
+        """Return the action [7] of the slot's expert, who begins with its episode."""
         if slot not in self._experts:
             self._experts[slot] = Expert(self._envs[slot], self.spec.name)
         return self._experts[slot].act()
@@ -52,7 +51,12 @@ class ManiSkillSims:
         """Return a frame of ManiSkill's camera to look at."""
         return self._envs[slot].render_rgb_array()[0].numpy()
 
+    def info(self, slot: int) -> dict[str, Any]:
+        """What the task evaluates, as numbers."""
+        return _row(self._infos[slot], 0)
+
     def close(self) -> None:
+        """Free the simulators; idempotent."""
         while self._envs:
             self._envs.popitem()[1].close()
 
@@ -77,8 +81,8 @@ class ManiSkillSims:
             view[...] = picture[row]
 
 
-class BatchSims(ManiSkillSims):
-    """Slots of one simulation of them all; implements `BatchedSimulators`."""
+class BatchSims(ManiSkillSims, BatchedSimulators):
+    """Slots of one simulation of them all."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings, num_slots: int) -> None:
         super().__init__(spec, cfg)
@@ -111,3 +115,11 @@ class BatchSims(ManiSkillSims):
     def render(self, slot: int) -> ByteArray:
         """Return a frame of ManiSkill's camera to look at."""
         return self._env.render_rgb_array()[slot].cpu().numpy()
+
+    def info(self, slot: int) -> dict[str, Any]:
+        """What the task evaluates for the slot, as numbers."""
+        return _row(self._info, slot)
+
+
+def _row(info: dict[str, Any], row: int) -> dict[str, Any]:
+    return {name: value[row].tolist() if getattr(value, "ndim", 0) else value for name, value in info.items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.problems import camera_problems, task_problems
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
@@ -24,20 +24,27 @@ class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of the tabletop."""
 
 
-class TabletopFactory:
+class TabletopFactory(SimFactory[TabletopSettings]):
     """Builds the tabletop environment."""
 
     settings = TabletopSettings
 
-    def validate(self, cfg: TabletopSettings) -> list[str]:
-        """Return config problems, one line each."""
-        return [
-            *task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20"),
-            *_size_problems(cfg),
-            *camera_problems(cfg, CAMERAS),
-        ]
+    def problems(self, cfg: TabletopSettings) -> Iterator[str]:
+        """Yield unknown tasks and cameras, and pictures of a wrong size."""
+        yield from task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20")
+        sizes = {"camera_heights": cfg.init_params.camera_heights, "camera_widths": cfg.init_params.camera_widths}
+        for key, value in sizes.items():
+            if not SMALLEST_IMAGE <= value <= MAX_SIZE:
+                bounds = f"{SMALLEST_IMAGE}..{MAX_SIZE}"
+                yield f"env.init_params.{key}={value} is not in {bounds}, the sizes that show a block."
+        if len({*sizes.values()}) > 1:
+            yield (
+                f"env.init_params: {' and '.join(f'{key}={value}' for key, value in sizes.items())} differ; tabletop's "
+                "cameras are square, set both to the same number."
+            )
+        yield from camera_problems(cfg, CAMERAS)
 
-    def spec(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
+    def describe(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
         """Describe the environment."""
         return EnvSpec(
             on_gpu=False,
@@ -54,22 +61,9 @@ class TabletopFactory:
             expert_tasks=tuple(range(len(TASKS))),
         )
 
-    def make(self, cfg: TabletopSettings, context: EnvContext) -> ChunkedEnv:
-        """Build `context.num_slots` tables in this process."""
-        sims = TabletopSims(self.spec(cfg, context))
-        return ChunkedEnv(sims, context.num_slots, use_rel_reward=cfg.use_rel_reward, reward_coef=cfg.reward_coef)
-
-
-def _size_problems(cfg: TabletopSettings) -> Iterator[str]:
-    params = cfg.init_params
-    for key, value in {"camera_heights": params.camera_heights, "camera_widths": params.camera_widths}.items():
-        if not SMALLEST_IMAGE <= value <= MAX_SIZE:
-            yield f"env.init_params.{key}={value} is not in {SMALLEST_IMAGE}..{MAX_SIZE}, the sizes that show a block."
-    if params.camera_heights != params.camera_widths:
-        yield (
-            f"env.init_params: camera_heights={params.camera_heights} and camera_widths={params.camera_widths} differ; "
-            "tabletop's cameras are square, set both to the same number."
-        )
+    def simulators(self, cfg: TabletopSettings, context: EnvContext) -> TabletopSims:
+        """Lay no table yet: a slot has one from its first reset on."""
+        return TabletopSims(self.describe(cfg, context))
 
 
 FACTORY = TabletopFactory()

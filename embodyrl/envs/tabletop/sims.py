@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from embodyrl.envs.chunked import SimStep
+from embodyrl.envs.simulators import SimStep, SlotSimulators
 from embodyrl.envs.tabletop.expert import expert_action
 from embodyrl.envs.tabletop.views import FRONT, WRIST, draw_front, draw_wrist
 from embodyrl.envs.tabletop.world import TASKS, World, new_world
@@ -17,13 +17,11 @@ PEOPLE_SIZE = 288
 """P: side of each picture in a frame to look at, pixels."""
 
 
-class TabletopSims:
-    """Slots of the tabletop environment; implements `SlotSimulators`. It has no randomness beside the reset id."""
-
-    task_limit: int | None = None
+class TabletopSims(SlotSimulators):
+    """Slots of the tabletop environment. It has no randomness beside the reset id."""
 
     def __init__(self, spec: EnvSpec) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self._worlds: dict[int, World] = {}
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
@@ -39,6 +37,7 @@ class TabletopSims:
         return SimStep(reward=float(success), terminated=success, success=success)
 
     def expert(self, slot: int) -> FloatArray:
+        """Return the expert's next action [7]."""
         return expert_action(self._worlds[slot])
 
     def observe(self, slot: int, out: ObservationOut) -> None:
@@ -52,6 +51,3 @@ class TabletopSims:
         """Return a frame [P, 2P, 3]: front view and wrist view side by side."""
         world = self._worlds[slot]
         return np.concatenate([draw_front(world, PEOPLE_SIZE), draw_wrist(world, PEOPLE_SIZE)], axis=1)
-
-    def close(self) -> None:
-        self._worlds.clear()

@@ -1,0 +1,64 @@
+"""The factory of all environments that are made of slot simulators."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.reward import RewardSection, StepReward
+from embodyrl.envs.simulators import SlotSimulators
+from embodyrl.types import EnvSpec
+
+S = TypeVar("S", contravariant=True)
+
+
+class SimFactory(ABC, Generic[S]):
+    """Implements `EnvFactory`; an environment adds its keys, its checks, its description and its simulators."""
+
+    settings: Any
+    """Class of its keys, an `EnvSettings` with `RewardSettings`."""
+    section = RewardSection
+
+    def problems(self, cfg: S) -> Iterator[str]:
+        """Yield what is wrong with the config, one line each with the fix; imports nothing of the simulator."""
+        yield from ()
+
+    @abstractmethod
+    def describe(self, cfg: S, context: EnvContext) -> EnvSpec:
+        """Describe the environment without building a simulator in this process.
+
+        Raises:
+            MissingDependencyError: a package, system library or asset is missing.
+            ConfigError: the simulator refuses its settings.
+        """
+
+    @abstractmethod
+    def simulators(self, cfg: S, context: EnvContext) -> SlotSimulators:
+        """Make the simulators of `context.num_slots` slots in this process; with `lockstep`, `BatchedSimulators`.
+
+        Raises:
+            EmbodyError: as `describe`.
+        """
+
+    def validate(self, cfg: S) -> list[str]:
+        """Return config problems, one line each."""
+        return list(self.problems(cfg))
+
+    def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
+        """`describe`, with the parts of the user's reward."""
+        own = context.reward
+        spec = self.describe(cfg, context)
+        return StepReward(own).declare(spec) if own is not None and own.path is not None else spec
+
+    def make(self, cfg: Any, context: EnvContext) -> ChunkedEnv:
+        """Build the environment."""
+        sims = self.simulators(cfg, context)
+        kind: Any = LockstepEnv if sims.spec.lockstep else ChunkedEnv
+        return kind(
+            sims,
+            context.num_slots,
+            use_rel_reward=cfg.use_rel_reward,
+            reward_coef=cfg.reward_coef,
+            reward=context.reward,
+        )

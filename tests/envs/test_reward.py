@@ -1,0 +1,207 @@
+"""Rewards of the user's own: what the function is told, what is made of its answer, and how it fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from doubles import ScriptedBatch, ScriptedSims, steps_of
+from settings import env_of
+from toy_runs import rows, toy_config
+
+from embodyrl.commands.train import train
+from embodyrl.envs import ENVS
+from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings, reward_problems
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.types import EpisodeStart
+
+SEEN: list[RewardStep] = []
+
+
+def watched(step: RewardStep) -> float:
+    SEEN.append(step)
+    return float(step.observation.state[1] + 10 * step.success)
+
+
+def parts(step: RewardStep) -> dict[str, float]:
+    return {"near": 1.0, "effort": -float(abs(step.action).sum())}
+
+
+parts.components = ("near", "effort")  # type: ignore[attr-defined]
+
+
+def moody(step: RewardStep) -> float:
+    if step.step == 2:
+        raise RuntimeError("bad mood")
+    return float("inf") if step.step == 3 else 1.0
+
+
+def other_parts(step: RewardStep) -> dict[str, float]:
+    return {"near": 1.0}
+
+
+other_parts.components = ("near", "far")  # type: ignore[attr-defined]
+
+
+def told(step: RewardStep) -> float:
+    return step.info["position"]
+
+
+def never(step: RewardStep) -> float:
+    raise RuntimeError("no reward today")
+
+
+def two_arguments(step: RewardStep, more: int) -> float:
+    return 0.0
+
+
+def own(name: str, **keys) -> StepRewardSettings:
+    return StepRewardSettings(path=f"test_reward:{name}", **keys)
+
+
+def run(reward: StepRewardSettings, rewards=(0, 2, 5), *, coef=1.0, relative=True, **flags):
+    """One episode of one chunk."""
+    sims = ScriptedSims([steps_of(rewards, **flags)])
+    env = ChunkedEnv(sims, 1, use_rel_reward=relative, reward_coef=coef, reward=reward)
+    env.reset([0], [EpisodeStart(reset_id=0, seed=1, max_episode_steps=len(rewards))])
+    actions = np.linspace(0, 1, 2 * (len(rewards) + 1), dtype=np.float32).reshape(1, -1, 2)
+    return env, actions, env.step_chunk([0], actions)
+
+
+def test_the_function_is_told_everything_about_the_executed_steps():
+    SEEN.clear()
+    _, actions, result = run(own("watched"), success=[2], terminated=[2])
+    assert result.reward.tolist() == [[1, 2, 13, 0]]  # executed steps, 10 for success; not relative
+    assert [(s.step, s.reward, s.success, s.terminated, s.truncated) for s in SEEN] == [
+        (1, 0.0, False, False, False),
+        (2, 2.0, False, False, False),
+        (3, 5.0, True, True, False),
+    ]
+    assert np.array_equal([s.action for s in SEEN], actions[0, :3])
+    assert {(s.slot, s.reset_id, s.task_id, s.instruction) for s in SEEN} == {(0, 0, 0, "do thing 0")}
+    assert [int(s.observation.images[0, 0, 0, 0]) for s in SEEN] == [1, 2, 3]  # copies, not one view
+    assert result.components.tolist() == [[16.0, 0.0]]
+
+
+def test_what_is_returned_replaces_the_simulators_reward_or_is_added_to_it():
+    _, actions, replaced = run(own("parts", weights={"effort": 0.5}), coef=2.0)
+    effort = -np.abs(actions[0, :3]).sum(-1)
+    assert replaced.reward[0, :3] == pytest.approx(2 * (1 + 0.5 * effort))
+    assert replaced.components[0] == pytest.approx([3, effort.sum(), 0])
+    env, _, added = run(own("parts", mode=RewardMode.add, weights={"simulator": 10.0, "effort": 0.0}))
+    assert env.spec.components == ("near", "effort", "simulator", "errors")
+    assert env.spec.component_weights == (1.0, 0.0, 10.0, 0.0)
+    assert added.reward.tolist() == [[1, 21, 31, 0]]  # 1, and 10 times the change of the simulator's reward
+    assert added.components[0] == pytest.approx([3, effort.sum(), 5, 0])
+
+
+def test_a_failed_step_earns_nothing_and_says_where_once_in_an_episode():
+    env, actions, result = run(own("moody"), rewards=(1, 1, 1, 1))
+    assert result.reward.tolist() == [[1, 0, 0, 1, 0]]
+    assert result.components.tolist() == [[2.0, 2.0]]
+    (why,) = result.unjudged.values()
+    assert "slot 0, task 0 ('do thing 0'), initial state 0, step 2: RuntimeError: bad mood" in why
+    env.reset([0], [EpisodeStart(reset_id=0, seed=1, max_episode_steps=9)])
+    assert env.step_chunk([0], actions[:, :1]).unjudged == {}
+    assert list(env.step_chunk([0], actions[:, :1]).unjudged) == [0]
+    _, _, wrong = run(own("other_parts"))
+    assert "its parts are near; its `components` are near, far" in wrong.unjudged[0]
+
+
+def test_slots_in_lockstep_see_their_own_step():
+    SEEN.clear()
+    sims = ScriptedBatch([steps_of([0.0]), steps_of([0.0])])
+    env = LockstepEnv(sims, 2, use_rel_reward=False, reward_coef=1.0, reward=own("watched"))
+    env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=2 + i) for i in range(2)])
+    result = env.step_chunk([0, 1], np.zeros((2, 3, 2), np.float32))
+    assert result.reward.tolist() == [[1, 2, 0], [1, 2, 3]]
+    assert [(s.slot, s.task_id, s.truncated) for s in SEEN[-3:]] == [(0, 0, True), (1, 1, False), (1, 1, True)]
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "test_gym_vector:CartPoles"])
+def test_gymnasium_tells_its_info(env_id):
+    single = ":" not in env_id
+    cfg = env_of(env_type="gym", id=env_id, wrappers=["gymnasium.wrappers:RecordEpisodeStatistics"] * single)
+    factory, context = ENVS.get("gym"), EnvContext(num_slots=2, reward=own("watched"))
+    assert factory.spec(cfg, context).components == ("watched", "errors")
+    SEEN.clear()
+    env = factory.make(cfg, context)
+    env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in range(2)])
+    try:
+        result = env.step_chunk([0, 1], np.ones((2, 50, 1), np.float32))
+    finally:
+        env.close()
+    assert result.unjudged == {}
+    last = SEEN[-1]
+    assert last.terminated
+    if single:
+        assert last.info["episode"]["l"] == last.step
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["reward.path=os:system"], "reward.path: step reward 'os:system' is"),
+        (["reward.path=test_reward:two_arguments"], "not a function of a RewardStep"),
+        (["reward.path=test_reward:nothing"], "has no 'nothing'"),
+        (["reward.path=test_reward:parts", "reward.weights={far: 1}"], "no part of the reward. It has: near, effort."),
+        (["reward.mode=add"], "reward.mode has no effect: reward.path is not set"),
+        (["reward.weights={near: 1}"], "reward.path is not set"),
+        (["reward.path=test_reward:parts", "env.use_rel_reward=true"], "env.use_rel_reward has no effect"),
+        (["reward.path=test_reward:parts", "reward.mode=instead"], "must be one of replace, add"),
+        (["reward.timeout_s=3"], "env_type 'tabletop' does not read reward.timeout_s"),
+    ],
+)
+def test_nothing_typed_is_ignored(words, said):
+    with pytest.raises(ConfigError) as caught:
+        check_components(load_config("train", ["env=tabletop", *words]))
+    assert said in str(caught.value)
+
+
+def test_environments_without_such_a_reward_and_check_env_refuse_it():
+    for command, env in (("check-env", "tabletop"), ("sft", None)):
+        with pytest.raises(ConfigError, match=r"does not read reward\.path"):
+            load_config(command, [*([f"env={env}"] if env else []), "reward.path=test_reward:parts"])
+    assert reward_problems(StepRewardSettings()) == []
+
+
+@pytest.mark.integration
+def test_a_toy_run_learns_from_it_and_logs_its_parts(tmp_path):
+    words = ("reward.path=test_reward:told", "reward.mode=add", "algorithm.rollout_epoch=2")
+    cfg = toy_config(tmp_path, *words)
+    train(cfg)
+    first, *_ = rows(tmp_path / "run")
+    assert first["train/reward_told"] != 0
+    assert first["train/reward_errors"] == 0
+    both = first["train/reward_told"] + first["train/reward_simulator"]
+    assert first["train/return"] == pytest.approx(both, rel=1e-4)
+    assert "path: test_reward:told" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.integration
+def test_a_reward_that_always_fails_ends_the_run_in_words(tmp_path):
+    with pytest.raises(EmbodyError, match=r"None of 4 episodes could be judged: .*step 1: RuntimeError: no reward"):
+        train(toy_config(tmp_path, "reward.path=test_reward:never"))
+
+
+@pytest.mark.integration
+def test_the_tabletop_trains_on_it(tmp_path):
+    words = ("env=tabletop", "model=openvla_oft_tiny", "algorithm=grpo", "algorithm.group_size=2", "launcher=inline")
+    small = ("env.train.total_num_envs=4", "env.train.max_episode_steps=8", "runner.max_steps=1")
+    more = (
+        "actor.micro_batch_size=8",
+        "actor.global_batch_size=8",
+        "runner.logger.backends=[jsonl]",
+        "runner.val_check_interval=-1",
+    )
+    place = (f"runner.output_dir={tmp_path}", "runner.experiment_name=run", "reward.path=test_reward:parts")
+    cfg = load_config("train", [*words, *small, *more, *place])
+    check_components(cfg)
+    train(cfg)
+    (row,) = rows(tmp_path / "run")
+    assert row["train/reward_near"] == pytest.approx(row["train/episode_len"])  # 1 for each step
+    assert row["train/reward_effort"] < 0
+    assert row["actor/grad_norm"] > 0
