@@ -30,7 +30,7 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.simulators import SimStep
 from embodyrl.files import available_cores
-from embodyrl.plan.blueprint import deal_slots, draw_blueprint
+from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, Wave
 from embodyrl.policies.protocol import PolicyRequest
@@ -133,7 +133,7 @@ class LockStep(RolloutScheduler):
             super()._dispatch_inference()
 
 
-def start(workers: int, sim: float) -> Workers:
+def start(workers: int, sim: float) -> tuple[Workers, Blueprint]:
     """Start the real launcher, workers and policy process."""
     os.environ["OVERLAP_POLICY"] = str(sim / workers)
     slots = workers * SLOTS
@@ -144,18 +144,16 @@ def start(workers: int, sim: float) -> Workers:
         f"env.eval.max_episode_steps={EPISODE}",
     ]  # fmt: skip
     blueprint = draw_blueprint(load_config("eval", words), training=False)
-    return start_workers(blueprint, Path(tempfile.mkdtemp()), print)
+    return start_workers(blueprint, Path(tempfile.mkdtemp()), print), blueprint
 
 
-def scheduler(running: Workers, stages: int, *, lock_step: bool) -> RolloutScheduler:
+def scheduler(running: Workers, blueprint: Blueprint, stages: int, *, lock_step: bool) -> RolloutScheduler:
     """Give the running workers another scheduler."""
-    old = running.scheduler
-    env_workers = deal_slots(len(old._slots), len({slot.worker for slot in old._slots}))
     kind = LockStep if lock_step else RolloutScheduler
-    new = kind(running.supervisor, running.arena, env_workers, running.policy, replace(old._rules, stages=stages))
-    for worker in env_workers:
+    changed = blueprint.cfg.updated({"rollout.pipeline_stage_num": stages})
+    new = kind(running.supervisor, running.arena, running.policy, replace(blueprint, cfg=changed))
+    for worker in blueprint.env_workers:
         running.supervisor._callbacks[worker.name] = partial(new.on_message, worker.name)
-    new._down.clear()
     return new
 
 
@@ -196,10 +194,10 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=24, help="chunks of each slot")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
-    running = start(args.workers, args.sim)
+    running, blueprint = start(args.workers, args.sim)
 
     def run(what: str, stages: int, straggle: str = "none", *, lock_step: bool = False) -> float:
-        speed = chunks_per_second(scheduler(running, stages, lock_step=lock_step), straggle, args.chunks)
+        speed = chunks_per_second(scheduler(running, blueprint, stages, lock_step=lock_step), straggle, args.chunks)
         print(f"{what:46} {speed:8.1f} chunks/s", flush=True)
         return speed
 

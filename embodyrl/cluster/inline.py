@@ -3,11 +3,11 @@
 import os
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 from embodyrl.cluster.deadline import Abandoned, Deadline
 from embodyrl.cluster.protocol import ClusterSettings, Event, LauncherSettings, WorkerDied
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure
+from embodyrl.workers.messages import Request
 
 
 class InlineLauncher:
@@ -21,7 +21,7 @@ class InlineLauncher:
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         self._workers: dict[str, Worker] = {}
         self._restartable: set[str] = set()
-        self._orders: deque[tuple[str, Any, float]] = deque()
+        self._requests: deque[tuple[str, Request, float]] = deque()
         self._events: deque[Event] = deque()
         self._deadline = Deadline()
 
@@ -39,12 +39,12 @@ class InlineLauncher:
         self._workers[spec.name] = worker
         self._events.append(Event(worker=spec.name, message=worker.ready()))
 
-    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
-        self._orders.append((worker, request, timeout_s))
+    def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
+        self._requests.append((worker, request, timeout_s))
 
     def wait(self, timeout_s: float) -> list[Event]:
-        if not self._events and self._orders:
-            self._run(*self._orders.popleft())
+        if not self._events and self._requests:
+            self._run(*self._requests.popleft())
         events = list(self._events)
         self._events.clear()
         return events
@@ -53,7 +53,7 @@ class InlineLauncher:
         """Leave a simulator at once; an update or a checkpoint comes to its end."""
         self._deadline.interrupt()
 
-    def _run(self, name: str, request: Any, timeout_s: float) -> None:
+    def _run(self, name: str, request: Request, timeout_s: float) -> None:
         worker = self._workers[name]
         try:
             with self._deadline.limit(timeout_s, stoppable=name in self._restartable):
@@ -61,7 +61,7 @@ class InlineLauncher:
         except (Exception, Abandoned) as error:
             del self._workers[name]
             # Its restarted successor must not be asked for requests that died with it.
-            self._orders = deque(waiting for waiting in self._orders if waiting[0] != name)
+            self._requests = deque(waiting for waiting in self._requests if waiting[0] != name)
             worker.close()
             self._died(name, error)
 
@@ -76,5 +76,5 @@ class InlineLauncher:
             worker.close()
         self._workers.clear()
         self._deadline.close()
-        self._orders.clear()
+        self._requests.clear()
         self._events.clear()

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.clock import RunClock
 from embodyrl.cluster.protocol import ClusterSettings, Event, ProcessSettings, WorkerDied
 from embodyrl.errors import ChannelClosed, ChannelTimeout, WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec, log_tail, worker_main
-from embodyrl.workers.messages import WorkerFailed
+from embodyrl.workers.messages import Request, WorkerFailed
 
 _DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
 _JOIN_S = 5.0
@@ -96,7 +95,7 @@ class LocalLauncher:
             self._watched[descriptor] = spec.name
             self._poll.register(descriptor, select.POLLIN)
 
-    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
+    def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         handle = self._handles.get(worker)
         if handle is None:
             raise WorkerError(f"worker {worker} is not running.")

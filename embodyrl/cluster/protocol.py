@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ from embodyrl.registry import Registry
 
 if TYPE_CHECKING:
     from embodyrl.workers.lifecycle import WorkerSpec
+    from embodyrl.workers.messages import Reply, Request
 
 
 class LauncherSettings(Settings):
@@ -59,12 +60,16 @@ class WorkerDied:
     """The exit code its error asks for."""
 
 
+Message: TypeAlias = "Reply | WorkerDied"
+"""A reply of a worker, or its death."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A reply of a worker, or its death."""
+    """A message and who sent it."""
 
     worker: str
-    message: Any
+    message: Message
 
 
 class Launcher(Protocol):
@@ -86,7 +91,7 @@ class Launcher(Protocol):
         """Start (or, after its death, restart) a worker; `WorkerReady` arrives as an event within `timeout_s`."""
         ...
 
-    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
+    def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request; its reply is due within `timeout_s` after the reply to the worker's previous one."""
         ...
 

@@ -3,17 +3,16 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
-from embodyrl.cluster.protocol import Launcher, WorkerDied
+from embodyrl.cluster.protocol import Launcher, Message, WorkerDied
 from embodyrl.cluster.settings import ActingFaults, OnEnvCrash
 from embodyrl.cluster.signals import StopRequest
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.errors import EmbodyError, NonFiniteError, WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec
-from embodyrl.workers.messages import WorkerReady
+from embodyrl.workers.messages import Request, WorkerReady
 
-Callback = Callable[[Any], None]
+Callback = Callable[[Message], None]
 
 _BACKOFF_S = 0.5
 
@@ -30,7 +29,8 @@ class Supervisor:
         self.timeline = timeline
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
-        self._starting: set[str] = set()
+        self.starting: set[str] = set()
+        """Workers that are not ready yet, or died and will be restarted."""
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._stop = StopRequest()
@@ -42,22 +42,14 @@ class Supervisor:
         return sum(self._restarts.values())
 
     def start(self, specs: dict[str, tuple[WorkerSpec, Callback]]) -> None:
-        """Start workers side by side and wait until all are ready.
+        """Start workers side by side; they are ready once `starting` is empty."""
+        for name, (spec, callback) in specs.items():
+            self._specs[name] = spec
+            self._callbacks[name] = callback
+            self.starting.add(name)
+            self._launcher.start(spec, timeout_s=self._faults.start_timeout_s)
 
-        Raises:
-            Interrupted: a signal asked the run to stop.
-            WorkerError: a worker could not start.
-        """
-        with self.signals():
-            for name, (spec, callback) in specs.items():
-                self._specs[name] = spec
-                self._callbacks[name] = callback
-                self._starting.add(name)
-                self._launcher.start(spec, timeout_s=self._faults.start_timeout_s)
-            while self._starting:
-                self.pump(1.0)
-
-    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
+    def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """Send a request; its reply reaches the worker's callback from `pump`."""
         self.timeline.sent(worker, request)
         self._launcher.send(worker, request, timeout_s=timeout_s)
@@ -71,7 +63,7 @@ class Supervisor:
         """
         self._check_stop()
         if self._stop.looked():
-            doing = (f"{n} {'starting' if n in self._starting else self.timeline.waiting_for(n)}" for n in self._specs)
+            doing = (f"{n} {'starting' if n in self.starting else self.timeline.waiting_for(n)}" for n in self._specs)
             self.say(f"SIGUSR1: {', '.join(doing)}; {self.restarts} restarts")
         now = time.monotonic()
         for name in [n for n, due in self._restart_at.items() if due <= now]:
@@ -87,7 +79,7 @@ class Supervisor:
                 self.timeline.died(event.worker)
                 self._on_worker_death(event.worker, event.message)
             elif isinstance(event.message, WorkerReady):
-                self._starting.discard(event.worker)
+                self.starting.discard(event.worker)
             else:
                 self.timeline.answered(event.worker, event.message)
             self._callbacks[event.worker](event.message)
@@ -100,7 +92,7 @@ class Supervisor:
         """Plan a restart, or raise what ends the run."""
         spec = self._specs[name]
         where = f" Log: {died.log}" if died.log else ""
-        never_ready = name in self._starting and self._restarts.get(name, 0) == 0
+        never_ready = name in self.starting and self._restarts.get(name, 0) == 0
         if not spec.restartable or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
             raise _fatal(f"worker {name} {died.reason}.{where}", died)
         count = self._restarts.get(name, 0)
@@ -111,7 +103,7 @@ class Supervisor:
             )
         delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
         self._restarts[name] = count + 1
-        self._starting.add(name)
+        self.starting.add(name)
         self._restart_at[name] = time.monotonic() + delay
         self.say(
             f"worker {name} {died.reason}; restarting it ({count + 1} of "

@@ -1,23 +1,38 @@
-"""The driver's side of the processes that hold the policy."""
+"""The driver's side of the processes that hold the policy: what each was asked, and who has to know the reply."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.buckets import WeightInfo, WeightPart, fill_buckets
+from embodyrl.cluster.protocol import Message
 from embodyrl.cluster.supervisor import Supervisor
-from embodyrl.errors import CheckpointError
 from embodyrl.workers.lifecycle import WorkerSpec
-from embodyrl.workers.messages import ContinueRequest, Done, LoadWeightsRequest, PublishRequest, WorkerReady
+from embodyrl.workers.messages import Done, LoadWeightsRequest, PublishRequest, Request, WorkerReady
 
 OnDone = Callable[[Done], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """What comes back for a request that several processes carry out together."""
+
+    expected: tuple[str, ...]
+    arrived: dict[str, Done] = field(default_factory=dict)
+
+    def complete(self) -> bool:
+        """Whether all have replied."""
+        return len(self.arrived) == len(self.expected)
+
+
 class PolicyClient:
-    """Orders in sequence; a reply that does not belong to a process's oldest open request is a defect."""
+    """Keeps the books of requests and replies, and never waits (`RolloutScheduler.run_until` does).
+
+    A process answers in the order in which it was asked; a reply that does not belong to its oldest open request is a
+    defect.
+    """
 
     def __init__(
         self,
@@ -45,8 +60,6 @@ class PolicyClient:
         self._weights: dict[str, tuple[WeightInfo, ...]] = {}
         self._publishing = False
         self._published = False
-        self.meanwhile: Callable[[], None] = lambda: None
-        """What else there is to do while somebody waits for a reply."""
 
     @property
     def busy(self) -> bool:
@@ -58,58 +71,34 @@ class PolicyClient:
         """No process has work."""
         return not any(self._open.values())
 
-    def submit(self, request: Any, on_done: OnDone) -> None:
+    def submit(self, request: Request, on_done: OnDone) -> None:
         """Send a request to whoever acts and has the least work; `on_done` runs inside a later `Supervisor.pump`."""
         self._send(min(self._acting, key=lambda name: len(self._open[name])), request, on_done)
 
-    def call_acting(self, request: Any) -> None:
+    def ask_acting(self, request: Request) -> Replies:
         """Let all processes that act carry out a request together."""
-        self._wait(self._spread(self._acting, request), self._acting)
+        return self._ask(self._acting, request)
 
-    def call(self, request: Any) -> Done:
-        """Let all actor ranks carry out a request together; returns the first one's reply, with the longest time.
+    def ask_training(self, request: Request) -> Replies:
+        """Let all actor ranks carry out a request together."""
+        return self._ask(self._training, request)
 
-        A request that is carried out in parts lets others in between.
+    def publish(self) -> Iterator[Replies]:
+        """Bring new weights from the actor ranks to those who act; yields what must be complete before it goes on.
 
-        Raises:
-            CheckpointError: a checkpoint could not be written or read.
+        The first time these are all weights, afterwards those that are trained. Nobody acts before all have arrived.
         """
-        seconds = 0.0
-        while True:
-            replies = self._spread(self._training, request)
-            self._wait(replies, self._training)
-            if errors := [done.error for done in replies.values() if done.error]:
-                raise CheckpointError(errors[0])
-            seconds += max(done.seconds for done in replies.values())
-            done = replies[self._training[0]]
-            if done.finished:
-                return replace(done, seconds=seconds)
-            request = ContinueRequest()
-
-    def publish(self) -> None:
-        """Bring new weights from the actor ranks to those who act; nobody acts before all of them have arrived.
-
-        The first time these are all weights, afterwards those that are trained. One bucket is filled while the one
-        before is taken.
-        """
-        if self._bucket_arena is None:
+        if (arena := self._bucket_arena) is None:
             return
         self._publishing = True
-        under_way: list[tuple[Ticket, dict[str, Done]]] = []
-
-        def end(bucket_arena: Arena) -> None:
-            while under_way:
-                ticket, replies = under_way.pop()
-                self._wait(replies, self._acting)
-                bucket_arena.free([ticket])
-
-        for parts in self._buckets(self._bucket_arena):
-            ticket = self._bucket_arena.allocate()
-            filled = self._spread(self._training, PublishRequest(ticket=ticket, parts=parts))
-            self._wait(filled, self._training)
-            end(self._bucket_arena)
-            under_way.append((ticket, self._spread(self._acting, LoadWeightsRequest(ticket=ticket, parts=parts))))
-        end(self._bucket_arena)
+        under_way: list[tuple[Ticket, Replies]] = []
+        for parts in self._buckets(arena):
+            ticket = arena.allocate()
+            yield self.ask_training(PublishRequest(ticket=ticket, parts=parts))
+            # One bucket was filled while the one before was taken; there are two.
+            yield from _taken(arena, under_way)
+            under_way.append((ticket, self.ask_acting(LoadWeightsRequest(ticket=ticket, parts=parts))))
+        yield from _taken(arena, under_way)
         self._publishing, self._published = False, True
 
     def _buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
@@ -119,28 +108,22 @@ class PolicyClient:
         chosen = [weight for weight in wanted if held[weight.name] or not self._published]
         return fill_buckets(chosen, bucket_arena["weights"].shape[1])
 
-    def on_message(self, worker: str, message: Any) -> None:
+    def on_message(self, worker: str, message: Message) -> None:
         """Callback for `Supervisor`."""
         if isinstance(message, WorkerReady):
             self._weights[worker] = message.weights
-        if isinstance(message, Done):
+        elif isinstance(message, Done):
             sequence, on_done = self._open[worker].popleft()
             assert sequence == message.sequence, f"reply {message.sequence} to request {sequence}"
             on_done(message)
 
-    def _spread(self, workers: Sequence[str], request: Any) -> dict[str, Done]:
-        """Send a request to several; their replies arrive in the result."""
-        replies: dict[str, Done] = {}
+    def _ask(self, workers: Sequence[str], request: Request) -> Replies:
+        replies = Replies(expected=tuple(workers))
         for worker in workers:
-            self._send(worker, request, partial(replies.__setitem__, worker))
+            self._send(worker, request, partial(replies.arrived.__setitem__, worker))
         return replies
 
-    def _wait(self, replies: dict[str, Done], workers: Sequence[str]) -> None:
-        while len(replies) < len(workers):
-            self._supervisor.pump(1.0)
-            self.meanwhile()
-
-    def _send(self, worker: str, request: Any, on_done: OnDone) -> None:
+    def _send(self, worker: str, request: Request, on_done: OnDone) -> None:
         self._sequence += 1
         self._open[worker].append((self._sequence, on_done))
         self._supervisor.send(worker, replace(request, sequence=self._sequence), timeout_s=self._timeout_s)
@@ -149,3 +132,11 @@ class PolicyClient:
         """Free the buckets."""
         if self._bucket_arena is not None:
             self._bucket_arena.close()
+
+
+def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Replies]:
+    """Free the bucket that is under way once everybody has taken it."""
+    while under_way:
+        ticket, replies = under_way.pop()
+        yield replies
+        arena.free([ticket])

@@ -1,22 +1,21 @@
-"""Rollout scheduling: slots, stages, ready queue, refill. The driver only moves tickets."""
+"""Rollout scheduling: slots, stages, ready queue, refill, and the driver's one event loop. Only tickets move here."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.cluster.protocol import WorkerDied
+from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_films
-from embodyrl.plan.blueprint import WorkerSlots
+from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.policy_client import PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
 from embodyrl.scheduler.slot import RESULTS, ChunkFields, Phase, Slot
@@ -40,47 +39,35 @@ _SUSPICIOUS = 2
 """Deaths of env workers at an episode after which it runs alone in its worker."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRules:
-    """What the scheduler needs of the config."""
-
-    stages: int
-    deterministic: bool
-    needs_values: bool
-    step_timeout_s: float
-    total_slots: int
-    value_dim: int
-    lockstep: bool
-    """Slots of a worker step together."""
-    max_attempts: int
-    """An episode whose attempts so often took the env worker with them is given up."""
-
-
 class RolloutScheduler:
-    """Runs episode plans on the env workers with the policy."""
+    """Runs lists of episodes on the env workers with the policy.
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        arena: Arena,
-        env_workers: Sequence[WorkerSlots],
-        policy: PolicyClient,
-        rules: RolloutRules,
-    ) -> None:
+    Callbacks of the supervisor (`on_message`, replies to inferences) only take notes. Requests leave from `advance`,
+    and `run_until` is the only place where the driver waits: no code of it ever runs inside other code of it.
+    """
+
+    def __init__(self, supervisor: Supervisor, arena: Arena, policy: PolicyClient, blueprint: Blueprint) -> None:
         self._supervisor = supervisor
         self._arena = arena
         self._policy = policy
-        self._rules = rules
+        cfg, algorithm = blueprint.cfg, blueprint.algorithm
+        self._num_stages = cfg.rollout.pipeline_stage_num
+        self._step_timeout_s = cfg.faults.step_timeout_s
+        self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
+        self._needs_values = algorithm is not None and algorithm.needs_values
+        self._value_dim = blueprint.policy.value_dim
+        self._lockstep = blueprint.env.lockstep
+        # Matrix products may round differently for other batch shapes: a deterministic run has one shape.
+        self._padded_size = blueprint.num_slots if cfg.runner.deterministic else 0
         self._slots: list[Slot] = []
         self._stages: dict[tuple[str, int], list[Slot]] = {}
-        for worker in env_workers:
-            stages = min(rules.stages, len(worker.slots))
+        for worker in blueprint.env_workers:
+            stages = min(self._num_stages, len(worker.slots))
             for local, index in enumerate(worker.slots):
                 slot = Slot(worker=worker.name, local=local, stage=local * stages // len(worker.slots), index=index)
                 self._slots.append(slot)
                 self._stages.setdefault((worker.name, slot.stage), []).append(slot)
         self._busy: dict[tuple[str, int], EnvRequest] = {}
-        self._down: set[str] = {worker.name for worker in env_workers}
         self._task_limits: dict[str, int | None] = {}
         self._sequence = 0
         self._version = 0
@@ -89,11 +76,29 @@ class RolloutScheduler:
         self._tally_since: float | None = None
         """When the tally began, if rollouts were open then that went on without anybody waiting for them."""
         self._ready_since = 0.0
-        policy.meanwhile = self.advance
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        """Take in what workers report and send out what can be sent, until `condition` holds.
+
+        Every request has its deadline at the launcher, so no wait is endless.
+
+        Raises:
+            Interrupted: a signal asked the run to stop.
+            WorkerError: a worker died that is not restarted.
+        """
+        self.advance()
+        while not condition():
+            can_act = any(self._may_act(s) for s in self._slots)
+            waits = self._busy or not self._policy.idle or self._supervisor.starting
+            assert can_act or waits, f"a wait for nobody would last for ever: {self._slots}"
+            self._supervisor.pump(_SHORT_WAIT_S if can_act and not self._policy.busy else _PATIENCE_S)
+            # Before the condition is looked at: between two parts of an update, inferences get their turn here.
+            self.advance()
 
     def publish(self, version: int) -> None:
         """Let the policy act with these weights from its next chunk on; running episodes go on with them."""
-        self._policy.publish()
+        for replies in self._policy.publish():
+            self.run_until(replies.complete)
         self._version = version
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
@@ -109,13 +114,10 @@ class RolloutScheduler:
         since the last call.
         """
         started = time.perf_counter()
-        while not rollout.done:
-            self.advance()
-            self._check_progress()
-            self._supervisor.pump(_SHORT_WAIT_S if self._waiting_for_batch else _PATIENCE_S)
+        self.run_until(lambda: rollout.done)
         self._rollouts.remove(rollout)
         out = rollout.out
-        if self._rules.needs_values and rollout.keep:
+        if self._needs_values and rollout.keep:
             self._bootstrap(out)
         out.episodes.sort(key=lambda e: e.spec.episode_id)
         out.tally, self._tally = self._tally, Tally()
@@ -145,12 +147,11 @@ class RolloutScheduler:
         for episode_id in chosen:
             self._arena.free(collection.tickets.pop(episode_id))
 
-    def on_message(self, worker: str, message: Any) -> None:
+    def on_message(self, worker: str, message: Message) -> None:
         """Callback for `Supervisor`: reports and deaths of env workers."""
         if isinstance(message, EnvReport):
             self._on_report(worker, message)
         elif isinstance(message, WorkerReady):
-            self._down.discard(worker)
             self._task_limits[worker] = message.task_limit
         elif isinstance(message, WorkerDied):
             self._on_death(worker)
@@ -160,7 +161,7 @@ class RolloutScheduler:
     def _dispatch_env(self) -> None:
         """Send each idle stage its work: a stage steps as a whole, but resets do not wait for inference."""
         for key, slots in self._stages.items():
-            if key in self._busy or key[0] in self._down:
+            if key in self._busy or key[0] in self._supervisor.starting:
                 continue
             acted = [s for s in slots if s.phase is Phase.ACTED]
             if acted and any(s.phase is Phase.INFERRING or self._may_act(s) for s in slots):
@@ -173,7 +174,7 @@ class RolloutScheduler:
             self._sequence += 1
             requests = EnvRequest(sequence=self._sequence, stage=key[1], steps=steps, resets=resets)
             self._busy[key] = requests
-            timeout = self._rules.step_timeout_s * (len(steps) + len(resets))
+            timeout = self._step_timeout_s * (len(steps) + len(resets))
             self._supervisor.send(key[0], requests, timeout_s=timeout)
 
     def _next_rollout(self, slot: Slot) -> Rollout | None:
@@ -183,7 +184,7 @@ class RolloutScheduler:
         """
         running = [s for s in self._slots if s.worker == slot.worker and s.episode is not None]
         # What waits for new weights may wait for the end of this rollout, so it is in nobody's way.
-        moving = [] if self._rules.lockstep else [s for s in running if s.phase is not Phase.READY or self._may_act(s)]
+        moving = [] if self._lockstep else [s for s in running if s.phase is not Phase.READY or self._may_act(s)]
         if any(self._suspicious(s.rollout, s.episode) for s in moving):
             return None
         for rollout in self._rollouts:
@@ -228,10 +229,6 @@ class RolloutScheduler:
             keep_video=choice[1] if choice else "all",
         )
 
-    @property
-    def _waiting_for_batch(self) -> bool:
-        return not self._policy.busy and any(self._may_act(s) for s in self._slots)
-
     def _dispatch_inference(self) -> None:
         """Batch whatever is ready: at the target size, after a short wait, or when nothing else can arrive."""
         ready = [s for s in self._slots if self._may_act(s)]
@@ -242,7 +239,7 @@ class RolloutScheduler:
         now = time.monotonic()
         self._ready_since = self._ready_since or now
         running = sum(s.phase is not Phase.IDLE for s in self._slots)
-        target = max(1, running // self._rules.stages)
+        target = max(1, running // self._num_stages)
         if len(ready) < target and self._busy and now - self._ready_since < _SHORT_WAIT_S:
             return
         self._ready_since = 0.0
@@ -256,19 +253,14 @@ class RolloutScheduler:
             greedy=rollout.greedy,
             temperature=rollout.temperature,
             version=self._version,
-            padded_size=self._rules.total_slots if self._rules.deterministic else 0,
+            padded_size=self._padded_size,
         )
         self._policy.submit(request, partial(self._on_inferred, batch))
 
     def _infer_item(self, slot: Slot) -> InferItem:
         assert slot.current is not None and slot.episode is not None
-        row = slot.index if self._rules.deterministic else -1
+        row = slot.index if self._padded_size else -1
         return InferItem(ticket=slot.current, noise_seed=slot.episode.noise_seed, chunk=len(slot.chunks), row=row)
-
-    def _check_progress(self) -> None:
-        """A scheduler that waits for nobody would wait for ever."""
-        idle = not self._busy and self._policy.idle and not self._down
-        assert not idle or any(self._may_act(s) for s in self._slots), f"rollout is stuck: {self._slots}"
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
@@ -323,13 +315,13 @@ class RolloutScheduler:
         instruction = decode_instruction(self._arena["instruction"][final.record])
         episode, tickets = slot.finish(
             instruction,
-            self._rules.value_dim,
+            self._value_dim,
             terminated=terminated,
             truncated=truncated,
             cut=not (terminated or truncated),
             video=recording.path if recording else None,
         )
-        if rollout.keep and self._rules.needs_values and not terminated:
+        if rollout.keep and self._needs_values and not terminated:
             # The observation after a time limit or a cut is not an action's: it is kept for its value.
             tickets.append(final)
             episode = replace(episode, final_record=final.record)
@@ -345,7 +337,6 @@ class RolloutScheduler:
 
     def _on_death(self, worker: str) -> None:
         """Play the running episodes of a dead worker again; the policy may still be reading some of their records."""
-        self._down.add(worker)
         self._busy = {key: requests for key, requests in self._busy.items() if key[0] != worker}
         for slot in self._slots:
             if slot.worker != worker or slot.rollout is None or slot.stale:
@@ -360,7 +351,7 @@ class RolloutScheduler:
         spec = slot.episode
         assert spec is not None
         rollout.fatal[spec.episode_id] += (at_work := slot.phase in (Phase.RESETTING, Phase.STEPPING))
-        hopeless = at_work and rollout.fatal[spec.episode_id] >= self._rules.max_attempts
+        hopeless = at_work and rollout.fatal[spec.episode_id] >= self._max_attempts
         self._arena.free(slot.drop(again=not hopeless))
         if hopeless:
             rollout.out.dropped += 1
@@ -369,7 +360,7 @@ class RolloutScheduler:
                     remove_films(Path(choice[0]))
             self._supervisor.say(
                 f"warning: episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed {spec.seed}) "
-                f"is given up: {self._rules.max_attempts} times the env worker died at it "
+                f"is given up: {self._max_attempts} times the env worker died at it "
                 "(faults.max_restarts_per_worker); the workers' logs say how."
             )
 
@@ -379,8 +370,8 @@ class RolloutScheduler:
         if not pending:
             return
         tickets = tuple(out.tickets[e.spec.episode_id][-1] for _, e in pending)
-        padded = self._rules.total_slots if self._rules.deterministic else 0
-        self._policy.call_acting(ValueRequest(tickets=tickets, padded_size=padded))
+        request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
+        self.run_until(self._policy.ask_acting(request).complete)
         for (i, episode), ticket in zip(pending, tickets, strict=True):
             value = self._arena["value"][ticket.record].copy()
             out.episodes[i] = replace(episode, bootstrap_value=value)

@@ -15,7 +15,7 @@ from embodyrl.cluster.timeline import Timeline
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.policy_client import PolicyClient
 from embodyrl.scheduler.policy_hosts import Rendezvous, plan_hosts, rendezvous, shared_arena
-from embodyrl.scheduler.scheduler import RolloutRules, RolloutScheduler
+from embodyrl.scheduler.scheduler import RolloutScheduler
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
 
@@ -51,7 +51,7 @@ def start_workers(
     blueprint: Blueprint, log_dir: Path, say: Callable[[str], None], *, start_from: Path | None = None
 ) -> Workers:
     """Create the arena, start all workers and wait until they are ready."""
-    cfg, algorithm = blueprint.cfg, blueprint.algorithm
+    cfg = blueprint.cfg
     arena = Arena.create(blueprint.layout, blueprint.capacity)
     names = [worker.name for worker in blueprint.env_workers]
     timeline = Timeline(num_slots=blueprint.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
@@ -63,32 +63,21 @@ def start_workers(
     meet = rendezvous(blueprint.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
     hosts = plan_hosts(blueprint, arena, start_from, bucket_arena=bucket_arena, rank_info=meet.rank_info)
     policy = PolicyClient(supervisor, hosts, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
-    rules = RolloutRules(
-        stages=cfg.rollout.pipeline_stage_num,
-        deterministic=cfg.runner.deterministic,
-        needs_values=algorithm is not None and algorithm.needs_values,
-        step_timeout_s=cfg.faults.step_timeout_s,
-        total_slots=blueprint.num_slots,
-        value_dim=blueprint.policy.value_dim,
-        lockstep=blueprint.env.lockstep,
-        max_attempts=max(2, cfg.faults.max_restarts_per_worker),
-    )
-    scheduler = RolloutScheduler(supervisor, arena, blueprint.env_workers, policy, rules)
+    scheduler = RolloutScheduler(supervisor, arena, policy, blueprint)
     specs: dict[str, tuple[WorkerSpec, Callback]] = {
         spec.name: (spec, partial(policy.on_message, spec.name)) for spec in hosts
     }
     for number, worker in enumerate(blueprint.env_workers):
         specs[worker.name] = (env_spec(blueprint, arena, number), partial(scheduler.on_message, worker.name))
+    workers = Workers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet)
     try:
-        supervisor.start(specs)
+        with supervisor.signals():
+            supervisor.start(specs)
+            scheduler.run_until(lambda: not supervisor.starting)
     except BaseException:
-        supervisor.stop()
-        policy.close()
-        meet.close()
-        arena.close()
+        workers.close()
         raise
-    trace = log_dir / "trace.json" if cfg.runner.trace else None
-    return Workers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet, trace=trace)
+    return replace(workers, trace=log_dir / "trace.json" if cfg.runner.trace else None)
 
 
 def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:

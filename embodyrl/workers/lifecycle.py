@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.errors import ChannelClosed, EmbodyError
-from embodyrl.workers.messages import WorkerFailed, WorkerReady
+from embodyrl.workers.messages import Reply, Request, WorkerFailed, WorkerReady
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -35,7 +35,7 @@ class Worker(Protocol):
         """Introduce the worker to the driver."""
         ...
 
-    def handle(self, request: Any) -> Iterable[Any]:
+    def handle(self, request: Request) -> Iterable[Reply]:
         """Carry out one request; yield its replies."""
         ...
 

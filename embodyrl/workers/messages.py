@@ -55,7 +55,7 @@ class ResetRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class Request:
     """What a worker is asked to do; its reply carries the same number."""
 
     sequence: int = 0
@@ -63,7 +63,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvRequest(Order):
+class EnvRequest(Request):
     """Work for one stage of an env worker."""
 
     stage: int
@@ -106,7 +106,7 @@ class InferItem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferRequest(Order):
+class InferRequest(Request):
     """Choose actions for a batch; they are written beside the observations."""
 
     items: tuple[InferItem, ...]
@@ -119,7 +119,7 @@ class InferRequest(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValueRequest(Order):
+class ValueRequest(Request):
     """Write the value of each observation into its record."""
 
     tickets: tuple[Ticket, ...]
@@ -127,14 +127,14 @@ class ValueRequest(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreRequest(Order):
+class ScoreRequest(Request):
     """Write the reference policy's log-probabilities into each record."""
 
     tickets: tuple[Ticket, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateRequest(Order):
+class UpdateRequest(Request):
     """Train on a replay batch whose advantages lie in the records."""
 
     step: int
@@ -146,26 +146,26 @@ class UpdateRequest(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContinueRequest(Order):
+class ContinueRequest(Request):
     """Carry out the next part of the last update."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveRequest(Order):
+class SaveRequest(Request):
     """Write policy, optimizer and RNG state below `folder`."""
 
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadRequest(Order):
+class LoadRequest(Request):
     """Load what a SaveRequest wrote."""
 
     folder: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishRequest(Order):
+class PublishRequest(Request):
     """Write parts of the trained weights into a bucket."""
 
     ticket: Ticket
@@ -173,7 +173,7 @@ class PublishRequest(Order):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadWeightsRequest(Order):
+class LoadWeightsRequest(Request):
     """Act with the parts in a bucket from now on."""
 
     ticket: Ticket
@@ -191,6 +191,10 @@ class Done:
     """What went wrong with a checkpoint; the worker itself is as it was."""
     finished: bool = True
     """False: a part of a request; the rest waits for a ContinueRequest."""
+
+
+Reply = WorkerReady | WorkerFailed | EnvReport | Done
+"""What a worker says."""
 
 
 @dataclass(frozen=True, kw_only=True)

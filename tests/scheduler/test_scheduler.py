@@ -112,9 +112,7 @@ def test_work_that_nobody_waits_for_is_counted_with_the_time_that_it_took(tmp_pa
         )
         assert rollouts.finish(first).tally.span_s > 0
         began = time.perf_counter()
-        while not second.done:
-            rollouts.advance()
-            stage.workers.supervisor.pump(1.0)
+        rollouts.run_until(lambda: second.done)
         alone = time.perf_counter() - began
         tally = rollouts.finish(second).tally
         assert tally.env_steps > 0

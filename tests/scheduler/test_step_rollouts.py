@@ -56,9 +56,7 @@ def test_the_next_rollout_resets_early_but_acts_with_the_new_weights(tmp_path):
         sampler, slots = sampler_of(stage), stage.workers.scheduler._slots
         first = collect(stage, sampler, 0)
         sampler.ahead(1)
-        for _ in range(5):
-            stage.workers.supervisor.pump(0.0)
-            stage.workers.scheduler.advance()
+        stage.workers.scheduler.run_until(lambda: not stage.workers.scheduler._busy)
         assert {s.phase for s in slots} == {Phase.READY}, "reset, and waiting for version 1"
         stage.workers.scheduler.release(first)
         second = collect(stage, sampler, 1)
