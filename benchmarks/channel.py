@@ -37,7 +37,7 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
 from embodyrl.channels.channel import PipeChannel
-from embodyrl.channels.layout import Field, RecordLayout
+from embodyrl.channels.layout import Field, Record, RecordLayout
 from embodyrl.files import available_cores
 
 SIZES = {"64 KB": 64 << 10, "1 MB": 1 << 20, "3.1 MB": 8 * 2 * 256 * 256 * 3, "25 MB": 64 * 2 * 256 * 256 * 3}
@@ -91,7 +91,7 @@ def _arena_side(handle: ArenaHandle, connection: Any, weight: Any) -> None:
 
     def receive() -> np.ndarray | None:
         held[:] = [channel.get(DEADLINE_S)]
-        return arena["images"][arena.read(held)[0]] if held[0] else None
+        return arena[Record.images][arena.read(held)[0]] if held[0] else None
 
     consume(receive, lambda: channel.put(held[0]), weight)
 
@@ -99,7 +99,7 @@ def _arena_side(handle: ArenaHandle, connection: Any, weight: Any) -> None:
 def arena(source: np.ndarray, weight: Any = None, *, copied: bool = False) -> Link:
     layout = RecordLayout(fields=(Field(name="images", dtype="uint8", shape=source.shape),))
     pool = Arena.create(layout, 4)
-    pool["images"][:] = 0  # reserved memory is mapped at the first touch
+    pool[Record.images][:] = 0  # reserved memory is mapped at the first touch
     connection, theirs = SPAWN.Pipe()
     side = SPAWN.Process(target=_arena_side, args=(pool.handle, theirs, weight), daemon=True)
     side.start()
@@ -109,9 +109,9 @@ def arena(source: np.ndarray, weight: Any = None, *, copied: bool = False) -> Li
         ticket = pool.allocate()
         with pool.write(ticket) as record:
             if copied:
-                np.copyto(pool["images"][record], source)
+                np.copyto(pool[Record.images][record], source)
             elif weight is not None:
-                draw(pool["images"][record])
+                draw(pool[Record.images][record])
         channel.put(ticket)
         assert channel.get(DEADLINE_S) == ticket
         pool.free([ticket])
@@ -122,7 +122,7 @@ def arena(source: np.ndarray, weight: Any = None, *, copied: bool = False) -> Li
         side.join()
         pool.close()
 
-    return Link(round_trip, close, side.pid or 0, lambda: pool["images"][last[0]])
+    return Link(round_trip, close, side.pid or 0, lambda: pool[Record.images][last[0]])
 
 
 def _limit_side(connection: Any, answers: Any) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.layout import Record
 from embodyrl.config.paths import assets_dir
 from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
@@ -112,10 +113,12 @@ def fill(arena: Arena, blueprint: Blueprint) -> tuple[Ticket, ...]:
     rng, tickets = np.random.default_rng(0), tuple(arena.allocate() for _ in range(arena.capacity))
     for ticket in tickets:
         with arena.write(ticket) as record:
-            arena["images"][record] = rng.integers(0, 256, arena["images"].shape[1:])
-            arena["instruction"][record] = encode_instruction(blueprint.env.tasks[0], arena["instruction"].shape[1])
-            arena["advantage"][record] = rng.normal()
-            arena["valid"][record] = True
+            arena[Record.images][record] = rng.integers(0, 256, arena[Record.images].shape[1:])
+            arena[Record.instruction][record] = encode_instruction(
+                blueprint.env.tasks[0], arena[Record.instruction].shape[1]
+            )
+            arena[Record.advantage][record] = rng.normal()
+            arena[Record.valid][record] = True
     return tickets
 
 

@@ -330,7 +330,7 @@ class OurVector:
 
     def __init__(self, name: str, count: int) -> None:
         from embodyrl.channels.arena import Arena
-        from embodyrl.channels.layout import record_layout
+        from embodyrl.channels.layout import Record, record_layout
         from embodyrl.cluster.local import LocalLauncher
         from embodyrl.envs import ENVS
         from embodyrl.envs.protocol import EnvContext
@@ -346,6 +346,7 @@ class OurVector:
         spec = ENVS.get("gym").spec(cfg.env, context)
         policy = POLICIES.get("random").spec(cfg.model, spec, 0)
         self.count = count
+        self._columns = Record
         self._arena = Arena.create(record_layout(spec, policy), 2 * count)
         self._folder = tempfile.TemporaryDirectory()
         self._launcher = LocalLauncher(Path(self._folder.name))
@@ -365,9 +366,10 @@ class OurVector:
     def step(self) -> None:
         """One step of all environments; those that end begin anew."""
         records = [ticket.record for ticket in self._current]
-        self._arena["action"][records] = np.random.randint(0, 2, (self.count, 1, 1))
+        self._arena[self._columns.action][records] = np.random.randint(0, 2, (self.count, 1, 1))
         self._order(dict(enumerate(self._current)))
-        done = self._arena["terminated"][records].any(1) | self._arena["truncated"][records].any(1)
+        ends = (self._arena[name][records].any(1) for name in (self._columns.terminated, self._columns.truncated))
+        done = np.logical_or(*ends)
         self._current, self._next = self._next, self._current
         if done.any():
             self._order(dict.fromkeys(np.flatnonzero(done).tolist()), reuse=True)

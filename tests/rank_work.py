@@ -14,6 +14,7 @@ from torch import Tensor
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.layout import Record
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
 from embodyrl.types import encode_instruction
@@ -90,7 +91,7 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     host = PolicyHost(replace(policy_init(blueprint, arena, None), rank_info=rank_info))
     tickets = fill(arena, blueprint, host)
     if job.poison:
-        arena["advantage"][tickets[0].record] = np.nan
+        arena[Record.advantage][tickets[0].record] = np.nan
     if job.load is not None:
         list(host.handle(LoadRequest(sequence=0, folder=str(job.load))))
     metrics = []
@@ -111,14 +112,14 @@ def fill(arena: Arena, blueprint: Blueprint, host: PolicyHost, *, drift: float =
     tickets = tuple(arena.allocate() for _ in range(RECORDS))
     for ticket in tickets:
         with arena.write(ticket) as record:
-            arena["images"][record] = rng.integers(0, 256, arena["images"].shape[1:])
-            arena["observed_state"][record] = rng.normal(size=arena["observed_state"].shape[1:])
-            width = arena["instruction"].shape[1]
-            arena["instruction"][record] = encode_instruction(blueprint.env.tasks[0], width)
-            arena["advantage"][record] = rng.normal()
-            arena["returns"][record] = rng.normal(size=arena["returns"].shape[1:])
-            arena["valid"][record] = rng.random(arena["valid"].shape[1:]) < 0.9
+            arena[Record.images][record] = rng.integers(0, 256, arena[Record.images].shape[1:])
+            arena[Record.observed_state][record] = rng.normal(size=arena[Record.observed_state].shape[1:])
+            width = arena[Record.instruction].shape[1]
+            arena[Record.instruction][record] = encode_instruction(blueprint.env.tasks[0], width)
+            arena[Record.advantage][record] = rng.normal()
+            arena[Record.returns][record] = rng.normal(size=arena[Record.returns].shape[1:])
+            arena[Record.valid][record] = rng.random(arena[Record.valid].shape[1:]) < 0.9
     items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
     list(host.handle(InferRequest(sequence=0, items=items, greedy=False, version=0)))
-    arena["logprob"][:] += rng.normal(0, drift, arena["logprob"].shape)
+    arena[Record.logprob][:] += rng.normal(0, drift, arena[Record.logprob].shape)
     return tickets

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.channels.layout import RecordLayout
+from embodyrl.channels.layout import SEQUENCE, STATE, RecordLayout
 from embodyrl.errors import EmbodyError, StaleTicketError
 from embodyrl.files import available_bytes
 
@@ -59,7 +59,7 @@ class Arena:
     """Fixed-size records with a free list.
 
     The owner (the process that created the arena) allocates and frees; any process that attached may write and read
-    records it holds tickets for. Fields are numpy arrays [capacity, *shape] through `arena["images"]`.
+    records it holds tickets for. Fields are numpy arrays [capacity, *shape] through `arena[Record.images]`.
     """
 
     def __init__(self, buffer: mmap.mmap, layout: RecordLayout, capacity: int, handle: ArenaHandle, fd: int) -> None:
@@ -73,7 +73,7 @@ class Arena:
             for f in layout.all_fields
         }
         # Headers are read and written one number at a time: a memoryview does that many times faster than numpy.
-        self._sequence, self._state = self._fields["sequence"].data, self._fields["state"].data
+        self._sequence, self._state = self._fields[SEQUENCE].data, self._fields[STATE].data
         self._free = list(range(capacity - 1, -1, -1))
         self._next_sequence = 1
 

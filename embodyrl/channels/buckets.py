@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from embodyrl.channels.layout import Field, RecordLayout
 
+BUCKET = "weights"
+"""The one field of a bucket."""
 BUCKET_BYTES = 64 << 20
 _ALIGN = 16
 
@@ -32,7 +34,7 @@ class WeightPart(NamedTuple):
 
 def bucket_layout(bucket_bytes: int = BUCKET_BYTES) -> RecordLayout:
     """Layout of an arena whose records are buckets."""
-    return RecordLayout(fields=(Field(name="weights", dtype="uint8", shape=(bucket_bytes,)),))
+    return RecordLayout(fields=(Field(name=BUCKET, dtype="uint8", shape=(bucket_bytes,)),))
 
 
 def fill_buckets(weights: Sequence[WeightInfo], bucket_bytes: int) -> Iterator[tuple[WeightPart, ...]]:

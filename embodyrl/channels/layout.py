@@ -1,6 +1,7 @@
 """What one transition record holds, and where each field lies in the arena."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -23,10 +24,9 @@ class Field:
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
 
-_HEADER = (
-    Field(name="sequence", dtype="uint64"),
-    Field(name="state", dtype="uint8"),
-)
+SEQUENCE, STATE = "sequence", "state"
+"""The arena's own fields: which ticket is valid, and whether the record may be read."""
+_HEADER = (Field(name=SEQUENCE, dtype="uint64"), Field(name=STATE, dtype="uint8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,31 +55,100 @@ class RecordLayout:
         return offsets, end
 
 
+class Column(str):
+    """Name of a field that also knows the field's type and the dimensions of one record's part, by name or number."""
+
+    dtype: str
+    dims: tuple[str | int, ...]
+
+    def __new__(cls, name: str, dtype: str, *dims: str | int) -> Self:
+        column = super().__new__(cls, name)
+        column.dtype, column.dims = dtype, dims
+        return column
+
+
+class Record:
+    """The fields of one chunk step: what `arena[Record.images][record]` and the like mean, said here only.
+
+    K actions of a chunk, A dimensions of an action, L tokens of a chunk, V values of an observation.
+    """
+
+    images = Column("images", "uint8", "cameras", "height", "width", 3)
+    """Raw pixels of the observation."""
+    observed_state = Column("observed_state", "float32", "state_dim")
+    """Proprioception, as the environment gives it."""
+    instruction = Column("instruction", "uint8", "instruction_bytes")
+    """UTF-8, padded (`types.encode_instruction`)."""
+    tokens = Column("tokens", "int64", "L")
+    """What was drawn, and is scored again while training."""
+    logprob = Column("logprob", "float32", "L")
+    """Log-probability of each token under the weights that drew it."""
+    value = Column("value", "float32", "V")
+    """The critic's, of the observation."""
+    action = Column("action", "float32", "K", "A")
+    """What the environment is given."""
+    version = Column("version", "int64")
+    """Number of updates that the weights had seen which acted."""
+    reward = Column("reward", "float32", "K")
+    terminated = Column("terminated", "bool", "K")
+    truncated = Column("truncated", "bool", "K")
+    """By the time limit."""
+    valid = Column("valid", "bool", "K")
+    """The action was executed; those after the end of an episode are not."""
+    success = Column("success", "bool", "K")
+    advantage = Column("advantage", "float32", "K")
+    returns = Column("returns", "float32", "V")
+    """Targets of the critic."""
+    reply = Column("reply", "uint8", "reply_bytes")
+    """The tokens as text, where the task is one (`types.encode_reply`)."""
+    cut_off = Column("cut_off", "bool")
+    """The reply was longer than allowed."""
+    cost = Column("cost", "int64")
+    """Tokens of the sample, prompt included, for micro-batches of even size."""
+    components = Column("components", "float32", "components")
+    """Parts of the reward (`EnvSpec.components`), summed over the chunk."""
+    ref_logprob = Column("ref_logprob", "float32", "L")
+    """Log-probability of each token under the reference policy; only where the algorithm asks for it."""
+
+
+OBSERVATION = (Record.images, Record.observed_state, Record.instruction)
+"""What the policy looks at."""
+DECISION = (
+    Record.action,
+    Record.tokens,
+    Record.logprob,
+    Record.value,
+    Record.version,
+    Record.reply,
+    Record.cut_off,
+    Record.cost,
+)
+"""What the policy writes beside an observation."""
+STEP_RESULT = (Record.reward, Record.terminated, Record.truncated, Record.valid, Record.success)
+"""What a simulator says of each action of a chunk."""
+
+
 def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False) -> RecordLayout:
     """Derive the record of one chunk step from what the environment and the policy declare."""
-    k, a, tokens, v = policy.num_action_chunks, policy.action_dim, policy.tokens_per_chunk, policy.value_dim
     height, width = env.image_size
-    fields = [
-        Field(name="images", dtype="uint8", shape=(len(env.cameras), height, width, 3)),
-        Field(name="observed_state", dtype="float32", shape=(env.state_dim,)),
-        Field(name="instruction", dtype="uint8", shape=(instruction_width(env),)),
-        Field(name="tokens", dtype="int64", shape=(tokens,)),
-        Field(name="logprob", dtype="float32", shape=(tokens,)),
-        Field(name="value", dtype="float32", shape=(v,)),
-        Field(name="action", dtype="float32", shape=(k, a)),
-        Field(name="version", dtype="int64"),
-        Field(name="reward", dtype="float32", shape=(k,)),
-        Field(name="terminated", dtype="bool", shape=(k,)),
-        Field(name="truncated", dtype="bool", shape=(k,)),
-        Field(name="valid", dtype="bool", shape=(k,)),
-        Field(name="success", dtype="bool", shape=(k,)),
-        Field(name="advantage", dtype="float32", shape=(k,)),
-        Field(name="returns", dtype="float32", shape=(v,)),
-        Field(name="reply", dtype="uint8", shape=(policy.reply_bytes,)),
-        Field(name="cut_off", dtype="bool"),
-        Field(name="cost", dtype="int64"),
-        Field(name="components", dtype="float32", shape=(len(env.components),)),
-    ]
-    if with_reference:
-        fields.append(Field(name="ref_logprob", dtype="float32", shape=(tokens,)))
-    return RecordLayout(fields=tuple(fields))
+    sizes = {
+        "cameras": len(env.cameras),
+        "height": height,
+        "width": width,
+        "state_dim": env.state_dim,
+        "instruction_bytes": instruction_width(env),
+        "K": policy.num_action_chunks,
+        "A": policy.action_dim,
+        "L": policy.tokens_per_chunk,
+        "V": policy.value_dim,
+        "reply_bytes": policy.reply_bytes,
+        "components": len(env.components),
+    }
+    columns = [column for column in vars(Record).values() if isinstance(column, Column)]
+    return RecordLayout(
+        fields=tuple(
+            Field(name=str(c), dtype=c.dtype, shape=tuple(d if isinstance(d, int) else sizes[d] for d in c.dims))
+            for c in columns
+            if with_reference or c != Record.ref_logprob
+        )
+    )

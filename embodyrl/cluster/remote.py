@@ -4,28 +4,14 @@ Within a host workers share the arena, and the buckets for new weights. A worker
 the rows that a request reads travel with the request, the rows that it wrote come back with its replies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, RecordState, Ticket
-from embodyrl.workers.messages import (
-    EnvRequest,
-    InferRequest,
-    LoadWeightsRequest,
-    PublishRequest,
-    ScoreRequest,
-    UpdateRequest,
-    ValueRequest,
-)
-
-_SEEN = ("images", "observed_state", "instruction")
-_HEADER = ("sequence", "state")
-_OUTCOME = ("action", "reward", "terminated", "truncated", "valid", "success", "components")
-_ACTED = ("action", "tokens", "logprob", "value", "version", "reply", "cut_off", "cost")
-
+from embodyrl.channels.arena import Arena, RecordState
+from embodyrl.channels.layout import SEQUENCE, STATE
+from embodyrl.workers.messages import Request, Use
 
 Pools = tuple[Arena, ...]
 """What a worker shares with the driver, or mirrors of it: the arena and, where there are any, the buckets."""
@@ -42,21 +28,22 @@ class Rows:
     """[n, ...] by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    tickets: Sequence[Ticket]
-    fields: tuple[str, ...]
-    pool: int = 0
-
-
-def copy_in(pools: Pools, request: Any) -> list[Rows]:
+def copy_in(pools: Pools, request: Request) -> list[Rows]:
     """The rows that the worker of a request reads."""
-    return [_copy(pools, use) for use in _reads(pools[0], request)]
+    return [_copy(pools[use.pool], use, _records(use), (SEQUENCE, STATE)) for use in request.reads()]
 
 
-def copy_out(pools: Pools, request: Any) -> list[Rows]:
-    """The rows that the worker of a request wrote."""
-    return [_copy(pools, use) for use in _writes(pools, request)]
+def copy_out(pools: Pools, request: Request) -> list[Rows]:
+    """The rows that the worker of a request wrote.
+
+    Only complete records: all ranks are asked to publish weights, but one of them writes, and what the others hold in
+    its place must not come back.
+    """
+    rows = []
+    for use in request.writes():
+        records = _records(use)
+        rows.append(_copy(pools[use.pool], use, records[pools[use.pool][STATE][records] == RecordState.READY]))
+    return rows
 
 
 def paste(pools: Pools, rows: Sequence[Rows]) -> None:
@@ -66,39 +53,10 @@ def paste(pools: Pools, rows: Sequence[Rows]) -> None:
             pools[part.pool][name][part.records] = values
 
 
-def _reads(arena: Arena, request: Any) -> Iterator[_Use]:
-    match request:
-        case EnvRequest():
-            yield _Use([step.source for step in request.steps], ("action", "reply", "cut_off", *_HEADER))
-            yield _Use([o.target for o in (*request.steps, *request.resets)], _HEADER)
-        case InferRequest():
-            yield _Use([item.ticket for item in request.items], (*_SEEN, *_HEADER))
-        case ValueRequest():
-            yield _Use(request.tickets, (*_SEEN, *_HEADER))
-        case ScoreRequest() | UpdateRequest():
-            yield _Use(request.tickets, tuple(field.name for field in arena.layout.all_fields))
-        case PublishRequest():
-            yield _Use([request.ticket], _HEADER, pool=1)
-        case LoadWeightsRequest():
-            yield _Use([request.ticket], ("weights", *_HEADER), pool=1)
+def _records(use: Use) -> np.ndarray:
+    return np.fromiter((ticket.record for ticket in use.tickets), dtype=np.int64, count=len(use.tickets))
 
 
-def _writes(pools: Pools, request: Any) -> Iterator[_Use]:
-    match request:
-        case EnvRequest():
-            yield _Use([step.source for step in request.steps], _OUTCOME)
-            yield _Use([o.target for o in (*request.steps, *request.resets)], (*_SEEN, "state"))
-        case InferRequest():
-            yield _Use([item.ticket for item in request.items], _ACTED)
-        case ValueRequest():
-            yield _Use(request.tickets, ("value",))
-        case ScoreRequest():
-            yield _Use(request.tickets, ("ref_logprob",))
-        # All ranks get the request, one of them writes.
-        case PublishRequest() if pools[1]["state"][request.ticket.record] == RecordState.READY:
-            yield _Use([request.ticket], ("weights", "state"), pool=1)
-
-
-def _copy(pools: Pools, use: _Use) -> Rows:
-    records = np.fromiter((ticket.record for ticket in use.tickets), dtype=np.int64, count=len(use.tickets))
-    return Rows(use.pool, records, {name: pools[use.pool][name][records] for name in use.fields})
+def _copy(arena: Arena, use: Use, records: np.ndarray, header: tuple[str, ...] = ()) -> Rows:
+    names = (field.name for field in arena.layout.fields) if use.fields is None else use.fields
+    return Rows(use.pool, records, {name: arena[name][records] for name in (*names, *header)})

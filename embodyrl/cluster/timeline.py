@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
 from embodyrl.files import write_atomically
-from embodyrl.workers.messages import Done, EnvReport, EnvRequest, InferRequest, UpdateRequest
+from embodyrl.workers.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, UpdateRequest
 
 _TRACE_LIMIT = 500_000
 """Spans kept for the trace; about 100 MB of JSON."""
@@ -62,15 +63,15 @@ class Timeline:
         self._step.clear()
         self._staleness.clear()
 
-    def sent(self, worker: str, request: Any) -> None:
+    def sent(self, worker: str, request: Request) -> None:
         """A request is on its way."""
         name, size = _describe(request)
         self._open.setdefault(worker, deque()).append((name, self._now(), size))
         if isinstance(request, UpdateRequest):
-            version = self._arena["version"]
+            version = self._arena[Record.version]
             self._staleness.update(request.step - int(version[ticket.record]) for ticket in request.tickets)
 
-    def answered(self, worker: str, message: Any) -> None:
+    def answered(self, worker: str, message: Reply) -> None:
         """A worker replied to its oldest request (or said something that no request asked for)."""
         if isinstance(message, EnvReport):
             detail = {"sim_s": message.sim_s, "render_s": message.render_s, "reset_s": message.reset_s}
@@ -146,13 +147,13 @@ class Timeline:
             self._trace.append(span)
 
 
-def _describe(request: Any) -> tuple[str, int]:
+def _describe(request: Request) -> tuple[str, int]:
     """Name and size of a request: new kinds of requests get their class's name."""
     if isinstance(request, EnvRequest):
         return "chunk" if request.steps else "reset", len(request.steps) + len(request.resets)
     if isinstance(request, InferRequest):
         return "infer", len(request.items)
-    return type(request).__name__.removesuffix("Request").lower(), len(getattr(request, "tickets", ()))
+    return type(request).__name__.removesuffix("Request").lower(), sum(len(use.tickets) for use in request.reads())
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

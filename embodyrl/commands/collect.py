@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, locked, open_run, resolve_weights
 from embodyrl.commands.session import announce, screen_only
@@ -232,9 +233,9 @@ def _copy(arena: Arena, episode: Episode, trial: int) -> Demonstration:
     records = episode.records
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
     return Demonstration(
-        images=arena["images"][records],
-        state=arena["observed_state"][records],
-        action=arena["action"][records, 0],
+        images=arena[Record.images][records],
+        state=arena[Record.observed_state][records],
+        action=arena[Record.action][records, 0],
         reward=np.ascontiguousarray(episode.reward[:, 0]),
         success=np.ascontiguousarray(episode.success[:, 0]),
         instruction=episode.instruction,

@@ -12,13 +12,14 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError
 from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.scheduler.slot import KEPT
 from embodyrl.types import Episode, EpisodeSpec, PreparedBatch
 
 DUMP_LIMIT = 1 << 30
 """Bytes of the largest dump."""
 _FILE = "dump"
 _SPEC = tuple(f.name for f in fields(EpisodeSpec))
-_PER_CHUNK = ("reward", "valid", "success", "value", "components")
+_PER_CHUNK = KEPT
 _FLAGS = ("terminated", "truncated", "cut")
 _BATCH = tuple(f.name for f in fields(PreparedBatch) if f.name != "metrics")
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from embodyrl.channels.arena import Arena, RecordState, Ticket
+from embodyrl.channels.layout import STATE, Record
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import LauncherSettings
 from embodyrl.commands.dump import Dump, read_dump, weights_folder
@@ -80,7 +81,7 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
             algorithm.load_state(json.loads((weights / ALGORITHM_FILE).read_text(encoding="utf-8")))
         scores = gather_scores(algorithm, arena, dump.collection, blueprint.env.component_weights)
         again = algorithm.prepare(episodes, scores)
-        advantage = np.full_like(arena["advantage"], np.nan)
+        advantage = np.full_like(arena[Record.advantage], np.nan)
         advantage[again.records] = again.advantage
         logprob = _logprobs(host, arena, batch.records, blueprint.config(TrainConfig).actor.micro_batch_size)
         try:
@@ -92,16 +93,16 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
         host.close()
         arena.close()
     then = next((row for row in read_rows(run / "metrics.jsonl") if row.get("step") == step), {})
-    version = dump.fields["version"][batch.records]
+    version = dump.fields[Record.version][batch.records]
     result = Replay(
         weights=str(weights or blueprint.cfg.ckpt or blueprint.cfg.model.weights or "none"),
         episode=batch.episode,
         chunk=np.concatenate([np.arange(len(e.records)) for e in episodes])[batch.records],
         reset_id=np.concatenate([np.full(len(e.records), e.spec.reset_id) for e in episodes])[batch.records],
         version=version,
-        reward=dump.fields["reward"][batch.records].sum(axis=1),
+        reward=dump.fields[Record.reward][batch.records].sum(axis=1),
         advantage=(batch.advantage, advantage[batch.records]),
-        logprob=(dump.fields["logprob"][batch.records], logprob),
+        logprob=(dump.fields[Record.logprob][batch.records], logprob),
         stale=version < step - 1,
         metrics={name: (then[f"actor/{name}"], now[name]) for name in now if f"actor/{name}" in then},
         problems=tuple(problems),
@@ -144,9 +145,9 @@ def _refill(blueprint: Blueprint, dump: Dump) -> tuple[Arena, list[Ticket]]:
     tickets = [arena.allocate() for _ in range(count)]
     for name, values in dump.fields.items():
         arena[name][[ticket.record for ticket in tickets]] = values
-    arena["state"][:] = RecordState.READY
-    arena["advantage"][dump.batch.records] = dump.batch.advantage
-    arena["returns"][dump.batch.records] = dump.batch.returns
+    arena[STATE][:] = RecordState.READY
+    arena[Record.advantage][dump.batch.records] = dump.batch.advantage
+    arena[Record.returns][dump.batch.records] = dump.batch.returns
     return arena, tickets
 
 
@@ -165,10 +166,10 @@ def _logprobs(host: PolicyHost, arena: Arena, records: IntArray, size: int) -> F
     """[B, L] of the dumped tokens."""
     with torch.no_grad():
         parts = [
-            host.policy.score(read_observation(arena, part), arena["tokens"][part]).logprob.float().cpu().numpy()
+            host.policy.score(read_observation(arena, part), arena[Record.tokens][part]).logprob.float().cpu().numpy()
             for part in (records[start : start + size] for start in range(0, len(records), size))
         ]
-    return np.concatenate([np.zeros((0, arena["tokens"].shape[1]), np.float32), *parts])
+    return np.concatenate([np.zeros((0, arena[Record.tokens].shape[1]), np.float32), *parts])
 
 
 def _update(host: PolicyHost, dump: Dump, tickets: list[Ticket]) -> dict[str, float]:

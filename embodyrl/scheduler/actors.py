@@ -10,6 +10,7 @@ import numpy as np
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.errors import CheckpointError
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.rollout import RolloutResult
@@ -53,8 +54,8 @@ class Actors:
         """Write advantages into the records and train on them; no update where the gradient is exactly zero."""
         if not batch.has_signal:
             return {"loss": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0, "seconds": 0.0}
-        self._arena["advantage"][batch.records] = batch.advantage
-        self._arena["returns"][batch.records] = batch.returns
+        self._arena[Record.advantage][batch.records] = batch.advantage
+        self._arena[Record.returns][batch.records] = batch.returns
         by_record: dict[int, Ticket] = {t.record: t for tickets in collection.tickets.values() for t in tickets}
         request = UpdateRequest(
             step=step,
@@ -102,8 +103,8 @@ def gather_scores(
     rows = [episode.records for episode in collection.episodes]
     wants = rows if algorithm.needs_reference_in_prepare else []
     return Scores(
-        logprob=tuple(arena["logprob"][records] for records in wants),
-        ref_logprob=tuple(arena["ref_logprob"][records] for records in wants),
+        logprob=tuple(arena[Record.logprob][records] for records in wants),
+        ref_logprob=tuple(arena[Record.ref_logprob][records] for records in wants),
         states=tuple(_hashes(arena, records) for records in rows) if algorithm.needs_states else (),
         greedy=tuple(collection.greedy.get(e.spec.group_id) for e in collection.episodes),
         part_weights=part_weights,
@@ -112,6 +113,6 @@ def gather_scores(
 
 def _hashes(arena: Arena, records: IntArray) -> IntArray:
     """Hash the observation of each record."""
-    fields = [arena[name] for name in ("images", "observed_state", "instruction")]
+    fields = [arena[name] for name in OBSERVATION]
     digests = [hashlib.blake2b(b"".join(f[r].tobytes() for f in fields), digest_size=8).digest() for r in records]
     return np.frombuffer(b"".join(digests), dtype=np.int64)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.channels.buckets import WeightInfo, WeightPart, fill_buckets
+from embodyrl.channels.buckets import BUCKET, WeightInfo, WeightPart, fill_buckets
 from embodyrl.cluster.protocol import Message
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -106,7 +106,7 @@ class PolicyClient:
         wanted = self._weights[self._acting[0]]
         assert all(weight.name in held for weight in wanted), "rollout and actor were built differently"
         chosen = [weight for weight in wanted if held[weight.name] or not self._published]
-        return fill_buckets(chosen, bucket_arena["weights"].shape[1])
+        return fill_buckets(chosen, bucket_arena[BUCKET].shape[1])
 
     def on_message(self, worker: str, message: Message) -> None:
         """Callback for `Supervisor`."""

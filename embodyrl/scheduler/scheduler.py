@@ -9,16 +9,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_films
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.policy_client import PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
-from embodyrl.scheduler.slot import RESULTS, ChunkFields, Phase, Slot
+from embodyrl.scheduler.slot import KEPT, ChunkFields, Phase, Slot
 from embodyrl.types import Episode, EpisodeSpec, EpisodeStart, decode_instruction
 from embodyrl.workers.messages import (
     Done,
@@ -292,12 +291,14 @@ class RolloutScheduler:
             if (rollout := slots[local].rollout) is not None:
                 rollout.out.unjudged.append(why)
         if requests.steps:
-            rows = [request.source.record for request in requests.steps]
-            results = {name: self._arena[name][rows] for name in RESULTS}
-            ended = [np.asarray(results[name].any(axis=1)).tolist() for name in ("terminated", "truncated")]
-            for i, (request, terminated, truncated) in enumerate(zip(requests.steps, *ended, strict=True)):
-                chunk = {name: values[i] for name, values in results.items()}
-                self._on_stepped(slots[request.slot], chunk, terminated, truncated, recordings.get(request.slot))
+            rows = [step.source.record for step in requests.steps]
+            kept = {name: self._arena[name][rows] for name in KEPT}
+            terminated, truncated = (
+                [bool(ends.any()) for ends in self._arena[name][rows]] for name in (Record.terminated, Record.truncated)
+            )
+            for i, step in enumerate(requests.steps):
+                chunk = {name: values[i] for name, values in kept.items()}
+                self._on_stepped(slots[step.slot], chunk, terminated[i], truncated[i], recordings.get(step.slot))
         for request in requests.resets:
             slots[request.slot].advance()
 
@@ -312,7 +313,7 @@ class RolloutScheduler:
             return
         final, slot.target = slot.target, None
         assert final is not None
-        instruction = decode_instruction(self._arena["instruction"][final.record])
+        instruction = decode_instruction(self._arena[Record.instruction][final.record])
         episode, tickets = slot.finish(
             instruction,
             self._value_dim,
@@ -373,5 +374,5 @@ class RolloutScheduler:
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
         self.run_until(self._policy.ask_acting(request).complete)
         for (i, episode), ticket in zip(pending, tickets, strict=True):
-            value = self._arena["value"][ticket.record].copy()
+            value = self._arena[Record.value][ticket.record].copy()
             out.episodes[i] = replace(episode, bootstrap_value=value)

@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 
 from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.layout import Record
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.types import Episode, EpisodeSpec
 
@@ -23,11 +24,11 @@ class Phase(Enum):
     STEPPING = "its next observation"
 
 
-RESULTS = ("reward", "valid", "success", "value", "components", "terminated", "truncated")
-"""Fields that hold the small results of an executed chunk."""
+KEPT: tuple[str, ...] = (Record.reward, Record.valid, Record.success, Record.value, Record.components)
+"""What an `Episode` keeps of each of its chunks, under the same names."""
 
 ChunkFields = Mapping[str, np.ndarray]
-"""`RESULTS` of one chunk, copied out of the arena."""
+"""`KEPT` of one chunk, copied out of the arena."""
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Slot:
     ) -> tuple[Episode, list[Ticket]]:
         """Close the episode; returns it and the tickets of its records."""
         assert self.episode is not None and self.rollout is not None
-        actions = len(self.chunks[0]["valid"])
+        actions = len(self.chunks[0][Record.valid])
 
         def stack(name: str) -> np.ndarray:
             return np.stack([chunk[name] for chunk in self.chunks])
@@ -98,11 +99,11 @@ class Slot:
         episode = Episode(
             spec=self.episode,
             records=np.asarray([t.record for t in self.taken], dtype=np.int64),
-            reward=stack("reward"),
-            valid=stack("valid"),
-            success=stack("success"),
-            value=stack("value"),
-            components=stack("components"),
+            reward=stack(Record.reward),
+            valid=stack(Record.valid),
+            success=stack(Record.success),
+            value=stack(Record.value),
+            components=stack(Record.components),
             bootstrap_value=np.zeros(value_dim, dtype=np.float32),
             terminated=terminated,
             truncated=truncated or cut,

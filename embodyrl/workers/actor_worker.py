@@ -13,6 +13,7 @@ from embodyrl.algorithms.aggregation import merge_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
@@ -71,8 +72,10 @@ class ActorWorker:
         for part in self._ranks.rank_info.share(len(request.tickets), size):
             records = self._arena.read(request.tickets[part])
             with torch.no_grad():
-                scores = self._reference.score(read_observation(self._arena, records), self._arena["tokens"][records])
-            self._arena["ref_logprob"][records] = scores.logprob.float().cpu().numpy()
+                scores = self._reference.score(
+                    read_observation(self._arena, records), self._arena[Record.tokens][records]
+                )
+            self._arena[Record.ref_logprob][records] = scores.logprob.float().cpu().numpy()
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
         """Train on the batch, pausing after each micro-batch.
@@ -126,7 +129,7 @@ class ActorWorker:
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
         """Score the batch with the present weights if the algorithm asks for it; else take the rollout's numbers."""
-        behaviour = torch.from_numpy(self._arena["logprob"][batch.records])
+        behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})
         parts = []
@@ -145,9 +148,9 @@ class ActorWorker:
         return PreparedBatch(
             records=records,
             episode=episode,
-            advantage=arena["advantage"][records],
-            returns=arena["returns"][records],
-            valid=arena["valid"][records],
+            advantage=arena[Record.advantage][records],
+            returns=arena[Record.returns][records],
+            valid=arena[Record.valid][records],
             has_signal=True,
         )
 
@@ -167,7 +170,7 @@ class ActorWorker:
         samples = [samples[int(i)] for i in useful]
         self.optimization.zero_grad()
         parts: list[dict[str, float]] = []
-        cost = self._arena["cost"][batch.records[np.asarray(samples)]]
+        cost = self._arena[Record.cost][batch.records[np.asarray(samples)]]
         dealt = deal(cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
         for number, (rows, counts) in enumerate(dealt, start=1):
             part = np.asarray(samples)[rows]
@@ -189,7 +192,7 @@ class ActorWorker:
         return merge_metrics(parts) | {"grad_norm": grad_norm}
 
     def _score(self, records: IntArray) -> PolicyScores:
-        return self._policy.score(read_observation(self._arena, records), self._arena["tokens"][records])
+        return self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
 
     def _refuse(self, what: str) -> None:
         """Leave the weights as they are when something is not finite."""
@@ -210,15 +213,15 @@ class ActorWorker:
 
         return LossInputs(
             old_logprob=proximal.logprob[samples].to(device),
-            ref_logprob=tensor(arena["ref_logprob"][records]) if self._reference is not None else None,
+            ref_logprob=tensor(arena[Record.ref_logprob][records]) if self._reference is not None else None,
             advantage=tensor(batch.advantage[samples]),
             returns=tensor(batch.returns[samples]),
-            old_value=tensor(arena["value"][records]),
+            old_value=tensor(arena[Record.value][records]),
             valid=tensor(batch.valid[samples]),
             weight=tensor(weights.policy),
             value_weight=tensor(weights.value),
             positive_weight=tensor(weights.positive),
-            behaviour_logprob=tensor(arena["logprob"][records]),
+            behaviour_logprob=tensor(arena[Record.logprob][records]),
             correction=None if proximal.correction is None else proximal.correction[samples].to(device),
         )
 

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 
 from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
+from embodyrl.channels.layout import STEP_RESULT, Record
 from embodyrl.envs.protocol import ENVS, Env, EnvContext, TextEnv
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
@@ -82,20 +83,20 @@ class EnvWorker:
         slots = [o.slot for o in requests]
         records = arena.read([o.source for o in requests])
         film = self._film if self._open_recordings else None
-        length = 1 if self._init.single_step else arena["action"].shape[1]
+        length = 1 if self._init.single_step else arena[Record.action].shape[1]
         if self._init.scripted:
             actions, result = self._env.expert_chunk(slots, length, noise=self._init.expert_noise, after_step=film)
-            arena["action"][records, :length] = actions
+            arena[Record.action][records, :length] = actions
         else:
-            if arena["reply"].shape[1]:
-                replies = [decode_instruction(row) for row in arena["reply"][records]]
-                cast(TextEnv, self._env).set_replies(slots, replies, arena["cut_off"][records])
-            result = self._env.step_chunk(slots, arena["action"][records, :length], after_step=film)
-        for name in ("reward", "terminated", "truncated", "valid", "success"):
+            if arena[Record.reply].shape[1]:
+                replies = [decode_instruction(row) for row in arena[Record.reply][records]]
+                cast(TextEnv, self._env).set_replies(slots, replies, arena[Record.cut_off][records])
+            result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=film)
+        for name in STEP_RESULT:
             arena[name][records, :length] = getattr(result, name)
             arena[name][records, length:] = 0
         self._unjudged = result.unjudged
-        arena["components"][records] = 0 if result.components is None else result.components
+        arena[Record.components][records] = 0 if result.components is None else result.components
         self._observe(slots, [o.target for o in requests])
         return [
             self._end_recording(slot)
@@ -120,14 +121,14 @@ class EnvWorker:
         started = time.perf_counter()
         for slot, target in zip(slots, targets, strict=True):
             with arena.write(target) as record:
-                out = ObservationOut(images=arena["images"][record], state=arena["observed_state"][record])
+                out = ObservationOut(images=arena[Record.images][record], state=arena[Record.observed_state][record])
                 self._env.observe([slot], [out])
                 if not np.isfinite(out.state).all():
                     raise EnvError(
                         f"env '{self._env.spec.name}', slot {slot} ('{self._env.instruction(slot)}'): state "
                         f"{out.state.tolist()}, expected finite numbers. Likely the physics diverged."
                     )
-                row = arena["instruction"]
+                row = arena[Record.instruction]
                 row[record] = encode_instruction(self._env.instruction(slot), row.shape[1])
         self._render_s += time.perf_counter() - started
 

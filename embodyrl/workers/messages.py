@@ -3,10 +3,13 @@
 Without slots, because those of a frozen dataclass are pickled by Python code, several times slower.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from embodyrl.channels.arena import Ticket
-from embodyrl.channels.buckets import WeightInfo, WeightPart
+from embodyrl.channels.buckets import BUCKET, WeightInfo, WeightPart
+from embodyrl.channels.layout import DECISION, OBSERVATION, STATE, STEP_RESULT, Record
 from embodyrl.types import EpisodeStart
 
 POLICY_FOLDER = "policy"
@@ -54,12 +57,34 @@ class ResetRequest:
     """all | failures: which outcomes keep the recording."""
 
 
+class Use(NamedTuple):
+    """Fields of some records that a request is about."""
+
+    tickets: Sequence[Ticket]
+    fields: tuple[str, ...] | None = ()
+    """None: all."""
+    pool: int = 0
+    """0: the arena; 1: the buckets of new weights."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a worker is asked to do; its reply carries the same number."""
+    """What a worker is asked to do; its reply carries the same number.
+
+    Workers beside the driver share its records. To others the records travel (`cluster/remote.py`), so each kind of
+    request says which fields its worker looks at and which ones it fills.
+    """
 
     sequence: int = 0
     """Given by whoever sends it."""
+
+    def reads(self) -> tuple[Use, ...]:
+        """What the worker must have before; whether a record is valid and complete always goes along."""
+        return ()
+
+    def writes(self) -> tuple[Use, ...]:
+        """What the worker has changed when it replies."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +94,22 @@ class EnvRequest(Request):
     stage: int
     steps: tuple[StepRequest, ...] = ()
     resets: tuple[ResetRequest, ...] = ()
+
+    def reads(self) -> tuple[Use, ...]:
+        return Use(self._acted, (Record.action, Record.reply, Record.cut_off)), Use(self._observed)
+
+    def writes(self) -> tuple[Use, ...]:
+        # An expert acts in the simulator: its actions are a result.
+        results = (Record.action, *STEP_RESULT, Record.components)
+        return Use(self._acted, results), Use(self._observed, (*OBSERVATION, STATE))
+
+    @property
+    def _acted(self) -> list[Ticket]:
+        return [step.source for step in self.steps]
+
+    @property
+    def _observed(self) -> list[Ticket]:
+        return [one.target for one in (*self.steps, *self.resets)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +158,12 @@ class InferRequest(Request):
     padded_size: int = 0
     """Fixed batch size; 0: as many rows as items."""
 
+    def reads(self) -> tuple[Use, ...]:
+        return (Use([item.ticket for item in self.items], OBSERVATION),)
+
+    def writes(self) -> tuple[Use, ...]:
+        return (Use([item.ticket for item in self.items], DECISION),)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRequest(Request):
@@ -125,12 +172,24 @@ class ValueRequest(Request):
     tickets: tuple[Ticket, ...]
     padded_size: int = 0
 
+    def reads(self) -> tuple[Use, ...]:
+        return (Use(self.tickets, OBSERVATION),)
+
+    def writes(self) -> tuple[Use, ...]:
+        return (Use(self.tickets, (Record.value,)),)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest(Request):
     """Write the reference policy's log-probabilities into each record."""
 
     tickets: tuple[Ticket, ...]
+
+    def reads(self) -> tuple[Use, ...]:
+        return (Use(self.tickets, (*OBSERVATION, Record.tokens)),)
+
+    def writes(self) -> tuple[Use, ...]:
+        return (Use(self.tickets, (Record.ref_logprob,)),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +202,9 @@ class UpdateRequest(Request):
     """Episode id of each ticket."""
     in_parts: bool = False
     """Reply after each micro-batch and wait for a ContinueRequest, so that inferences get their turn."""
+
+    def reads(self) -> tuple[Use, ...]:
+        return (Use(self.tickets, None),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +233,12 @@ class PublishRequest(Request):
     ticket: Ticket
     parts: tuple[WeightPart, ...]
 
+    def reads(self) -> tuple[Use, ...]:
+        return (Use([self.ticket], pool=1),)
+
+    def writes(self) -> tuple[Use, ...]:
+        return (Use([self.ticket], (BUCKET, STATE), pool=1),)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadWeightsRequest(Request):
@@ -178,6 +246,9 @@ class LoadWeightsRequest(Request):
 
     ticket: Ticket
     parts: tuple[WeightPart, ...]
+
+    def reads(self) -> tuple[Use, ...]:
+        return (Use([self.ticket], (BUCKET,), pool=1),)
 
 
 @dataclass(frozen=True, kw_only=True)

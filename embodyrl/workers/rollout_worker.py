@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation, decode_instruction, encode_reply
@@ -43,9 +44,9 @@ def convert_gripper(actions: FloatArray, source: GripperConvention | None, targe
 def read_observation(arena: Arena, records: IntArray) -> Observation:
     """Gather a batch of stored observations."""
     return Observation(
-        images=arena["images"][records],
-        state=arena["observed_state"][records],
-        instructions=tuple(decode_instruction(row) for row in arena["instruction"][records]),
+        images=arena[Record.images][records],
+        state=arena[Record.observed_state][records],
+        instructions=tuple(decode_instruction(row) for row in arena[Record.instruction][records]),
     )
 
 
@@ -83,16 +84,16 @@ class RolloutWorker:
                     "Older checkpoints are intact."
                 )
         convert_gripper(actions, policy.spec.gripper, self._gripper)
-        arena["action"][records] = actions
-        arena["tokens"][records] = out.tokens[rows]
-        arena["logprob"][records] = out.logprob[rows]
-        arena["value"][records] = out.value[rows]
-        arena["version"][records] = request.version
-        arena["cost"][records] = 1 if out.cost is None else out.cost[rows]
-        if width := arena["reply"].shape[1]:
+        arena[Record.action][records] = actions
+        arena[Record.tokens][records] = out.tokens[rows]
+        arena[Record.logprob][records] = out.logprob[rows]
+        arena[Record.value][records] = out.value[rows]
+        arena[Record.version][records] = request.version
+        arena[Record.cost][records] = 1 if out.cost is None else out.cost[rows]
+        if width := arena[Record.reply].shape[1]:
             assert out.cut_off is not None
-            arena["reply"][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])
-            arena["cut_off"][records] = out.cut_off[rows]
+            arena[Record.reply][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])
+            arena[Record.cut_off][records] = out.cut_off[rows]
 
     def values(self, request: ValueRequest) -> None:
         """Write value estimates of final observations, for bootstrapping."""
@@ -101,7 +102,7 @@ class RolloutWorker:
             records = self._arena.read(request.tickets[part])
             rows = np.arange(len(records))
             padded = _pad(records, rows, request.padded_size)
-            self._arena["value"][records] = self._policy.values(read_observation(self._arena, padded))[rows]
+            self._arena[Record.value][records] = self._policy.values(read_observation(self._arena, padded))[rows]
 
 
 def _rows(wanted: Sequence[int], padded_size: int) -> IntArray:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.buckets import WeightInfo, WeightPart
+from embodyrl.channels.buckets import BUCKET, WeightInfo, WeightPart
 from embodyrl.policies.protocol import weights_changed
 from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest
 from embodyrl.workers.ranks import OneRank
@@ -42,7 +42,7 @@ def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) ->
 
 
 def _views(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Iterator[tuple[WeightPart, Tensor]]:
-    bucket = torch.from_numpy(bucket_arena["weights"][record])
+    bucket = torch.from_numpy(bucket_arena[BUCKET][record])
     for part in parts:
         dtype: torch.dtype = getattr(torch, part.dtype)
         size = (part.stop - part.start) * dtype.itemsize

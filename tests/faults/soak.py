@@ -27,6 +27,7 @@ from mixed_launcher import mixed_config
 from processes import MARK, marked_processes, start_cli, wait_until, workers_of
 from toy_runs import comparable, rows, running_crew
 
+from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout
@@ -86,8 +87,8 @@ def soak_echo(folder: Path, seconds: float, seed: int) -> None:
             workers.scheduler.publish(steps)
             rollout = workers.scheduler.collect(Rollout(plan))
             for e in rollout.episodes:
-                np.testing.assert_array_equal(e.reward, workers.arena["action"][e.records][..., 0])
-                assert (workers.arena["version"][e.records] == steps).all()
+                np.testing.assert_array_equal(e.reward, workers.arena[Record.action][e.records][..., 0])
+                assert (workers.arena[Record.version][e.records] == steps).all()
                 chunks += len(e.records)
             assert len(rollout.episodes) == plan.num_episodes
             workers.scheduler.release(rollout)

@@ -13,6 +13,7 @@ from mixed_launcher import mixed_config
 from processes import workers_of
 from toy_runs import Stage, rows, running_crew
 
+from embodyrl.channels.layout import Record
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.train import train
 from embodyrl.errors import WorkerError
@@ -39,7 +40,7 @@ def collect_with(folder: Path, *words: str) -> tuple[Sequence[str], int]:
         assert [e.spec.episode_id for e in rollout.episodes] == list(range(32)), "what was lost is played again"
         assert rollout.dropped == 0
         for e in rollout.episodes:
-            np.testing.assert_array_equal(e.reward, stage.workers.arena["action"][e.records][..., 0])
+            np.testing.assert_array_equal(e.reward, stage.workers.arena[Record.action][e.records][..., 0])
         stage.workers.scheduler.release(rollout)
         assert stage.workers.arena.num_free == stage.workers.arena.capacity
         return stage.said, stage.workers.supervisor.restarts

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from toy_runs import Stage, running_crew
 
+from embodyrl.channels.layout import Record
 from embodyrl.errors import WorkerError
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
@@ -47,7 +48,7 @@ def test_all_planned_episodes_come_back_in_order_and_their_records_are_freed(tmp
             assert sorted(held) == sorted(r for e in rollout.episodes for r in e.records)
             assert len(set(held)) == len(held)
             assert stage.workers.arena.num_free == stage.workers.arena.capacity - len(held)
-            assert (stage.workers.arena["version"][held] == step).all()
+            assert (stage.workers.arena[Record.version][held] == step).all()
             assert {e.instruction for e in rollout.episodes} <= set(stage.blueprint.env.tasks)
             assert_all_free(stage, rollout)
 
@@ -77,7 +78,7 @@ def test_each_action_meets_its_own_reward(tmp_path):
         rollout = collect(stage)
         for e in rollout.episodes:
             assert e.length == 8
-            np.testing.assert_array_equal(e.reward, stage.workers.arena["action"][e.records][..., 0])
+            np.testing.assert_array_equal(e.reward, stage.workers.arena[Record.action][e.records][..., 0])
 
 
 def test_the_number_of_stages_does_not_change_the_episodes(tmp_path):
@@ -86,7 +87,7 @@ def test_the_number_of_stages_does_not_change_the_episodes(tmp_path):
         words = (f"rollout.pipeline_stage_num={stages}", "runner.deterministic=true", "algorithm.rollout_epoch=2")
         with running_crew(tmp_path, *words, "env.kwargs.tasks=3") as stage:
             rollout = collect(stage)
-            logprob = [stage.workers.arena["logprob"][e.records].tolist() for e in rollout.episodes]
+            logprob = [stage.workers.arena[Record.logprob][e.records].tolist() for e in rollout.episodes]
             seen.append((facts(rollout), logprob))
     assert seen[0] == seen[1] == seen[2]
     assert any(e[1] < 8 for e in seen[0][0]), "some episode must end early, or this shows nothing"
@@ -143,7 +144,7 @@ def test_a_quota_cuts_running_episodes_and_bootstraps_them(tmp_path):
                 assert not e.bootstrap_value.any()
             else:
                 assert e.truncated
-                assert e.bootstrap_value == stage.workers.arena["value"][e.final_record]
+                assert e.bootstrap_value == stage.workers.arena[Record.value][e.final_record]
         assert len({float(e.bootstrap_value[0]) for e in cut}) > 1, "values of different observations differ"
         assert_all_free(stage, rollout)
 
@@ -191,7 +192,7 @@ def test_what_a_crash_took_is_played_again_exactly(tmp_path, where, words):
         assert facts(rollout) == whole
         assert rollout.tally.env_steps == golden.tally.env_steps
         for e in rollout.episodes:
-            np.testing.assert_array_equal(e.reward, stage.workers.arena["action"][e.records][..., 0])
+            np.testing.assert_array_equal(e.reward, stage.workers.arena[Record.action][e.records][..., 0])
         assert_all_free(stage, rollout)
 
 

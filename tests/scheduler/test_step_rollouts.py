@@ -7,6 +7,7 @@ import pytest
 from toy_runs import Stage, rows, running_crew, toy_config, train_toy
 
 from embodyrl.algorithms.protocol import Scores
+from embodyrl.channels.layout import Record
 from embodyrl.errors import ConfigError
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import RolloutResult
@@ -42,7 +43,7 @@ def test_no_chunk_is_older_than_the_staleness_rule_allows(tmp_path, lag):
         for step in range(5):
             rollout = collect(stage, sampler, step)
             assert [e.spec for e in rollout.episodes] == planned(stage, step), "the list of a step is always the same"
-            versions = [stage.workers.arena["version"][e.records] for e in rollout.episodes]
+            versions = [stage.workers.arena[Record.version][e.records] for e in rollout.episodes]
             ages |= {int(step - v) for one in versions for v in one}
             assert all((np.diff(v) >= 0).all() for v in versions)
             carried += sum(len(set(v.tolist())) > 1 for v in versions)
@@ -62,7 +63,7 @@ def test_the_next_rollout_resets_early_but_acts_with_the_new_weights(tmp_path):
         second = collect(stage, sampler, 1)
         assert [e.spec for e in second.episodes] == planned(stage, 1)
         for e in second.episodes:
-            assert (stage.workers.arena["version"][e.records] == 1).all()
+            assert (stage.workers.arena[Record.version][e.records] == 1).all()
 
 
 def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):

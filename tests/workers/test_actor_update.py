@@ -13,6 +13,7 @@ from rank_work import RECORDS, fill
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.layout import Record
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.scheduler.policy_hosts import policy_init
 from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
@@ -80,7 +81,7 @@ def test_the_off_policy_mask_reads_the_rollout_beside_recomputed_probabilities(m
     actor["advantage"] = -1.0
     assert actor.update()["policy_loss"] == pytest.approx(1, rel=1e-4)
     # The engine that acted said e times as likely: far off-policy, whatever the trainer says now.
-    actor.arena["logprob"][:] += 1.0
+    actor.arena[Record.logprob][:] += 1.0
     assert actor.update()["policy_loss"] == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from toy_runs import running_crew
 
+from embodyrl.channels.layout import Record
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.types import GripperConvention
@@ -48,6 +49,6 @@ def test_padding_to_a_fixed_batch_changes_nothing_but_rounding(tmp_path):
             rollout = stage.workers.scheduler.collect(Rollout(plan))
             first = [e.records[0] for e in rollout.episodes]
             arena = stage.workers.arena
-            seen.append((arena["tokens"][first].copy(), arena["logprob"][first].copy()))
+            seen.append((arena[Record.tokens][first].copy(), arena[Record.logprob][first].copy()))
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     np.testing.assert_allclose(seen[0][1], seen[1][1], atol=1e-5)
