@@ -94,7 +94,7 @@ def test_shares_of_a_step(arena):
 def test_staleness_is_counted_when_chunks_are_trained_on(arena):
     timeline = Timeline(num_slots=1, env_workers=["env_0"], arena=arena, keep=False)
     arena["version"][:] = [5, 4, 5, 3]
-    tickets = tuple(Ticket(record, 1, 1) for record in range(4))
+    tickets = tuple(Ticket(record, 1) for record in range(4))
     timeline.sent("policy", UpdateRequest(sequence=1, step=5, tickets=tickets, episode=(0, 0, 0, 0)))
     assert timeline.metrics() == {
         "rollout/staleness/0": 0.5,
