@@ -66,6 +66,9 @@ class Column(str):
         column.dtype, column.dims = dtype, dims
         return column
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # between processes the name is enough
+
 
 class Record:
     """The fields of one chunk step: what `arena[Record.images][record]` and the like mean, said here only.

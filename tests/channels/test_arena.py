@@ -1,12 +1,13 @@
 import multiprocessing
 import os
+import pickle
 import signal
 
 import numpy as np
 import pytest
 
 from embodyrl.channels.arena import Arena, ArenaFullError, ArenaHandle, Ticket
-from embodyrl.channels.layout import Field, RecordLayout
+from embodyrl.channels.layout import Field, Record, RecordLayout
 from embodyrl.errors import EmbodyError, StaleTicketError
 
 LAYOUT = RecordLayout(
@@ -136,3 +137,8 @@ def test_nothing_appears_in_dev_shm():
     arena.close()
     with pytest.raises(StaleTicketError, match="Cannot attach"):
         Arena.attach(arena.handle)
+
+
+def test_a_column_travels_as_its_name():
+    assert pickle.loads(pickle.dumps(Record.images)) == "images"
+    assert type(pickle.loads(pickle.dumps(Record.images))) is str
