@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +10,12 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import OBSERVATION, Record
-from embodyrl.errors import CheckpointError
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers
 from embodyrl.types import IntArray, PreparedBatch
 from embodyrl.workers.messages import (
-    ContinueRequest,
-    Done,
     LoadRequest,
-    Request,
     SaveRequest,
     ScoreRequest,
     UpdateRequest,
@@ -33,8 +28,7 @@ class Actors:
     """Scores, trains, saves and loads; replay batches are tickets, their contents stay in the arena."""
 
     def __init__(self, workers: Workers, algorithm: Algorithm, blueprint: Blueprint) -> None:
-        self._policy = workers.policy
-        self._scheduler = workers.scheduler
+        self._loop = workers.scheduler
         self._arena = workers.arena
         self._algorithm = algorithm
         self._part_weights = blueprint.env.component_weights
@@ -47,7 +41,7 @@ class Actors:
             tickets = tuple(
                 t for e in collection.episodes for t in collection.tickets[e.spec.episode_id][: len(e.records)]
             )
-            self._call(ScoreRequest(tickets=tickets))
+            self._loop.call(ScoreRequest(tickets=tickets))
         return gather_scores(self._algorithm, self._arena, collection, self._part_weights)
 
     def update(self, step: int, collection: RolloutResult, batch: PreparedBatch) -> dict[str, float]:
@@ -63,37 +57,18 @@ class Actors:
             episode=tuple(int(e) for e in batch.episode),
             in_parts=self._in_parts,
         )
-        done = self._call(request)
+        done = self._loop.call(request)
         return done.metrics | {"seconds": done.seconds}
 
     def save(self, folder: Path) -> None:
         """Write policy, training state and the algorithm's state below `folder`."""
-        self._call(SaveRequest(folder=str(folder)))
+        self._loop.call(SaveRequest(folder=str(folder)))
         (folder / ALGORITHM_FILE).write_text(json.dumps(self._algorithm.state()) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote."""
-        self._call(LoadRequest(folder=str(folder)))
+        self._loop.call(LoadRequest(folder=str(folder)))
         self._algorithm.load_state(json.loads((folder / ALGORITHM_FILE).read_text(encoding="utf-8")))
-
-    def _call(self, request: Request) -> Done:
-        """Let all ranks carry out a request; returns the first one's reply, with the time of the slowest.
-
-        Raises:
-            CheckpointError: a checkpoint could not be written or read.
-        """
-        seconds = 0.0
-        while True:
-            replies = self._policy.ask_training(request)
-            self._scheduler.run_until(replies.complete)
-            arrived = [replies.arrived[worker] for worker in replies.expected]
-            if errors := [done.error for done in arrived if done.error]:
-                raise CheckpointError(errors[0])
-            seconds += max(done.seconds for done in arrived)
-            if arrived[0].finished:
-                return replace(arrived[0], seconds=seconds)
-            # One part of an update is done; inferences came in between.
-            request = ContinueRequest()
 
 
 def gather_scores(

@@ -28,7 +28,7 @@ class Replies:
 
 
 class PolicyClient:
-    """Keeps the books of requests and replies, and never waits (`RolloutScheduler.run_until` does).
+    """Keeps the books of requests and replies, and never waits (`EventLoop.run_until` does).
 
     A process answers in the order in which it was asked; a reply that does not belong to its oldest open request is a
     defect.

@@ -1,10 +1,10 @@
-"""Rollout scheduling: slots, stages, ready queue, refill, and the driver's one event loop. Only tickets move here."""
+"""Rollout scheduling: slots, stages, ready queue, refill. Only tickets move here."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_films
 from embodyrl.plan.blueprint import Blueprint
+from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop
 from embodyrl.scheduler.policy_client import PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
 from embodyrl.scheduler.slot import KEPT, ChunkFields, Phase, Slot
@@ -33,22 +34,16 @@ from embodyrl.workers.messages import (
 )
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
-_PATIENCE_S = 1.0
 _SUSPICIOUS = 2
 """Deaths of env workers at an episode after which it runs alone in its worker."""
 
 
-class RolloutScheduler:
-    """Runs lists of episodes on the env workers with the policy.
-
-    Callbacks of the supervisor (`on_message`, replies to inferences) only take notes. Requests leave from `advance`,
-    and `run_until` is the only place where the driver waits: no code of it ever runs inside other code of it.
-    """
+class RolloutScheduler(EventLoop):
+    """Runs lists of episodes on the env workers with the policy: the event loop of a run with rollouts."""
 
     def __init__(self, supervisor: Supervisor, arena: Arena, policy: PolicyClient, blueprint: Blueprint) -> None:
-        self._supervisor = supervisor
+        super().__init__(supervisor, policy)
         self._arena = arena
-        self._policy = policy
         cfg, algorithm = blueprint.cfg, blueprint.algorithm
         self._num_stages = cfg.rollout.pipeline_stage_num
         self._step_timeout_s = cfg.faults.step_timeout_s
@@ -75,24 +70,6 @@ class RolloutScheduler:
         self._tally_since: float | None = None
         """When the tally began, if rollouts were open then that went on without anybody waiting for them."""
         self._ready_since = 0.0
-
-    def run_until(self, condition: Callable[[], bool]) -> None:
-        """Take in what workers report and send out what can be sent, until `condition` holds.
-
-        Every request has its deadline at the launcher, so no wait is endless.
-
-        Raises:
-            Interrupted: a signal asked the run to stop.
-            WorkerError: a worker died that is not restarted.
-        """
-        self.advance()
-        while not condition():
-            can_act = any(self._may_act(s) for s in self._slots)
-            waits = self._busy or not self._policy.idle or self._supervisor.starting
-            assert can_act or waits, f"a wait for nobody would last for ever: {self._slots}"
-            self._supervisor.pump(_SHORT_WAIT_S if can_act and not self._policy.busy else _PATIENCE_S)
-            # Before the condition is looked at: between two parts of an update, inferences get their turn here.
-            self.advance()
 
     def publish(self, version: int) -> None:
         """Let the policy act with these weights from its next chunk on; running episodes go on with them."""
@@ -130,11 +107,19 @@ class RolloutScheduler:
         """Run a rollout before all others."""
         return self.finish(self.open(rollout, first=True))
 
-    def advance(self) -> None:
-        """Send out all requests that can be sent now; called again whenever something came back."""
-        if self._rollouts:
-            self._dispatch_env()
-            self._dispatch_inference()
+    def advance(self) -> float:
+        """Send idle stages and, if it is time, the policy their work; returns how long to wait for news at most."""
+        if not self._rollouts:
+            return PATIENCE_S
+        self._dispatch_env()
+        self._dispatch_inference()
+        waits_for_batch = not self._policy.busy and any(self._may_act(s) for s in self._slots)
+        return _SHORT_WAIT_S if waits_for_batch else PATIENCE_S
+
+    @property
+    def pending(self) -> bool:
+        """Whether somebody is at work, or the policy could be."""
+        return super().pending or bool(self._busy) or any(self._may_act(s) for s in self._slots)
 
     def abandon(self) -> None:
         """Send no more requests: the run is about to end."""
