@@ -71,6 +71,11 @@ def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_pol
         assert (parameter.grad is not None) == (name in names), name
 
 
+def test_a_given_adapter_decides_how_many_parameters_are_trained(checkpoint, make_policy, adapter):
+    policy = make_policy(checkpoint, is_lora=True, value_dim=8, lora=LoraSettings(path=str(adapter)))
+    assert policy.spec.num_trained == sum(p.numel() for p in trained(policy).values())
+
+
 @pytest.mark.parametrize(("init", "std"), [("gaussian", 0.25), ("kaiming", 0.144)])
 def test_initial_factors(checkpoint, make_policy, init, std):
     policy = make_policy(checkpoint, is_lora=True, lora=LoraSettings(r=4, lora_alpha=4, init_lora_weights=init))

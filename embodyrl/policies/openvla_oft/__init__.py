@@ -7,7 +7,7 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.openvla_oft.adapter import ADAPTER_CONFIG, find_adapter, read_adapter_spec
+from embodyrl.policies.openvla_oft.adapter import ADAPTER_CONFIG, find_adapter, lora_spec, read_adapter_spec
 from embodyrl.policies.openvla_oft.config import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -39,13 +39,10 @@ NO_PATH = (
 class OpenVlaOftFactory:
     """Builds policies of any size; implements `PolicyFactory`."""
 
+    settings: type[OpenVlaSettings] = OftSettings
+    """Its keys below `model`."""
     autoregressive: bool = False
     """OpenVLA: one action per query, token by token; false: OpenVLA-OFT, a whole chunk at once."""
-
-    @property
-    def settings(self) -> type[OpenVlaSettings]:
-        """Its keys below `model`."""
-        return OpenVlaSettings if self.autoregressive else OftSettings
 
     def validate(self, cfg: OpenVlaSettings) -> list[str]:
         """Return config problems, one line each with the fix."""
@@ -66,12 +63,10 @@ class OpenVlaOftFactory:
         """
         cfg = as_oft(cfg)
         config = read_config(_folder(cfg))
-        problems = _mismatches(cfg, config, env)
-        if problems:
+        if problems := _mismatches(cfg, config, env):
             raise ConfigError(problems)
         options = self._options(cfg, env, value_dim)
         tokens, images = options.num_action_tokens, cfg.num_images_in_input
-        trained = adapter_parameters(config, cfg.lora.r) + head_parameters(config, options)
         return PolicySpec(
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
@@ -82,7 +77,7 @@ class OpenVlaOftFactory:
             uses_state=cfg.use_proprio,
             gripper=GripperConvention(open=1.0, closed=0.0),
             num_parameters=count_parameters(config, options),
-            num_trained=trained if cfg.is_lora else None,
+            num_trained=_trained(cfg, config, options) if cfg.is_lora else None,
             activation_bytes=activation_bytes(config, images=images, tokens_per_chunk=tokens),
             recomputed_bytes=activation_bytes(config, images=images, tokens_per_chunk=tokens, recompute=True),
             has_logprobs=cfg.action_head == "discrete",
@@ -119,6 +114,10 @@ class OpenVlaOftFactory:
             rope_bf16_table=cfg.rope_bf16_table,
             value_dim=value_dim,
         )
+
+
+def _trained(cfg: OftSettings, config: OftConfig, options: OftOptions) -> int:
+    return adapter_parameters(config, lora_spec(cfg).r) + head_parameters(config, options)
 
 
 def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
@@ -218,4 +217,4 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
 
 
 FACTORY = OpenVlaOftFactory()
-OPENVLA = OpenVlaOftFactory(autoregressive=True)
+OPENVLA = OpenVlaOftFactory(settings=OpenVlaSettings, autoregressive=True)

@@ -4,7 +4,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.openvla_oft.settings import OftSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -68,3 +70,16 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
     if strange:
         raise CheckpointError(f"{where}: {strange} is not supported; only plain LoRA adapters of one rank are.")
     return spec
+
+
+def lora_spec(cfg: OftSettings) -> AdapterSpec:
+    """Rank, scale and targets: those of the adapter to start from, or else those of the config.
+
+    Raises:
+        CheckpointError: see `read_adapter_spec`.
+    """
+    if cfg.lora.path is not None:
+        folder = resolve_asset(cfg.lora.path)
+        return read_adapter_spec(find_adapter(folder) or folder)
+    targets = tuple(sorted(name.strip() for name in cfg.lora.target_modules.split(",")))
+    return AdapterSpec(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=targets)

@@ -12,7 +12,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.policies.drawing import categorical_scores, sample_inverse_cdf, standard_normal
-from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, read_adapter_spec
+from embodyrl.policies.openvla_oft.adapter import find_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
     VALUE_HEAD,
@@ -278,15 +278,6 @@ def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
     for name in (VALUE_HEAD, *FRESH) if keep_trained else (VALUE_HEAD,):
         if (part := getattr(module, name)) is not None:
             part.float()
-
-
-def lora_spec(cfg: OftSettings) -> AdapterSpec:
-    """Rank, scale and targets: those of the adapter to start from, or else those of the config."""
-    if cfg.lora.path is not None:
-        folder = resolve_asset(cfg.lora.path)
-        return read_adapter_spec(find_adapter(folder) or folder)
-    targets = tuple(sorted(name.strip() for name in cfg.lora.target_modules.split(",")))
-    return AdapterSpec(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=targets)
 
 
 def freeze(module: nn.Module, patterns: list[str]) -> None:
