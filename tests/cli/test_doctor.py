@@ -20,6 +20,7 @@ from embodyrl.plan.config import load_config, save_config
 DOCTOR = [sys.executable, "-m", "embodyrl.cli.main", "doctor", "--json"]
 
 
+@pytest.mark.integration
 def test_report_as_json_in_a_process(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
     done = subprocess.run(DOCTOR, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -79,6 +79,7 @@ def test_every_key_of_the_schema_is_read_by_some_code() -> None:
     assert unread == []
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("group", tree.default_options("train"))
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in tree.options(group):
@@ -141,6 +142,7 @@ def test_bench_runs_a_file_of_the_checkout_and_hands_its_flags_on(capfd: pytest.
     assert "--json" in capfd.readouterr().out
 
 
+@pytest.mark.integration
 def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
     def complete(*words: str) -> set[str]:
         listed = " ".join(f"'{w}'" for w in words)

@@ -127,6 +127,7 @@ def test_an_exit_is_named_with_its_code(local):
     assert "code 7" in next_event(local).message.reason
 
 
+@pytest.mark.integration
 def test_a_hung_worker_is_killed_after_its_deadline_with_a_stack_dump(local):
     local.start(spec(), timeout_s=60)
     next_event(local)

@@ -141,6 +141,7 @@ def test_a_policy_that_plans_chunks_is_recorded_step_by_step(tmp_path: Path) -> 
         assert len(np.unique(action, axis=0)) == 8, "every query draws its own noise"
 
 
+@pytest.mark.integration
 def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_episodes(tmp_path: Path) -> None:
     """SIGKILL after the first file is complete; the second call fills the folder up."""
     overrides = words(tmp_path, "collect.episodes=70", "env.train.max_episode_steps=30", "env.kwargs.goal=9")

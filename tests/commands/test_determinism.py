@@ -70,6 +70,7 @@ def test_another_seed_gives_other_numbers(golden, tmp_path):
     assert weights(run, 2) != weights(golden, 2)
 
 
+@pytest.mark.integration
 def test_ppo_is_deterministic_too(tmp_path):
     words = ("algorithm=ppo", "runner.deterministic=true", "env.kwargs.goal=0.7")
     one = train_toy(tmp_path, *words, "rollout.pipeline_stage_num=1", name="one")

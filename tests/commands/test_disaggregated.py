@@ -23,6 +23,7 @@ def same(one, other):
     return comparable(one) == comparable(other) and weights(one, 3) == weights(other, 3)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_apart_gives_the_numbers_of_one_process(tmp_path, precision):
     words = (*WORDS, "algorithm=ppo", f"model.precision={precision}")
@@ -31,11 +32,13 @@ def test_apart_gives_the_numbers_of_one_process(tmp_path, precision):
     assert all(row["actor/grad_norm"] > 0 for row in rows(together)[1:]), "each step had new weights to act with"
 
 
+@pytest.mark.integration
 def test_adapters_give_the_numbers_of_one_process(tmp_path):
     together, apart = (train_toy(tmp_path, *WORDS, *LORA, *more, name=f"r{len(more)}") for more in ((), APART))
     assert same(together, apart)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("offload", ["false", "true"], ids=["whole", "sharded"])
 def test_text_in_bfloat16_gives_the_numbers_of_one_process(tmp_path, offload):
     words = ("model.precision=bf16", f"actor.fsdp.cpu_offload={offload}", "actor.optim.lr=0.001")
@@ -90,6 +93,7 @@ def test_an_asynchronous_run_acts_while_ranks_train(tmp_path):
     assert any(share.get("rollout/staleness/1") for share in shares), "nothing was drawn ahead"
 
 
+@pytest.mark.integration
 def test_a_resumed_run_acts_with_the_saved_weights(tmp_path):
     whole = train_toy(tmp_path, *WORDS, *APART, name="whole")
     train_toy(tmp_path, *WORDS, *APART, "runner.max_steps=2", name="half")

@@ -110,6 +110,7 @@ def test_recordings_can_be_read_and_show_every_step(recorded):
     assert not [p for p in (folder / "videos").rglob("*") if p.is_file() and p.suffix != ".mp4"]
 
 
+@pytest.mark.integration
 def test_failures_keeps_failures_alone(tmp_path):
     result = evaluate_toy(tmp_path, "video=failures")
     failed = {row["episode"] for row in episode_rows(result) if not row["success_once"]}

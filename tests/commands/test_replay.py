@@ -86,6 +86,7 @@ def test_the_command_shows_a_table(run, capsys):
     assert "grad_norm" in printed
 
 
+@pytest.mark.integration
 def test_values_and_a_reference_policy_are_replayed_too(tmp_path):
     words = ("algorithm=ppo", "algorithm.group_size=1", "algorithm.kl_beta=0.1")
     result = replay(train_toy(tmp_path, *WORDS, *words), 2, overrides=TRUST)

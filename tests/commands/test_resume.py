@@ -29,6 +29,7 @@ def golden(tmp_path_factory):
     return train_toy(tmp_path_factory.mktemp("golden"), *WORDS, "runner.max_steps=4")
 
 
+@pytest.mark.integration
 def test_two_steps_and_two_more_equal_four(golden, tmp_path):
     run = train_toy(tmp_path, *WORDS, "runner.max_steps=2")
     resume_toy(run, "runner.max_steps=4")
@@ -73,6 +74,7 @@ def test_a_killed_run_goes_on_to_the_same_end(golden, tmp_path):
     assert weights(run, 4) == weights(golden, 4)
 
 
+@pytest.mark.integration
 def test_resume_keeps_a_decaying_learning_rate_on_its_way(tmp_path):
     words = (*WORDS, "actor.optim.schedule=linear", "runner.max_steps=4", "checkpoint.keep=4")
     whole = train_toy(tmp_path, *words, name="whole")
@@ -93,6 +95,7 @@ def test_a_resumed_run_takes_the_optimizer_settings_that_it_is_given(tmp_path):
     assert weights(run, 3) == weights(run, 2)
 
 
+@pytest.mark.integration
 def test_a_longer_run_goes_on_with_the_rate_of_the_longer_schedule(tmp_path):
     run = train_toy(tmp_path, *WORDS, "actor.optim.schedule=linear", "runner.max_steps=2")
     resume_toy(run, "runner.max_steps=4", "checkpoint.keep=3")
@@ -136,6 +139,7 @@ def test_a_resumed_run_goes_on_with_its_adapted_kl_coefficient(tmp_path):
     assert betas == pytest.approx([0.1, 0.092, 0.08464], rel=1e-6)
 
 
+@pytest.mark.integration
 def test_a_resumed_run_keeps_its_reference_policy(golden, tmp_path):
     words = (*WORDS, f"ckpt={golden}", "algorithm.kl_beta=0.5", "runner.val_check_interval=-1")
     whole = train_toy(tmp_path, *words, "runner.max_steps=2", name="whole")

@@ -77,6 +77,7 @@ def success(folder: Path, *overrides: str) -> float:
     return evaluate(cfg).overall.success_once
 
 
+@pytest.mark.integration
 @pytest.mark.timeout(240)
 def test_twenty_demonstrations_are_learnt_and_the_policy_then_succeeds(trained: SftResult, tmp_path: Path) -> None:
     assert trained.metrics["train/token_accuracy"] > 0.95
@@ -92,6 +93,7 @@ def test_twenty_demonstrations_are_learnt_and_the_policy_then_succeeds(trained: 
     assert success(tmp_path / "path", f"model.path={trained.checkpoint}/policy") == 1.0
 
 
+@pytest.mark.integration
 def test_an_l1_head_learns_the_same_demonstrations(demos: Path, tmp_path: Path) -> None:
     l1 = "model.action_head=l1"
     result = train(tmp_path, demos, l1, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=2e-4")
@@ -101,6 +103,7 @@ def test_an_l1_head_learns_the_same_demonstrations(demos: Path, tmp_path: Path) 
     assert success(tmp_path / "run", f"ckpt={result.run}", l1) == 1.0
 
 
+@pytest.mark.integration
 def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_training_data(
     trained: SftResult, demos: Path, tmp_path: Path
 ) -> None:
@@ -162,6 +165,7 @@ def straight(demos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("straight"), demos, *LENGTH).run
 
 
+@pytest.mark.integration
 def test_resuming_gives_the_same_curve_and_weights(straight: Path, demos: Path, tmp_path: Path) -> None:
     run = train(tmp_path, demos, *LENGTH, "runner.max_steps=3", "actor.optim.schedule=constant").run
     sft(load_saved_config(run, ["runner.max_steps=6"]), resume=run)
@@ -171,6 +175,7 @@ def test_resuming_gives_the_same_curve_and_weights(straight: Path, demos: Path, 
     assert weights(run, 6) != weights(straight, 6), "the cosine schedule makes a difference"
 
 
+@pytest.mark.integration
 def test_killed_it_continues_from_its_checkpoint(straight: Path, demos: Path, tmp_path: Path) -> None:
     command = start_cli("sft", *words(tmp_path, demos, *LENGTH), cwd=tmp_path)
     saved = tmp_path / "sft/checkpoints/step_000003/manifest.json"
@@ -183,6 +188,7 @@ def test_killed_it_continues_from_its_checkpoint(straight: Path, demos: Path, tm
     assert weights(tmp_path / "sft", 6) == weights(straight, 6)
 
 
+@pytest.mark.integration
 def test_the_seed_decides_everything(straight: Path, demos: Path, tmp_path: Path) -> None:
     again = train(tmp_path / "same", demos, *LENGTH).run
     assert weights(again, 6) == weights(straight, 6)

@@ -174,6 +174,7 @@ def test_a_report_takes_recordings_and_no_other_file(tmp_path):
     assert history.find_video("elsewhere/good.mp4") == videos / "good.mp4"
 
 
+@pytest.mark.integration
 def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow as pa

@@ -204,11 +204,11 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("signum", "said"), [(signal.SIGKILL, "died with SIGKILL"), (signal.SIGSTOP, "gave no answer for 15 s")]
+    ("signum", "said"), [(signal.SIGKILL, "died with SIGKILL"), (signal.SIGSTOP, "gave no answer for 8 s")]
 )
 def test_a_policy_worker_that_dies_or_stops_ends_the_run_with_exit_4(start, tmp_path, signum, said):
     gate = tmp_path / "gate"
-    command = start(*hold_in_rollout(gate, at=60), "faults.update_timeout_s=15")
+    command = start(*hold_in_rollout(gate, at=60), "faults.update_timeout_s=8")
     command.wait_for(tmp_path / "run" / "metrics.jsonl", lines=1)
     command.wait_for(gate)
     os.kill(command.worker("policy"), signum)

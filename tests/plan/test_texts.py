@@ -123,7 +123,7 @@ def test_a_model_folder_with_a_chat_template_learns_from_a_file_of_sums(tmp_path
 
 @pytest.mark.integration
 def test_rewards_that_fail_are_counted_and_named_once(tmp_path: Path):
-    path = ("reward.name=null", "reward.weights={}", "reward.path=test_texts:moody")
+    path = ("reward.name=null", "reward.weights={}", "reward.path=plain_rewards:moody")
     run = train(text_config(tmp_path, *path)).run
     assert [0 < row["train/reward_errors"] < 1 for row in rows(run)] == [True, True]
     events = (run / "logs" / "events.log").read_text()
@@ -131,23 +131,13 @@ def test_rewards_that_fail_are_counted_and_named_once(tmp_path: Path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("path", ["test_texts:broken", "http://127.0.0.1:9/score"])
+@pytest.mark.parametrize("path", ["plain_rewards:broken", "http://127.0.0.1:9/score"])
 def test_a_run_ends_whose_answers_nobody_can_judge(tmp_path: Path, path: str):
     reward = ("reward.name=null", "reward.weights={}", f"reward.path={path}")
     with pytest.raises(EmbodyError, match=r"None of 8 episodes could be judged: .*(no reward today|refused)"):
         train(text_config(tmp_path, *reward))
     with pytest.raises(EmbodyError, match=r"None of 4 episodes could be judged: .*(no reward today|refused)"):
         train(text_config(tmp_path, *reward, "runner.experiment_name=eval", "runner.val_check_interval=1"))
-
-
-def moody(prompt: str, response: str, reference: str) -> float:
-    if sum(map(ord, response)) % 2:
-        raise RuntimeError("no reward for this")
-    return 0.5
-
-
-def broken(prompt: str, response: str, reference: str) -> float:
-    raise RuntimeError("no reward today")
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def test_l1_loss_is_the_distance_of_normalised_actions(make_policy, robot):
     assert silent == []
 
 
+@pytest.mark.integration
 def test_l1_regression_fits_samples_that_differ_in_image_or_task(make_policy, robot):
     policy = make_policy(TINY, env=robot, use_proprio=True, action_head="l1")
     obs, want = observe(state_dim=8, instructions=TASKS), targets()

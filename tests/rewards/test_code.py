@@ -74,6 +74,7 @@ def test_a_right_program_passes_150_tests():
     assert (found.reward, found.problem) == (1.0, None)
 
 
+@pytest.mark.integration
 def test_a_sleeping_program_with_120_tests_costs_its_own_answer_only():
     judge = build_judge(JudgeSettings(name="code", timeout_s=5), 8)
     answers = [("import time; time.sleep(60)", ["assert True"] * 120), ("x = 1", ["assert x == 1"])]

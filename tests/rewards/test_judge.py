@@ -78,6 +78,7 @@ def test_what_is_no_finite_number_is_a_failed_answer():
     assert (found[2].problem, found[3].reward) == ("the judging process ended (3)", 1.0)
 
 
+@pytest.mark.integration
 def test_a_judging_process_that_dies_between_two_batches_is_replaced():
     judge = build_judge(JudgeSettings(path="test_judge:moody", workers=2), 8)
     try:

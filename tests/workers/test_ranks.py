@@ -33,11 +33,11 @@ def same(one, other, *, tolerance=1e-5):
 @pytest.mark.integration
 @pytest.mark.timeout(1200)
 def test_two_ranks_equal_one(tmp_path):
-    run_ranks(tmp_path, 1, [Rollout(name="one", words=FULL, last=3)])
     words = (*FULL, "actor.micro_batch_size=2", "actor.gradient_checkpointing=true")
     run_ranks(tmp_path, 2, [Rollout(name="two", words=words, last=3), Rollout(name="first", words=FULL, last=1)])
+    second = Rollout(name="second", words=FULL, first=1, last=2, load=tmp_path / "first" / "saved")
+    run_ranks(tmp_path, 1, [Rollout(name="one", words=FULL, last=3), second])
     same(tmp_path / "one", tmp_path / "two")
-    run_ranks(tmp_path, 1, [Rollout(name="second", words=FULL, first=1, last=2, load=tmp_path / "first" / "saved")])
     run_ranks(tmp_path, 2, [Rollout(name="third", words=FULL, first=2, last=3, load=tmp_path / "second" / "saved")])
     assert losses(tmp_path / "third")[0]["loss"] == pytest.approx(losses(tmp_path / "one")[2]["loss"], abs=1e-5)
     a, b = state(tmp_path / "one" / "saved"), state(tmp_path / "third" / "saved")

@@ -1,0 +1,11 @@
+"""Reward functions of a user; their own file, because the processes that run them load it whole."""
+
+
+def moody(prompt: str, response: str, reference: str) -> float:
+    if sum(map(ord, response)) % 2:
+        raise RuntimeError("no reward for this")
+    return 0.5
+
+
+def broken(prompt: str, response: str, reference: str) -> float:
+    raise RuntimeError("no reward today")
