@@ -48,7 +48,8 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
     """
     moment, order = log_weight.square()[valid].sort(descending=True, stable=True)
     count = len(moment)
-    rest = moment.flip(0).cumsum(0).flip(0) / moment.new_ones(count).cumsum(0).flip(0)  # mean of this one and smaller
+    # rest[i]: mean of moment[i] and all smaller ones. It falls with i, so the units to drop come first.
+    rest = moment.flip(0).cumsum(0).flip(0) / moment.new_ones(count).cumsum(0).flip(0)
     dropped = int((rest >= threshold).sum().clamp(max=count - 1))
     kept = valid.new_ones(count)
     kept[order[:dropped]] = False

@@ -134,7 +134,8 @@ def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> l
         advantages.discounted(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
         for e, own in zip(episodes, ran, strict=True)
     ]
-    # A chunk without an executed action visited nothing.
+    # Visits of one state by one group are compared like the episodes of a group; chunks without an executed action
+    # visited nothing and stay out of the mean.
     executed, anchors = np.concatenate(ran), advantages.step_groups(scores.states, groups)
     steps = np.zeros(len(executed))
     steps[executed] = advantages.grpo(

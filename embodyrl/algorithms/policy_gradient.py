@@ -101,7 +101,8 @@ class Algorithm:
             _require_finite(episode, "value", episode.value)
             _require_finite(episode, "bootstrap value", episode.bootstrap_value)
         shaped, metrics = self._shape(episodes, scores)
-        # Only a group's outcomes outlive the mask.
+        # The order matters: groups are filtered first, then credited with what their masked members earned, and only
+        # then do those leave the batch. Estimators without groups never see them.
         keep = [i for i in self.select(shaped) if self._estimator.needs_groups or not self._is_masked(shaped[i])]
         kept = [shaped[i] for i in keep]
         scores = Scores(
@@ -224,7 +225,7 @@ class Algorithm:
         entropy = _units(scores.entropy, valid, cfg.entropy_type)
         policy_loss = self._aggregate(terms.loss * self._factors(units, inputs), inputs.weight)
         loss = policy_loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
-        if cfg.positive_nll_coef:
+        if cfg.positive_nll_coef:  # weights of its own: a mean over the actions with a positive advantage
             loss = loss - cfg.positive_nll_coef * _mean_share(new, inputs.positive_weight)
         gap = _units((scores.logprob - inputs.old_logprob).abs(), valid, TokenLevel.token_level)
         metrics = {

@@ -44,7 +44,7 @@ def fill_buckets(weights: Sequence[WeightInfo], bucket_bytes: int) -> Iterator[t
     for weight in weights:
         start = 0
         while start < weight.count:
-            offset = -(-offset // _ALIGN) * _ALIGN
+            offset = -(-offset // _ALIGN) * _ALIGN  # so that a part can be viewed in the weight's dtype
             room = (bucket_bytes - offset) // weight.item_bytes
             if room <= 0:
                 yield tuple(bucket)

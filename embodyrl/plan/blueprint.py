@@ -271,7 +271,7 @@ def _max_samples(cfg: TrainConfig, algorithm: Algorithm) -> int:
 
 
 def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
-    in_flight = 2 * num_slots
+    in_flight = 2 * num_slots  # of each slot the record that is acted in and the one that is observed into
     if cfg is None or algorithm is None:
         return in_flight
     samples = _max_samples(cfg, algorithm)

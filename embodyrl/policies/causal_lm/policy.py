@@ -173,10 +173,12 @@ class CausalLMPolicy:
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, log-probabilities and values, all [B, K]."""
+        # In deterministic mode every row is computed in the shape of the whole batch from beginning to end: kernels
+        # may sum in another order in another shape.
         exact = torch.are_deterministic_algorithms_enabled()
         scale, limit, count = temperature or self._temperature, self.spec.num_action_chunks, len(prompts)
+        # Otherwise members of a group share their prompt: it is read once, by the first row that has it.
         first = {tuple(p): i for i, p in reversed(list(enumerate(prompts)))}
-        # Members of a group share their prompt: it is read once.
         source = list(range(count)) if exact else sorted(first.values())
         ids, mask = self._pad_left([prompts[i] for i in source])
         cache = DynamicCache(config=self._net.lm.config)
@@ -190,6 +192,7 @@ class CausalLMPolicy:
             cache.batch_select_indices(pick)
         logits, value, mask, position = logits[pick, 0], value[pick, 0], mask[pick], positions[pick, -1]
         seen = self._seen(ids[pick], mask, logits)
+        # `rows` are the replies still being written; all that follows but `out` and `uniform` has their order.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
         uniform = None if noise is None else torch.from_numpy(noise).to(self._device)
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
@@ -201,6 +204,7 @@ class CausalLMPolicy:
             done = done | torch.isin(chosen, self.ends) | self._stops(out[0][rows], t)
             if t + 1 == limit or bool(done.all()):
                 break
+            # Copying the cache pays once half of the rows are no longer needed.
             if not exact and int(done.sum()) * 2 > len(done):
                 alive = (~done).nonzero().squeeze(1)
                 cache.batch_select_indices(alive)
@@ -227,6 +231,7 @@ class CausalLMPolicy:
         """[B] replies whose last tokens complete a stop text."""
         if not self._sampling.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=self._device)
+        # A token is a character or more; 8 more leave room for rare characters that take a token for each byte.
         tail = max(map(len, self._sampling.stop)) + 8
         texts = self.tokenizer.batch_decode(tokens[:, max(0, t + 1 - tail) : t + 1].clamp(min=0))
         return torch.tensor([any(s in x for s in self._sampling.stop) for x in texts], device=self._device)

@@ -96,10 +96,10 @@ class LlamaAttention(nn.Module):
     def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Map [B, T, D] to [B, T, D], or to [B, R, D] where only the queries of `rows` [B, R] are wanted."""
         q, rope, mask = x, plan.rope, plan.mask
-        if rows is not None:
+        if rows is not None:  # only queries are left out: keys and values of all tokens are attended to
             q = pick_rows(x, rows)
             rope = (_pick_positions(rope[0], rows), _pick_positions(rope[1], rows))
-            if mask.shape[2] > 1:
+            if mask.shape[2] > 1:  # a mask of its own for every query
                 mask = pick_rows(mask[:, 0], rows)[:, None]
         q = _rotate(self._heads(self.q_proj(q)), rope)
         k, v = _rotate(self._heads(self.k_proj(x)), plan.rope), self._heads(self.v_proj(x))
