@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LauncherSettings(Settings):
     """What every launcher has."""
 
-    name: str
+    name: str = "local"
     """inline: one process, one thread of control; local: supervised processes on this host; ray: a cluster."""
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
-from embodyrl.cluster.settings import ActingFaults
 from embodyrl.commands.run_folder import RunFolder
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import CheckpointError, Interrupted, masked
@@ -65,8 +64,7 @@ class Session:
     def __init__(self, cfg: TrainConfig | SftConfig, folder: RunFolder, command: str) -> None:
         self.cfg = cfg
         self.folder = folder
-        faults = cfg.faults if isinstance(cfg, TrainConfig) else ActingFaults()
-        self._save_timeout_s = faults.update_timeout_s
+        self._save_timeout_s = cfg.faults.update_timeout_s
         self.monitor = build_monitor(cfg.runner.logger.backends)
         self.step = 0
         self.total = 0

@@ -1,41 +1,25 @@
-"""Supervised training on demonstrations, as RL's warm start or for its own sake."""
+"""Supervised training on demonstrations or text, as RL's warm start or for its own sake, with RL's actor workers."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from embodyrl.cluster.signals import StopRequest
 from embodyrl.commands.run_folder import RunFolder, open_run
 from embodyrl.commands.session import Session
-from embodyrl.commands.sft_setup import (
-    Samples,
-    augments,
-    build_text_policy,
-    data_statistics,
-    load_samples,
-    load_text,
-    sft_facts,
-    start_model,
-    with_statistics,
-)
-from embodyrl.datasets.layout import read_card
-from embodyrl.datasets.settings import RowSettings
-from embodyrl.errors import ConfigError, Interrupted, NonFiniteError
-from embodyrl.plan.blueprint import mismatches
+from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
+from embodyrl.errors import Interrupted
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
-from embodyrl.policies import POLICIES
-from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.types import EnvSpec, FloatArray, IntArray
-from embodyrl.workers.augment import augment
-from embodyrl.workers.training import Optimization, best_device, seed_everything
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.scheduler.supervised import SupervisedActors, start_supervised
+from embodyrl.types import IntArray
+from embodyrl.workers.messages import ImitateRequest, LoadRequest
 
 LOG_EVERY = 10
 """Optimizer steps per row of metrics."""
@@ -77,86 +61,76 @@ class _Sft:
         self.session = Session(cfg, folder, "sft")
         self.monitor = self.session.monitor
         self.measured: dict[str, float] = {}
-        self.device = torch.device(best_device())
         self._orders: dict[int, IntArray] = {}
 
     def run(self) -> SftResult:
-        session, root = self.session, self.session.folder.root
+        session, folder = self.session, self.session.folder
         start = session.find_start()
-        seed_everything(self.cfg.seed, deterministic=self.cfg.runner.deterministic)
-        self.policy = self._prepare()
-        total = self._total_steps()
-        self.optimization = Optimization(self.policy.module, self.cfg.actor.optim, total)
-        if start is not None:
-            self.optimization.load(start, self.policy)
-        held_out = 0 if self.validation is None else len(self.validation.steps)
-        samples = f"{len(self.train.steps)} for training, {held_out} held out · device {self.device}"
-        session.announce([*self.facts, ("samples", samples), ("output", str(root))], total)
+        self.material = load_material(self.cfg, folder.root / START_FOLDER)
+        held_out = len(self.material.validation or ())
+        samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out")
+        where = [("output", str(folder.root)), ("logs", f"tail -F {folder.logs}/*.log")]
+        session.announce([*self.facts, samples, *where], self._total_steps())
         try:
-            request = StopRequest()
-            with request.listening():
-                try:
-                    self._loop(request)
-                except Interrupted as interruption:
-                    raise session.stop_message(interruption, self._save()) from None
-            checkpoint = self._save()
-            session.wait_for_save()
-            for line in (
-                f"run        {root}",
-                f"checkpoint {checkpoint}",
-                f"next       embodyrl eval env=... ckpt={root}, or train with the same ckpt",
-            ):
-                self.monitor.text(line)
+            request = PolicyRequest(
+                env=self.material.env,
+                device="auto",
+                seed=self.cfg.seed,
+                gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
+                fresh_heads=True,
+            )
+            actors = start_supervised(
+                self.cfg,
+                self.material.model,
+                request,
+                self.material.layout,
+                total_steps=session.total,
+                log_dir=folder.logs,
+                say=self.monitor.text,
+            )
+            try:
+                with actors.supervisor.signals():
+                    return self._train(actors, start)
+            finally:
+                actors.close()
         finally:
             self.monitor.close()
-        return SftResult(run=root, step=session.step, checkpoint=checkpoint, metrics=self.measured)
-
-    # --- set-up -----------------------------------------------------------------------------------------------------
-
-    def _prepare(self) -> Policy:
-        """Load the data, then build the policy with their statistics."""
-        cfg = self.cfg
-        if isinstance(cfg.data, RowSettings):
-            speaker = build_text_policy(cfg, str(self.device))
-            self.train, self.validation = load_text(cfg, speaker)
-            return speaker
-        env = read_card(Path(str(cfg.data.path))).env
-        factory = POLICIES.get(cfg.model.model_type)
-        key = getattr(cfg.model, "unnorm_key", None) or env.unnorm_key or env.name
-        source, target = start_model(cfg), self.session.folder.root / START_FOLDER
-        # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description
-        # any statistics will do.
-        blank = data_statistics(*_blank(env), env, 0)
-        model = with_statistics(cfg.model, source, target, key, blank)
-        spec = factory.spec(model, env, 0)
-        if problems := mismatches(env, spec):
-            raise ConfigError(problems)
-        self.train, self.validation = load_samples(cfg, env, spec)
-        demos, steps = self.train.demos, self.train.steps
-        episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
-        entry = data_statistics(self.train.actions[:, 0], demos.state[steps], env, episodes)
-        model = with_statistics(cfg.model, source, target, key, entry)
-        request = PolicyRequest(env=env, device=str(self.device), seed=cfg.seed, fresh_heads=True)
-        return factory.build(model, request)
 
     def _total_steps(self) -> int:
         runner, batch = self.cfg.runner, self.cfg.actor.global_batch_size
         if runner.max_epochs < 0:
             return runner.max_steps
-        return min(runner.max_steps, math.ceil(runner.max_epochs * len(self.train.steps) / batch))
+        return min(runner.max_steps, math.ceil(runner.max_epochs * len(self.material.train) / batch))
 
-    # --- training ---------------------------------------------------------------------------------------------------
+    def _train(self, actors: SupervisedActors, start: Path | None) -> SftResult:
+        try:
+            if start is not None:
+                actors.loop.call(LoadRequest(folder=str(start)))
+            self._loop(actors)
+            checkpoint = self._save(actors)
+            self.session.wait_for_save()
+        except Interrupted as interruption:
+            raise self.session.stop_message(interruption, self._save(actors)) from None
+        root = self.session.folder.root
+        for line in (
+            f"run        {root}",
+            f"checkpoint {checkpoint}",
+            f"next       embodyrl eval env=... ckpt={root}, or train with the same ckpt",
+        ):
+            self.monitor.text(line)
+        return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)
 
-    def _loop(self, request: StopRequest) -> None:
+    def _loop(self, actors: SupervisedActors) -> None:
         session, runner = self.session, self.cfg.runner
         if session.step == 0 and runner.val_check_interval != -1:
-            self.monitor.log(0, self._measure())
+            self.monitor.log(0, self._measure(actors))
         losses: list[float] = []
         began = time.perf_counter()
         while session.step < session.total:
-            request.check()
-            row = self._update()
-            session.step += 1
+            actors.supervisor.pump(0.0)  # between two steps a signal takes effect
+            with actors.supervisor.shield():
+                row = self._update(actors)
+                session.step += 1
             losses.append(row["actor/loss"])
             last = session.step == session.total
             checks = session.due(runner.val_check_interval)
@@ -168,39 +142,26 @@ class _Sft:
                 row["time/samples_per_s"] = self.cfg.actor.global_batch_size / seconds
                 try:
                     if checks:
-                        row |= self._measure()
+                        row |= self._measure(actors)
                 finally:
                     # The step is done and will not be repeated, even if its validation was interrupted.
                     self.monitor.log(session.step, row)
                 losses, began = [], time.perf_counter()
-            session.save_if_due(self._save)
+            session.save_if_due(lambda: self._save(actors))
 
-    def _update(self) -> dict[str, float]:
+    def _update(self, actors: SupervisedActors) -> dict[str, float]:
         """One optimizer step on the batch that belongs to this step, whatever happened before."""
-        size, step = self.cfg.actor.micro_batch_size, self.session.step
-        self.policy.module.train()
-        picked = self._batch(step)
-        self.optimization.zero_grad()
-        total = 0.0
-        for start in range(0, len(picked), size):
-            part = picked[start : start + size]
-            obs = self.train.demos.observe(self.train.steps[part])
-            if augments(self.cfg) and obs.images.size:
-                seed = derive(self.cfg.seed, "augment", step, start)
-                obs = replace(obs, images=augment(obs.images, seed=seed, device=self.device))
-            loss = self.policy.imitate(obs, self.train.actions[part]).loss.sum() / len(picked)
-            if not torch.isfinite(loss):
-                raise NonFiniteError(f"Loss {float(loss.detach())} at step {step}. Try actor.optim.lr lower.")
-            loss.backward()
-            total += float(loss.detach())
-        norm = self.optimization.step(step)
-        if not math.isfinite(norm):
-            raise NonFiniteError(f"Gradient norm {norm} at step {step}. Try actor.optim.lr lower.")
-        return {"actor/loss": total, "actor/grad_norm": norm, "actor/lr": self.optimization.lr}
+        step, cfg = self.session.step, self.cfg
+        rows = self._batch(step)
+        starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
+        seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
+        with actors.holding(self.material.train, rows) as tickets:
+            done = actors.loop.call(ImitateRequest(step=step, tickets=tickets, augment=seeds))
+        return {f"actor/{name}": value for name, value in done.metrics.items()}
 
     def _batch(self, step: int) -> IntArray:
         """Rows of the batch of a step: a walk through one seeded permutation per epoch."""
-        count, size = len(self.train.steps), self.cfg.actor.global_batch_size
+        count, size = len(self.material.train), self.cfg.actor.global_batch_size
         parts: list[IntArray] = []
         position, missing = step * size, size
         while missing:
@@ -212,43 +173,34 @@ class _Sft:
 
     def _order(self, epoch: int) -> IntArray:
         if epoch not in self._orders:
-            count = len(self.train.steps)
+            count = len(self.material.train)
             rng = np.random.default_rng(derive(self.cfg.seed, "sft-order", epoch))
             self._orders = {epoch: rng.permutation(count) if self.cfg.data.shuffle else np.arange(count)}
         return self._orders[epoch]
 
-    # --- validation -------------------------------------------------------------------------------------------------
-
-    def _measure(self) -> dict[str, float]:
+    def _measure(self, actors: SupervisedActors) -> dict[str, float]:
         """Loss and token accuracy on held-out episodes, and on as many training samples without augmentation."""
         started = time.perf_counter()
-        metrics = self._score(self.train, "train")
+        metrics = self._score(actors, self.material.train, "train")
         judged = metrics["train/loss"]
-        if self.validation is not None:
-            metrics |= self._score(self.validation, "eval")
+        if self.material.validation is not None:
+            metrics |= self._score(actors, self.material.validation, "eval")
             judged = metrics["eval/loss"]
         self.session.record_score(-judged)
         self.measured = dict(metrics)
         return metrics | {"time/validate": time.perf_counter() - started}
 
-    @torch.no_grad()
-    def _score(self, samples: Samples, name: str) -> dict[str, float]:
-        self.policy.module.eval()
-        count = len(samples.steps)
+    def _score(self, actors: SupervisedActors, samples: Samples, name: str) -> dict[str, float]:
+        count, size = len(samples), self.cfg.actor.global_batch_size
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
-        loss = accuracy = 0.0
-        for start in range(0, len(rows), self.cfg.actor.micro_batch_size):
-            part = rows[start : start + self.cfg.actor.micro_batch_size]
-            obs = samples.demos.observe(samples.steps[part])
-            scores = self.policy.imitate(obs, samples.actions[part])
-            loss += float(scores.loss.sum())
-            accuracy += float(scores.accuracy.sum())
-        return {f"{name}/loss": loss / len(rows), f"{name}/token_accuracy": accuracy / len(rows)}
+        sums = {"loss": 0.0, "accuracy": 0.0}
+        for start in range(0, len(rows), size):
+            with actors.holding(samples, rows[start : start + size]) as tickets:
+                done = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
+            sums = {key: value + done.metrics[key] for key, value in sums.items()}
+        return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/token_accuracy": sums["accuracy"] / len(rows)}
 
-    def _save(self) -> Path:
-        meta = {"model": self.policy.spec.name, "data": self.cfg.data.path}
-        return self.session.save(lambda folder: self.optimization.save(folder, self.policy), meta)
-
-
-def _blank(env: EnvSpec) -> tuple[FloatArray, FloatArray]:
-    return np.zeros((1, env.action_dim), np.float32), np.zeros((1, env.state_dim), np.float32)
+    def _save(self, actors: SupervisedActors) -> Path:
+        meta = {"model": self.material.policy.name, "data": self.cfg.data.path}
+        with actors.supervisor.shield():
+            return self.session.save(actors.save, meta)

@@ -1,13 +1,16 @@
-"""What supervised training starts from: demonstrations and a checkpoint folder with their statistics, or text."""
+"""What supervised training learns from: demonstrations with a checkpoint folder of their statistics, or text."""
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record, RecordLayout, record_layout
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import join_messages
 from embodyrl.datasets.layout import read_card
@@ -16,13 +19,22 @@ from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.datasets.statistics import vector_stats
 from embodyrl.datasets.text import TextRows, open_rows
 from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import count_ranks, mismatches
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.plan.texts import tokenizer_folder
 from embodyrl.policies import POLICIES
-from embodyrl.policies.protocol import PolicyRequest, TextPolicy
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, PolicySpec
+from embodyrl.types import (
+    ActionKind,
+    ActionSpace,
+    EnvSpec,
+    FloatArray,
+    IntArray,
+    PolicySpec,
+    encode_instruction,
+    encode_reply,
+)
 from embodyrl.workers.rollout_worker import convert_gripper
 
 STATISTICS_FILE = "dataset_statistics.json"
@@ -40,6 +52,72 @@ class Samples:
     """[M] steps of `demos`."""
     actions: FloatArray
     """[M, K, A] the actions that follow, in the policy's gripper convention."""
+    replies: Sequence[str] = ()
+    """[M] of text, instead of actions."""
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def write(self, arena: Arena, record: int, row: int) -> None:
+        """Put one sample into a record."""
+        demos, step = self.demos, self.steps[row]
+        width = arena[Record.instruction].shape[1]
+        arena[Record.images][record] = demos.images[step]
+        arena[Record.observed_state][record] = demos.state[step]
+        arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
+        arena[Record.action][record] = self.actions[row]
+        if self.replies:
+            arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """What a run learns from, and with which model."""
+
+    env: EnvSpec
+    policy: PolicySpec
+    model: ModelSettings
+    train: Samples
+    validation: Samples | None
+
+    @property
+    def layout(self) -> RecordLayout:
+        """Of an arena for these samples."""
+        parts = [self.train, *([self.validation] if self.validation else [])]
+        prompts = {str(text) for part in parts for text in part.demos.instruction}
+        replies = {text for part in parts for text in part.replies}
+        env = replace(self.env, prompt_bytes=max(len(text.encode()) for text in prompts))
+        policy = replace(self.policy, reply_bytes=max((len(text.encode()) for text in replies), default=0))
+        return record_layout(env, policy)
+
+
+def load_material(cfg: SftConfig, folder: Path) -> Material:
+    """Load the data; statistics of demonstrations replace those of the model in a copy of its small files, `folder`.
+
+    Raises:
+        EmbodyError: data are missing, damaged or too large, or do not fit the model.
+    """
+    return _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
+
+
+def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
+    env = read_card(Path(str(cfg.data.path))).env
+    factory = POLICIES.get(cfg.model.model_type)
+    key = getattr(cfg.model, "unnorm_key", None) or env.unnorm_key or env.name
+    source = start_model(cfg)
+    # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
+    # statistics will do.
+    action, state = (np.zeros((1, size), np.float32) for size in (env.action_dim, env.state_dim))
+    model = with_statistics(cfg.model, source, folder, key, data_statistics(action, state, env, 0))
+    spec = factory.spec(model, env, 0)
+    if problems := mismatches(env, spec):
+        raise ConfigError(problems)
+    train, validation = load_samples(cfg, env, spec)
+    demos, steps = train.demos, train.steps
+    episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
+    entry = data_statistics(train.actions[:, 0], demos.state[steps], env, episodes)
+    model = with_statistics(cfg.model, source, folder, key, entry)
+    return Material(env=env, policy=spec, model=model, train=train, validation=validation)
 
 
 def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
@@ -143,7 +221,9 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
         EmbodyError: the data set is damaged or there is none.
     """
     assert cfg.data.path is not None
-    training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} samples")
+    ranks = count_ranks(cfg)
+    where = f" on {ranks} actor ranks" if ranks > 1 else ""
+    training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} samples{where}")
     if isinstance(cfg.data, RowSettings):
         rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
         return [
@@ -167,44 +247,31 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     ]
 
 
-def build_text_policy(cfg: SftConfig, device: str) -> TextPolicy:
-    """Build the language model.
+def _text(cfg: SftConfig) -> Material:
+    """Rows of text; what is imitated is the reference and the token that ends it.
 
     Raises:
-        ConfigError: the model does not speak.
+        ConfigError: a source or a row is wrong, or the model does not speak.
     """
+    assert isinstance(cfg.data, RowSettings)
     space = ActionSpace(kind=ActionKind.text)
     env = EnvSpec(name="text", action_dim=1, tasks=("text",), states_per_task=(1,), action_space=space)
-    factory = POLICIES.get(cfg.model.model_type)
-    if ActionKind.text not in factory.spec(cfg.model, env, 0).action_kinds:
+    model = cfg.model.updated({"num_action_chunks": 1})
+    policy = POLICIES.get(cfg.model.model_type).spec(model, env, 0)
+    if ActionKind.text not in policy.action_kinds:
         raise ConfigError(
             f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
             "or a folder that `embodyrl collect` wrote."
         )
-    recompute = cfg.actor.gradient_checkpointing
-    request = PolicyRequest(env=env, device=device, seed=cfg.seed, gradient_checkpointing=recompute)
-    policy = factory.build(cfg.model.updated({"num_action_chunks": 1}), request)
-    assert isinstance(policy, TextPolicy)
-    return policy
-
-
-def load_text(cfg: SftConfig, policy: TextPolicy) -> tuple[Samples, Samples | None]:
-    """Rows for training and for validation; what is imitated is the reference and the token that ends it.
-
-    Raises:
-        ConfigError: a source or a row is wrong.
-    """
-    assert isinstance(cfg.data, RowSettings)
     rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
     split = len(rows) - rows.held_out
-    training = _text_samples(rows, range(split), policy)
-    return training, _text_samples(rows, range(split, len(rows)), policy) if rows.held_out else None
+    train, held_out = _text_samples(rows, range(split)), _text_samples(rows, range(split, len(rows)))
+    return Material(env=env, policy=policy, model=model, train=train, validation=held_out if len(held_out) else None)
 
 
-def _text_samples(rows: TextRows, part: range, policy: TextPolicy) -> Samples:
+def _text_samples(rows: TextRows, part: range) -> Samples:
     """Each row as an episode of one step, in which there is nothing but the conversation to see."""
     chosen, steps = [rows[i] for i in part], np.arange(len(part))
-    tokens = policy.encode_replies([row.reference for row in chosen])
     none = np.zeros((len(part), 0), np.float32)
     demos = Demonstrations(
         images=np.zeros((len(part), 0, 0, 0, 3), np.uint8),
@@ -214,4 +281,5 @@ def _text_samples(rows: TextRows, part: range, policy: TextPolicy) -> Samples:
         stop=steps + 1,
         instruction=np.array([join_messages(row.messages) for row in chosen], object),
     )
-    return Samples(demos=demos, steps=steps, actions=tokens[:, :, None].astype(np.float32))
+    replies = [row.reference for row in chosen]
+    return Samples(demos=demos, steps=steps, actions=np.zeros((len(part), 1, 1), np.float32), replies=replies)

@@ -18,7 +18,7 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.episodes import eval_episodes, groups_per_step, selected_reset_ids
-from embodyrl.plan.roots import ActingConfig, EvalConfig, TrainConfig
+from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
 from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import EnvSpec, PolicySpec
@@ -231,23 +231,24 @@ def _count_slots(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec, learner: T
     return max(eval_slots, learner.env.train.total_num_envs if learner else 1)
 
 
-def _in_process(cfg: ActingConfig) -> bool:
+def _in_process(cfg: ActingConfig | SftConfig) -> bool:
     return LAUNCHERS.get(cfg.launcher.name).in_process
 
 
-def count_ranks(cfg: ActingConfig) -> int:
+def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     """Actor ranks: `actor.fsdp.size`, or one per GPU that nobody else needs where the run can be spread."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    acting = cfg.rollout.acting_processes
+    acting = cfg.rollout.acting_processes if isinstance(cfg, ActingConfig) else 0
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
-    alone = cfg.model.compiled or (not acting and (asynchronous or cfg.rollout.backend != "hf"))
+    has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
+    alone = cfg.model.compiled or (not acting and (asynchronous or has_engine))
     return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
 
 
-def plan_devices(cfg: ActingConfig, *, training: bool) -> Devices:
+def plan_devices(cfg: ActingConfig | SftConfig, *, training: bool) -> Devices:
     """Which GPU each process of the run will see; one process for everything sees them all."""
-    acting = cfg.rollout.acting_processes if training else 0
+    acting = cfg.rollout.acting_processes if training and isinstance(cfg, ActingConfig) else 0
     return deal_devices(() if _in_process(cfg) else visible_gpus(), count_ranks(cfg) + acting)
 
 

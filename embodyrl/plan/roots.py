@@ -35,6 +35,7 @@ from embodyrl.plan.settings import (
     RolloutMode,
     RolloutSettings,
     RunnerSettings,
+    SupervisedFaults,
     SupervisedRunSettings,
     VideoChoice,
 )
@@ -152,9 +153,19 @@ class SftConfig(RunConfig):
     """`embodyrl sft`."""
 
     runner: SupervisedRunSettings = SupervisedRunSettings()
+    launcher: LauncherSettings
     data: DataSettings = DataSettings()
     actor: SupervisedActorSettings = SupervisedActorSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    faults: SupervisedFaults = SupervisedFaults()
+
+    def problems(self) -> Iterator[str]:
+        """Say which ranks there cannot be."""
+        return _ranks(self)
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what is about simulators."""
+        yield "launcher.env_workers", "supervised training runs no simulators"
 
 
 class TextTask(Settings):
@@ -182,7 +193,7 @@ def _model(values: Mapping[str, Any]) -> type[Settings]:
 
 
 def _launcher(values: Mapping[str, Any]) -> type[Settings]:
-    return LAUNCHERS.get(_name(values, "launcher.name")).settings
+    return LAUNCHERS.get(_name(values, "launcher.name", "local")).settings
 
 
 def _algorithm(values: Mapping[str, Any]) -> type[Settings]:
@@ -234,7 +245,7 @@ class CommandKeys:
             bases.insert(0, TextTask)
         elif issubclass(root, ActingConfig) and (section := getattr(factory, "section", None)):
             bases.insert(0, section)
-        if "launcher" in fields and (section := LAUNCHERS.get(values["launcher.name"]).section):
+        if "launcher" in fields and (section := LAUNCHERS.get(_name(values, "launcher.name", "local")).section):
             bases.insert(0, section)
         return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
 
@@ -343,8 +354,7 @@ def _slots(cfg: TrainConfig) -> Iterator[str]:
     slots, size = cfg.env.train.total_num_envs, cfg.algorithm.group_size
     if slots % size:
         near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
-        sizes = [g for g in range(1, slots + 1) if slots % g == 0]
-        best = min(sizes, key=lambda g: (abs(g - size), g))
+        best = min((g for g in range(1, slots + 1) if slots % g == 0), key=lambda g: (abs(g - size), g))
         yield (
             f"env.train.total_num_envs={slots} is not divisible by algorithm.group_size={size}: every group needs a "
             f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near))}, "
@@ -377,14 +387,11 @@ def _asynchronous(cfg: TrainConfig) -> Iterator[str]:
         )
 
 
-def _ranks(cfg: TrainConfig) -> Iterator[str]:
+def _ranks(cfg: TrainConfig | SftConfig) -> Iterator[str]:
     size = cfg.actor.fsdp.size
     if size > 1 and LAUNCHERS.get(cfg.launcher.name).in_process:
-        yield (
-            f"actor.fsdp.size={size}: launcher={cfg.launcher.name} has one process. Use launcher=local, or "
-            "actor.fsdp.size=1."
-        )
-    elif size > 1 and cfg.rollout.backend != "hf" and cfg.rollout.mode is RolloutMode.collocated:
+        yield f"actor.fsdp.size={size}: launcher={cfg.launcher.name} has one process; use launcher=local or one rank."
+    elif size > 1 and isinstance(cfg, TrainConfig) and cfg.rollout.backend != "hf" and not cfg.rollout.acting_processes:
         yield (
             f"rollout.backend={cfg.rollout.backend} generates with one actor rank. Use actor.fsdp.size=1, "
             "rollout.mode=disaggregated, or rollout.backend=hf."

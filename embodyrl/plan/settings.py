@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from embodyrl.cluster.settings import ActingFaults
+from embodyrl.cluster.settings import ActingFaults, WorkerTimeouts
 from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Settings
 
 RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
@@ -177,11 +177,15 @@ class CheckpointSettings(Settings):
     """A checkpoint on the way cannot be written (full disk): warn and continue, or stop. The last one must succeed."""
 
 
-class FaultSettings(ActingFaults):
-    """What happens when a worker or an update fails."""
+class SupervisedFaults(WorkerTimeouts):
+    """What happens when an update fails."""
 
     on_nonfinite: OnNonfinite = OnNonfinite.stop
     """stop with exit code 5, or skip the update and count it."""
+
+
+class FaultSettings(ActingFaults, SupervisedFaults):
+    """What happens when a worker or an update fails."""
 
 
 EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.gate import LOOPBACK, open_gate
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.plan.roots import ActingConfig, TrainConfig
+from embodyrl.devices import Devices
+from embodyrl.plan.roots import ActingConfig, SftConfig, TrainConfig
 from embodyrl.plan.settings import OnNonfinite
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -70,15 +71,7 @@ def plan_hosts(
     common = replace(
         policy_init(blueprint, arena, start_from), bucket_arena=bucket_arena.handle if bucket_arena else None
     )
-    actors = [
-        _spec(
-            f"policy_{rank}" if rank else "policy",
-            "actor",
-            replace(common, rank_info=replace(rank_info, rank=rank, world=ranks), acts=bucket_arena is None),
-            blueprint.devices.of_policy(rank),
-        )
-        for rank in range(ranks)
-    ]
+    actors = actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, blueprint.devices)
     # Built as the actors are, so that both compute the same function.
     request = replace(common.request, gradient_checkpointing=False)
     learner = blueprint.cfg if isinstance(blueprint.cfg, TrainConfig) else None
@@ -94,6 +87,19 @@ def plan_hosts(
         for i in range(count)
     ]
     return actors + rollouts
+
+
+def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: Devices) -> list[WorkerSpec]:
+    """The processes that train a policy together, who meet at their `rank_info`."""
+    return [
+        _spec(
+            f"policy_{rank}" if rank else "policy",
+            "actor",
+            replace(init, rank_info=replace(rank_info, rank=rank, world=ranks)),
+            devices.of_policy(rank),
+        )
+        for rank in range(ranks)
+    ]
 
 
 def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> PolicyHostInit:
@@ -149,6 +155,6 @@ def _threads() -> str:
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
-def shared_arena(cfg: ActingConfig, arena: Arena) -> Arena | None:
+def shared_arena(cfg: ActingConfig | SftConfig, arena: Arena) -> Arena | None:
     """The driver's own arena object, for workers that live in its process."""
     return arena if LAUNCHERS.get(cfg.launcher.name).in_process else None

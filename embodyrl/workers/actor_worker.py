@@ -1,31 +1,22 @@
 """The actor worker: advantages in, gradient steps out."""
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import torch
 
-from embodyrl.algorithms.aggregation import merge_metrics
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
-from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.settings import ActorSettings
-from embodyrl.workers.training import Optimization, deal
-
-T = TypeVar("T")
-InParts = Generator[None, None, T]
-"""Pauses where an inference may come in between."""
+from embodyrl.workers.training import InParts, Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,27 +34,22 @@ class ActorWorker:
 
     def __init__(
         self,
-        policy: Policy,
+        trainer: Trainer,
         arena: Arena,
         algorithm: Algorithm,
         cfg: ActorSettings,
-        *,
         seed: int,
-        skips_nonfinite: bool,
-        total_steps: int,
         reference: Policy | None,
-        ranks: OneRank,
     ) -> None:
-        self._policy = policy
-        self._ranks = ranks
+        self._trainer = trainer
+        self._policy = trainer.policy
+        self._ranks = trainer.ranks
         self._arena = arena
         self._algorithm = algorithm
         self._cfg = cfg
         self._rules = algorithm.settings
         self._seed = seed
-        self._skips_nonfinite = skips_nonfinite
         self._reference = reference
-        self.optimization = Optimization(policy.module, cfg.optim, total_steps, ranks)
 
     def score(self, request: ScoreRequest) -> None:
         """Write the reference policy's log-probabilities."""
@@ -89,7 +75,7 @@ class ActorWorker:
         proximal = yield from self._proximal(batch)
         self._ranks.train()
         result = yield from self._train(batch, proximal, request.step)
-        self.optimization.zero_grad()
+        self._trainer.optimization.zero_grad()
         self._ranks.reshard()
         return result
 
@@ -110,7 +96,7 @@ class ActorWorker:
         result = _reduce(steps) | proximal.metrics
         if math.isfinite(limit):
             result["early_stopped"] = float(bool(steps) and steps[-1].get("ratio", 0.0) > limit)
-        result["lr"] = self.optimization.lr
+        result["lr"] = self._trainer.optimization.lr
         result["optimizer_steps"] = float(len(steps))
         result["skipped_nonfinite"] = float(skipped)
         if steps and "logprob_gap" in steps[0]:
@@ -167,41 +153,26 @@ class ActorWorker:
         if not useful.size:
             return {}
         weights = weights.rows(useful)
-        samples = [samples[int(i)] for i in useful]
-        self.optimization.zero_grad()
-        parts: list[dict[str, float]] = []
-        cost = self._arena[Record.cost][batch.records[np.asarray(samples)]]
-        dealt = deal(cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
-        for number, (rows, counts) in enumerate(dealt, start=1):
-            part = np.asarray(samples)[rows]
-            records = batch.records[part]
-            scores = self._ranks.score(partial(self._score, records), last=number == len(dealt))
-            inputs = self._inputs(batch, part, weights.rows(rows), proximal, scores.logprob.device)
-            loss, metrics = self._algorithm.loss(scores, inputs)
-            # FSDP averages gradients over the ranks; the weights of the samples already add up over all of them.
-            (loss * (self._ranks.rank_info.world if counts else 0)).backward()
-            if counts:
-                parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(loss.detach())})
-            yield
-        parts = self._ranks.exchange(parts)
-        if broken := [part["loss"] for part in parts if not math.isfinite(part["loss"])]:
-            return self._refuse(f"loss {broken[0]}")
-        grad_norm = self.optimization.step(position, values_only=values_only)
-        if not math.isfinite(grad_norm):
-            return self._refuse(f"gradient norm {grad_norm}")
-        return merge_metrics(parts) | {"grad_norm": grad_norm}
+        chosen = np.asarray(samples)[useful]
+        records = batch.records[chosen]
+
+        def loss(scores: PolicyScores, rows: IntArray) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            device = scores.logprob.device
+            return self._algorithm.loss(scores, self._inputs(batch, chosen[rows], weights.rows(rows), proximal, device))
+
+        return (
+            yield from self._trainer.descend(
+                self._arena[Record.cost][records],
+                position,
+                lambda rows: self._score(records[rows]),
+                loss,
+                max_cost=self._cfg.max_tokens_per_mbs,
+                values_only=values_only,
+            )
+        )
 
     def _score(self, records: IntArray) -> PolicyScores:
         return self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
-
-    def _refuse(self, what: str) -> None:
-        """Leave the weights as they are when something is not finite."""
-        self.optimization.zero_grad()
-        if not self._skips_nonfinite:
-            raise NonFiniteError(
-                f"Non-finite {what} in the actor; the weights were not touched. Likely cause: learning rate too high "
-                "or a broken reward. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
-            )
 
     def _inputs(
         self, batch: PreparedBatch, samples: IntArray, weights: LossWeights, proximal: _Proximal, device: torch.device

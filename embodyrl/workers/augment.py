@@ -22,19 +22,24 @@ HUE = 0.05
 CROP_AREA = 0.9
 
 
-def augment(images: ByteArray, *, seed: int, device: torch.device) -> ByteArray:
+def draw(count: int, seed: int) -> Tensor:
+    """Uniform numbers [6, count] that decide how `count` frames are changed, whatever the device."""
+    return torch.rand(6, count, generator=torch.Generator().manual_seed(seed))
+
+
+def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray:
     """Augment every frame on its own.
 
     Args:
         images: [B, C, H, W, 3] uint8.
-        seed: fixes all draws, whatever the device.
+        draws: [6, B, C] in [0, 1), see `draw`.
         device: where to compute.
 
     Returns:
         New frames of the same shape and type.
     """
     frames = torch.from_numpy(np.ascontiguousarray(images)).to(device).flatten(0, 1)
-    draws = torch.rand(6, len(frames), generator=torch.Generator().manual_seed(seed)).to(device)
+    draws = draws.flatten(1).to(device)
     shifted = shift(frames, draws[0], draws[1])
     coloured = jitter(shifted.permute(0, 3, 1, 2).float() / 255.0, draws[2:])
     return (coloured * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1).reshape(images.shape).cpu().numpy()

@@ -208,6 +208,21 @@ class UpdateRequest(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImitateRequest(Request):
+    """Train by supervision on records that hold an observation and the actions, or the reply, to imitate."""
+
+    step: int
+    tickets: tuple[Ticket, ...]
+    augment: tuple[int, ...] = ()
+    """Seeds of random changes of images, one for every `actor.micro_batch_size` samples; empty: no changes."""
+    learn: bool = True
+    """False: reply with the sums of loss and accuracy, and leave the weights as they are."""
+
+    def reads(self) -> tuple[Use, ...]:
+        return (Use(self.tickets, (*OBSERVATION, Record.action, Record.reply)),)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ContinueRequest(Request):
     """Carry out the next part of the last update."""
 

@@ -12,10 +12,12 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import POLICIES, Policy
-from embodyrl.workers.actor_worker import ActorWorker, InParts
+from embodyrl.workers.actor_worker import ActorWorker
+from embodyrl.workers.imitation import ImitationWorker
 from embodyrl.workers.messages import (
     ContinueRequest,
     Done,
+    ImitateRequest,
     InferRequest,
     LoadRequest,
     LoadWeightsRequest,
@@ -29,7 +31,8 @@ from embodyrl.workers.messages import (
 from embodyrl.workers.policy_init import PolicyHostInit
 from embodyrl.workers.ranks import OneRank, halve, open_ranks
 from embodyrl.workers.rollout_worker import RolloutWorker
-from embodyrl.workers.training import best_device, seed_everything
+from embodyrl.workers.settings import ActorSettings
+from embodyrl.workers.training import InParts, Trainer, best_device, seed_everything
 from embodyrl.workers.weight_sync import describe_weights, publish, take
 
 
@@ -45,30 +48,31 @@ class PolicyHost:
         self.policy = self._build()
         self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.rank_info)
         self._ranks = OneRank(init.rank_info)
-        self._actor: ActorWorker | None = None
+        self._trainer: Trainer | None = None
+        self._actor: ActorWorker | ImitationWorker | None = None
         half = init.model.half
         if init.bucket_arena is not None and not init.trains and half and not init.model.adapted:
             halve(self.policy.module, sharded=init.sharded)
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
-            assert init.algorithm is not None
-            algorithm = Algorithm(init.algorithm, init.longest_episode)
+            algorithm = None if init.algorithm is None else Algorithm(init.algorithm, init.longest_episode)
             reference = None
-            if algorithm.needs_reference:
+            if algorithm is not None and algorithm.needs_reference:
                 reference = self._build()
                 reference.module.requires_grad_(False)
             self._ranks = open_ranks(self.policy.module, init.rank_info, init.actor.fsdp, half=half, acts=init.acts)
-            self._actor = ActorWorker(
+            self._trainer = Trainer(
                 self.policy,
-                self._arena,
-                algorithm,
                 init.actor,
-                seed=init.seed,
                 skips_nonfinite=init.skips_nonfinite,
                 total_steps=init.total_steps,
-                reference=reference,
                 ranks=self._ranks,
             )
+            if algorithm is None:
+                self._actor = ImitationWorker(self._trainer, self._arena)
+            else:
+                assert isinstance(init.actor, ActorSettings)
+                self._actor = ActorWorker(self._trainer, self._arena, algorithm, init.actor, init.seed, reference)
             self._ranks.reshard()
 
     def _build(self) -> Policy:
@@ -101,20 +105,23 @@ class PolicyHost:
                 self._rollout.infer(request)
             case ValueRequest():
                 self._rollout.values(request)
-            case ScoreRequest():
-                self._trainer.score(request)
-            case UpdateRequest():
-                self._update = self._trainer.update(request)
+            case ScoreRequest() if isinstance(self._actor, ActorWorker):
+                self._actor.score(request)
+            case UpdateRequest() if isinstance(self._actor, ActorWorker):
+                self._update = self._actor.update(request)
                 return self._go_on(in_parts=request.in_parts)
+            case ImitateRequest() if isinstance(self._actor, ImitationWorker):
+                self._update = self._actor.update(request)
+                return self._go_on(in_parts=False)
             case ContinueRequest():
                 return self._go_on(in_parts=True)
             case PublishRequest() if self._bucket_arena is not None:
                 publish(request, self.policy.module, self._ranks, self._bucket_arena)
             case LoadWeightsRequest() if self._bucket_arena is not None:
                 take(request, self.policy.module, self._bucket_arena)
-            case SaveRequest():
+            case SaveRequest() if self._trainer is not None:
                 self._trainer.optimization.save(Path(request.folder), self.policy)
-            case LoadRequest():
+            case LoadRequest() if self._trainer is not None:
                 self._trainer.optimization.load(Path(request.folder), self.policy)
             case _:
                 raise AssertionError(f"unknown request {request!r}")
@@ -130,11 +137,6 @@ class PolicyHost:
                 return end.value
             if in_parts:
                 return None
-
-    @property
-    def _trainer(self) -> ActorWorker:
-        assert self._actor is not None, "this run has no actor"
-        return self._actor
 
     def close(self) -> None:
         self._ranks.close()

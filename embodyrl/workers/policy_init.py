@@ -7,7 +7,7 @@ from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.messages import RankInfo
-from embodyrl.workers.settings import ActorSettings
+from embodyrl.workers.settings import ActorSettings, SupervisedActorSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,10 +16,10 @@ class PolicyHostInit:
 
     model: ModelSettings
     algorithm: AlgorithmSettings | None = None
-    """None: nothing is trained."""
+    """None: nothing is trained, or by supervision."""
     longest_episode: int = 1
     """Chunks of an episode that its time limit ends."""
-    actor: ActorSettings = field(default_factory=ActorSettings)
+    actor: SupervisedActorSettings = field(default_factory=ActorSettings)
     seed: int
     deterministic: bool = False
     skips_nonfinite: bool = False

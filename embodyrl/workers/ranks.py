@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from embodyrl.types import PolicyScores
+from embodyrl.types import ImitationScores, PolicyScores
 from embodyrl.workers.messages import RankInfo
 from embodyrl.workers.settings import FsdpSettings
+
+S = TypeVar("S", PolicyScores, ImitationScores)
 
 VALUE_HEAD = "value_head"
 
@@ -20,7 +22,7 @@ class OneRank:
     def __init__(self, rank_info: RankInfo) -> None:
         self.rank_info = rank_info
 
-    def score(self, compute: Callable[[], PolicyScores], *, last: bool) -> PolicyScores:
+    def score(self, compute: Callable[[], S], *, last: bool) -> S:
         """Run a forward pass; `last`: its backward pass ends the accumulation of gradients."""
         return compute()
 

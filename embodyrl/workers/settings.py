@@ -63,7 +63,7 @@ class ValueOptimSettings(OptimSettings):
 
 
 class SupervisedActorSettings(Settings):
-    """The actor of supervised training."""
+    """The actor of a command that trains."""
 
     micro_batch_size: Count = 8
     """Chunk samples per forward."""
@@ -71,14 +71,21 @@ class SupervisedActorSettings(Settings):
     """Chunk samples per optimizer step."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    fsdp: FsdpSettings = FsdpSettings()
     optim: OptimSettings = OptimSettings()
 
     def problems(self):
-        """A part is not larger than the whole."""
+        """A part is not larger than the whole, and ranks come in whole copies of the weights."""
         if self.micro_batch_size > self.global_batch_size:
             yield (
                 f"actor.micro_batch_size={self.micro_batch_size} is larger than actor.global_batch_size="
                 f"{self.global_batch_size}, of which it is a part. Use actor.micro_batch_size={self.global_batch_size}."
+            )
+        fsdp = self.fsdp
+        if fsdp.size > 0 and fsdp.shard_size > 0 and fsdp.size % fsdp.shard_size:
+            yield (
+                f"actor.fsdp.size={fsdp.size} is not a multiple of actor.fsdp.shard_size={fsdp.shard_size}: every copy "
+                "of the weights needs as many ranks. Use actor.fsdp.shard_size=-1."
             )
 
 
@@ -89,13 +96,3 @@ class ActorSettings(SupervisedActorSettings, ActingSettings):
     """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
     fsdp: FsdpSettings = FsdpSettings()
     optim: ValueOptimSettings = ValueOptimSettings()
-
-    def problems(self):
-        """Ranks come in whole copies of the weights."""
-        yield from super().problems()
-        fsdp = self.fsdp
-        if fsdp.size > 0 and fsdp.shard_size > 0 and fsdp.size % fsdp.shard_size:
-            yield (
-                f"actor.fsdp.size={fsdp.size} is not a multiple of actor.fsdp.shard_size={fsdp.shard_size}: every copy "
-                "of the weights needs as many ranks. Use actor.fsdp.shard_size=-1."
-            )

@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -24,9 +25,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from embodyrl.channels.gate import LOOPBACK, pass_gate
 from embodyrl.errors import EmbodyError
-from embodyrl.types import PolicyScores
+from embodyrl.types import ImitationScores, PolicyScores
 from embodyrl.workers.messages import RankInfo
-from embodyrl.workers.ranks import OneRank, layers
+from embodyrl.workers.ranks import OneRank, S, layers
 from embodyrl.workers.settings import FsdpSettings
 
 _SIOCGIFADDR = 0x8915
@@ -39,12 +40,12 @@ class _Root(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, compute: Callable[[], PolicyScores] | None) -> tuple[Tensor, ...]:
+    def forward(self, compute: Callable[[], PolicyScores | ImitationScores] | None) -> Any:
         if compute is None:
             return ()
         scores = compute()
         # Copies, because FSDP hangs its hooks on these tensors and cannot on views.
-        return scores.logprob.clone(), scores.entropy.clone(), scores.value.clone()
+        return type(scores), {f.name: getattr(scores, f.name).clone() for f in fields(scores)}
 
 
 class ShardedRanks(OneRank):
@@ -87,13 +88,14 @@ class ShardedRanks(OneRank):
         fully_shard(root, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
         self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
         root(None)  # FSDP takes the module that runs first for the root
+        self.act()  # gathered once: FSDP accumulates gradients even of blocks that no forward pass runs through
         self.train()  # the optimizer must get the shards
 
-    def score(self, compute: Callable[[], PolicyScores], *, last: bool) -> PolicyScores:
+    def score(self, compute: Callable[[], S], *, last: bool) -> S:
         self._root.set_requires_gradient_sync(last)
         self._root.set_is_last_backward(last)
-        logprob, entropy, value = self._root(compute)
-        return PolicyScores(logprob=logprob, entropy=entropy, value=value)
+        kind, tensors = self._root(compute)
+        return kind(**tensors)
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
         # As JSON: torch's own exchange of objects unpickles whatever arrives.

@@ -3,22 +3,31 @@
 import math
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
+from embodyrl.algorithms.aggregation import merge_metrics
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.policies.protocol import Policy, weights_changed
-from embodyrl.types import IntArray
+from embodyrl.types import ImitationScores, IntArray, PolicyScores
 from embodyrl.workers.messages import POLICY_FOLDER, RankInfo
 from embodyrl.workers.ranks import VALUE_HEAD, OneRank
-from embodyrl.workers.settings import OptimSettings, ValueOptimSettings
+from embodyrl.workers.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
 
 TRAINING_STATE = "training_state"
+
+S = TypeVar("S", PolicyScores, ImitationScores)
+T = TypeVar("T")
+InParts = Generator[None, None, T]
+"""Pauses where an inference may come in between."""
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -179,6 +188,88 @@ class Optimization:
         self._schedule.taken = int(schedule.get("taken", schedule.get("last_epoch", 0)))
         self._schedule.warm_until = float(schedule.get("warm_until", 0.0))
         set_rng_state(state["rng"])
+
+
+class Trainer:
+    """One rank that trains a policy, whatever the loss; the gradient is that of all ranks."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        cfg: SupervisedActorSettings,
+        *,
+        skips_nonfinite: bool,
+        total_steps: int,
+        ranks: OneRank,
+    ) -> None:
+        """Prepare the optimizer.
+
+        Args:
+            policy: its module is bound to `ranks` already.
+            cfg: batch sizes and optimizer.
+            skips_nonfinite: leave an optimizer step out where loss or gradient is not finite, instead of an error.
+            total_steps: of the run, for the schedule.
+            ranks: who trains together.
+        """
+        self.policy = policy
+        self.cfg = cfg
+        self.ranks = ranks
+        self.optimization = Optimization(policy.module, cfg.optim, total_steps, ranks)
+        self._skips_nonfinite = skips_nonfinite
+
+    def descend(
+        self,
+        cost: IntArray,
+        position: float,
+        forward: Callable[[IntArray], S],
+        loss: Callable[[S, IntArray], tuple[Tensor, Mapping[str, Tensor]]],
+        *,
+        max_cost: int | None = None,
+        values_only: bool = False,
+    ) -> InParts[dict[str, float] | None]:
+        """Accumulate gradients over micro-batches, pausing after each, and take one optimizer step.
+
+        Args:
+            cost: [n] of each sample, see `micro_batches`.
+            position: see `Schedule.factor`.
+            forward: scores of the samples at some positions [b].
+            loss: their share of the loss, and of the metrics; shares add up.
+            max_cost: see `micro_batches`.
+            values_only: change nothing but the value head.
+
+        Returns:
+            Metrics, with `loss` and `grad_norm`; None if the step was left out.
+
+        Raises:
+            NonFiniteError: loss or gradient is not finite.
+        """
+        self.optimization.zero_grad()
+        parts: list[dict[str, float]] = []
+        dealt = deal(cost, self.ranks.rank_info, self.cfg.micro_batch_size, max_cost)
+        for number, (rows, counts) in enumerate(dealt, start=1):
+            scores = self.ranks.score(partial(forward, rows), last=number == len(dealt))
+            share, metrics = loss(scores, rows)
+            # FSDP averages gradients over the ranks; the weights of the samples already add up over all of them.
+            (share * (self.ranks.rank_info.world if counts else 0)).backward()
+            if counts:
+                parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(share.detach())})
+            yield
+        parts = self.ranks.exchange(parts)
+        if broken := [part["loss"] for part in parts if not math.isfinite(part["loss"])]:
+            return self._refuse(f"loss {broken[0]}")
+        grad_norm = self.optimization.step(position, values_only=values_only)
+        if not math.isfinite(grad_norm):
+            return self._refuse(f"gradient norm {grad_norm}")
+        return merge_metrics(parts) | {"grad_norm": grad_norm}
+
+    def _refuse(self, what: str) -> None:
+        """Leave the weights as they are when something is not finite."""
+        self.optimization.zero_grad()
+        if not self._skips_nonfinite:
+            raise NonFiniteError(
+                f"Non-finite {what} in the actor; the weights were not touched. Likely cause: learning rate too high "
+                "or broken rewards or data. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
+            )
 
 
 def _save_policy(policy: Policy, folder: Path) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from processes import start_cli
+from safetensors.torch import load_file
 from toy_env import toy_spec
 from toy_runs import TOY_COLLECT, TOY_EVAL, rows, weights
 
@@ -50,7 +52,7 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(folder: Path, demos: Path, *overrides: str) -> list[str]:
     places = (f"data.path={demos}", f"runner.output_dir={folder}", "runner.experiment_name=sft")
-    return [*places, *MODEL, *SMALL, "runner.logger.backends=[jsonl]", *overrides]
+    return [*places, *MODEL, *SMALL, "launcher=inline", "runner.logger.backends=[jsonl]", *overrides]
 
 
 def config(folder: Path, demos: Path, *overrides: str) -> SftConfig:
@@ -186,6 +188,22 @@ def test_killed_it_continues_from_its_checkpoint(straight: Path, demos: Path, tm
     sft(load_saved_config(tmp_path / "sft", []), resume=tmp_path / "sft")
     assert comparable(tmp_path / "sft") == comparable(straight)
     assert weights(tmp_path / "sft", 6) == weights(straight, 6)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_two_ranks_learn_what_one_learns_and_one_goes_on_from_them(demos: Path, tmp_path: Path) -> None:
+    words = (*LENGTH, "actor.optim.schedule=constant", "actor.micro_batch_size=3")
+    one = train(tmp_path / "one", demos, *words).run
+    two = train(tmp_path / "two", demos, *words, "runner.max_steps=3", "launcher=local", "actor.fsdp.size=2").run
+    sft(load_saved_config(two, ["runner.max_steps=6", "actor.fsdp.size=1"]), resume=two)
+    assert len(comparable(one)) == 3
+    for a, b in zip(comparable(one), comparable(two), strict=True):
+        assert b == pytest.approx(a, rel=1e-3, abs=1e-5)
+    for step in (3, 6):
+        a, b = (load_file(run / f"checkpoints/step_00000{step}/policy/model.safetensors") for run in (one, two))
+        for name in a:
+            torch.testing.assert_close(b[name], a[name], rtol=0, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.integration

@@ -19,7 +19,8 @@ IGNORED = [
     ("collect", "algorithm.gamma=0.5"),
     ("collect", "env.eval.total_num_envs=3"),
     ("collect", "video=all"),
-    ("sft", "actor.fsdp.size=2"),
+    ("sft", "data.path=demos launcher.env_workers=2"),
+    ("sft", "data.path=demos faults.max_restarts_per_worker=2"),
     ("sft", "env.train.total_num_envs=3"),
     ("sft", "ckpt=x"),
     ("check-env", "seed=1 env.eval.total_num_envs=3"),
@@ -60,6 +61,7 @@ FINE = [
     ("train", "model=random"),
     ("train", "env=text/copy model=causal_lm_tiny data.prompt_key=q"),
     ("sft", "data.path=rows.jsonl data.prompt_key=q"),
+    ("sft", "data.path=demos actor.fsdp.size=2 faults.on_nonfinite=skip"),
     ("train", "runner.experiment_name=2024"),  # a number is a fine name
 ]
 

@@ -64,7 +64,7 @@ SHORT = {
     "train": (*QUICK, "runner.max_steps=1", "runner.val_check_interval=-1", "env.train.max_episode_steps=8"),
     "eval": (*QUICK, "eval.episodes=2", "env.eval.max_episode_steps=8", "env.eval.total_num_envs=2"),
     "collect": ("runner.logger.backends=[]", "launcher=inline", "collect.episodes=2", "env.train.task_ids=[0]"),
-    "sft": ("runner.logger.backends=[jsonl]", "runner.on_existing=rename", "runner.max_steps=1"),
+    "sft": ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.on_existing=rename", "runner.max_steps=1"),
 }
 """What is added to documented runs so that they take a second or two."""
 GAE = ("env.train.max_steps_per_rollout_epoch=16", "env.train.total_num_envs=2")

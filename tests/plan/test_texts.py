@@ -179,7 +179,12 @@ def test_a_malformed_row_is_named_by_the_command(tmp_path: Path):
 def test_sft_on_rows_of_text_is_a_start_for_rl(tmp_path: Path):
     words = ["data.path=embodyrl.datasets.tasks:copy", "data.kwargs={rows: 200}", "model=causal_lm_tiny"]
     words += ["runner.max_steps=40", "runner.val_check_interval=40", "actor.micro_batch_size=32", "actor.optim.lr=3e-3"]
-    words += ["actor.global_batch_size=64", f"runner.output_dir={tmp_path}", "runner.logger.backends=[jsonl]"]
+    words += [
+        "actor.global_batch_size=64",
+        "launcher=inline",
+        f"runner.output_dir={tmp_path}",
+        "runner.logger.backends=[jsonl]",
+    ]
     cfg = load_config("sft", words)
     check_components(cfg)
     run = sft(cfg).run

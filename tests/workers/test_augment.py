@@ -7,7 +7,7 @@ import colorsys
 import numpy as np
 import torch
 
-from embodyrl.workers.augment import augment, jitter, shift, turn_hue
+from embodyrl.workers.augment import augment, draw, jitter, shift, turn_hue
 
 CPU = torch.device("cpu")
 
@@ -51,10 +51,10 @@ def test_brightness_and_contrast_follow_their_formulas() -> None:
 def test_frames_differ_from_each_other_but_not_between_calls() -> None:
     frame = np.random.default_rng(0).integers(0, 256, (1, 1, 40, 40, 3), np.uint8)
     images = np.repeat(np.repeat(frame, 3, axis=0), 2, axis=1)
-    one, two = (augment(images, seed=7, device=CPU) for _ in range(2))
+    one, two = (augment(images, draw(6, 7).unflatten(1, (3, 2)), CPU) for _ in range(2))
     assert (one.shape, one.dtype) == (images.shape, np.uint8)
     np.testing.assert_array_equal(one, two)
     flat = one.reshape(6, -1)
     assert len({row.tobytes() for row in flat}) == 6
-    assert (augment(images, seed=8, device=CPU) != one).any()
+    assert (augment(images, draw(6, 8).unflatten(1, (3, 2)), CPU) != one).any()
     assert images.base is None or (images[0, 0] == frame[0, 0]).all()

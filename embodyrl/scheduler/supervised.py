@@ -1,0 +1,129 @@
+"""The actor ranks of supervised training: the workers of RL, without simulators and without rollouts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.layout import RecordLayout
+from embodyrl.cluster import LAUNCHERS
+from embodyrl.cluster.settings import ActingFaults
+from embodyrl.cluster.supervisor import Supervisor
+from embodyrl.cluster.timeline import Timeline
+from embodyrl.files import available_cores
+from embodyrl.plan.blueprint import count_ranks, plan_devices
+from embodyrl.plan.roots import SftConfig
+from embodyrl.plan.settings import OnNonfinite
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.scheduler.event_loop import EventLoop
+from embodyrl.scheduler.policy_client import PolicyClient
+from embodyrl.scheduler.policy_hosts import Rendezvous, actor_specs, rendezvous, shared_arena
+from embodyrl.types import IntArray
+from embodyrl.workers.messages import SaveRequest
+from embodyrl.workers.policy_init import PolicyHostInit
+
+
+class Samples(Protocol):
+    """Observations, and what is to be imitated at each."""
+
+    def write(self, arena: Arena, record: int, row: int) -> None:
+        """Put one of them into a record."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedActors:
+    """The running ranks; samples reach them through the arena."""
+
+    supervisor: Supervisor
+    arena: Arena
+    policy: PolicyClient
+    loop: EventLoop
+    meet: Rendezvous
+
+    def save(self, folder: Path) -> None:
+        """Write policy and training state below `folder`."""
+        self.loop.call(SaveRequest(folder=str(folder)))
+
+    @contextmanager
+    def holding(self, samples: Samples, rows: IntArray) -> Iterator[tuple[Ticket, ...]]:
+        """Put the samples `rows` into records for as long as the body runs."""
+        tickets = tuple(self.arena.allocate() for _ in rows)
+        for ticket, row in zip(tickets, rows, strict=True):
+            with self.arena.write(ticket) as record:
+                samples.write(self.arena, record, int(row))
+        yield tickets
+        self.arena.free(tickets)
+
+    def close(self) -> None:
+        """End all ranks and free the arena."""
+        self.supervisor.stop()
+        self.policy.close()
+        self.meet.close()
+        self.arena.close()
+
+
+def start_supervised(
+    cfg: SftConfig,
+    model: ModelSettings,
+    request: PolicyRequest,
+    layout: RecordLayout,
+    *,
+    total_steps: int,
+    log_dir: Path,
+    say: Callable[[str], None],
+) -> SupervisedActors:
+    """Start the ranks and wait until they are ready.
+
+    Args:
+        cfg: the run.
+        model: its model, with the statistics of its data.
+        request: how to build the policy.
+        layout: of the arena, which holds the samples of one optimizer step.
+        total_steps: of the run.
+        log_dir: where the ranks write their logs.
+        say: shows a line to the user.
+
+    Raises:
+        WorkerError: a rank could not start.
+    """
+    ranks, faults = count_ranks(cfg), cfg.faults
+    arena = Arena.create(layout, cfg.actor.global_batch_size)
+    timeline = Timeline(num_slots=0, env_workers=(), arena=arena, keep=False)
+    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
+    limits = ActingFaults(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
+    supervisor = Supervisor(launcher, limits, say, timeline)
+    meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
+    init = PolicyHostInit(
+        model=model,
+        actor=cfg.actor,
+        seed=cfg.seed,
+        deterministic=cfg.runner.deterministic,
+        skips_nonfinite=faults.on_nonfinite is OnNonfinite.skip,
+        request=request,
+        arena=arena.handle,
+        total_steps=total_steps,
+        threads=int(os.environ.get("OMP_NUM_THREADS", max(1, available_cores() // ranks))),
+        acts=False,
+        trains=True,
+        shared_arena=shared_arena(cfg, arena),
+    )
+    hosts = actor_specs(init, ranks, meet.rank_info, plan_devices(cfg, training=True))
+    policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
+    loop = EventLoop(supervisor, policy)
+    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meet)
+    try:
+        with supervisor.signals():
+            supervisor.start({spec.name: (spec, partial(policy.on_message, spec.name)) for spec in hosts})
+            loop.run_until(lambda: not supervisor.starting)
+    except BaseException:
+        actors.close()
+        raise
+    return actors
