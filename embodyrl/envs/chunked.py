@@ -15,6 +15,8 @@ from embodyrl.types import ChunkResult, EpisodeStart, FloatArray, ObservationOut
 
 Choice = Callable[[int, int, int], FloatArray]
 """(row, k, slot) -> action [A]"""
+Place = tuple[int, int]
+"""Row and k of an action in the arrays of a chunk."""
 
 
 @dataclass(slots=True)
@@ -146,20 +148,14 @@ class ChunkedEnv:
                 except Exception as error:
                     error.add_note(self._where(slot))
                     raise
-                if self._note(result, row, k, slot, action, step, after_step):
+                over = self._note(result, (row, k), slot, action, step)
+                if after_step is not None:
+                    after_step(slot, step.success)
+                if over:
                     break
 
-    def _note(
-        self,
-        result: ChunkResult,
-        row: int,
-        k: int,
-        slot: int,
-        action: FloatArray,
-        step: SimStep,
-        after_step: AfterStep | None,
-    ) -> bool:
-        """Note at [row, k] what an executed action brought; true: the episode is over."""
+    def _note(self, result: ChunkResult, at: Place, slot: int, action: FloatArray, step: SimStep) -> bool:
+        """Note what an executed action brought; true: the episode is over."""
         if not math.isfinite(step.reward):
             raise EnvError(
                 f"{self._where(slot)}: the simulator returned reward {step.reward}, expected a finite number. "
@@ -172,21 +168,17 @@ class ChunkedEnv:
         ended = step.terminated and not progress.start.ignore_terminations
         at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps
         progress.over = ended or at_limit
-        result.valid[row, k] = True
-        result.success[row, k] = step.success
-        result.terminated[row, k] = ended
-        result.truncated[row, k] = at_limit and not ended
+        result.valid[at] = True
+        result.success[at], result.terminated[at], result.truncated[at] = step.success, ended, at_limit and not ended
         if self._own is not None:
-            earned = self._own_reward(self._own, result, row, k, slot, action, earned)
-        result.reward[row, k] = self._coef * earned
-        if after_step is not None:
-            after_step(slot, step.success)
+            earned = self._own_reward(self._own, result, at, slot, action, earned)
+        result.reward[at] = self._coef * earned
         return progress.over
 
     def _own_reward(
-        self, own: StepReward, result: ChunkResult, row: int, k: int, slot: int, action: FloatArray, simulated: float
+        self, own: StepReward, result: ChunkResult, at: Place, slot: int, action: FloatArray, simulated: float
     ) -> float:
-        """Ask the user's function about the step at [row, k]; a failure is said once for each episode."""
+        """Ask the user's function about the step just noted; a failure is said once for each episode."""
         progress, task = self._begun(slot), self._task(slot)
         step = RewardStep(
             slot=slot,
@@ -196,15 +188,15 @@ class ChunkedEnv:
             instruction=self.spec.tasks[task],
             action=action,
             reward=progress.last_reward,
-            success=bool(result.success[row, k]),
-            terminated=bool(result.terminated[row, k]),
-            truncated=bool(result.truncated[row, k]),
+            success=bool(result.success[at]),
+            terminated=bool(result.terminated[at]),
+            truncated=bool(result.truncated[at]),
             look=lambda: self._look(slot),
             ask=lambda: self._sims.info(slot),
         )
         parts, why = own.parts(step, simulated)
         assert result.components is not None
-        result.components[row] += parts
+        result.components[at[0]] += parts
         if why is not None and progress.judged:
             progress.judged = False
             result.unjudged[slot] = f"{self._where(slot)}: {why}"
@@ -307,7 +299,9 @@ class LockstepEnv(ChunkedEnv):
             actions = {slot: choose(row, k, slot) for row, slot in running}
             steps = self._sims.advance(actions)
             for row, slot in running:
-                self._note(result, row, k, slot, actions[slot], steps[slot], after_step)
+                self._note(result, (row, k), slot, actions[slot], steps[slot])
+                if after_step is not None:
+                    after_step(slot, steps[slot].success)
             cut = [slot for row, slot in running if result.truncated[row, k]]
         # Episodes that wait for their first action were moved too; their starts decide everything, so start again.
         waiting = {

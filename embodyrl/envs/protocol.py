@@ -80,7 +80,9 @@ class Rows(Protocol):
     """Tasks in words. Picklable; it may read its source again in each process."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What the task is called."""
+        ...
 
     @property
     def held_out(self) -> int:

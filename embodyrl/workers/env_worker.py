@@ -112,7 +112,7 @@ class EnvWorker:
         self._env.reset(slots, [o.start for o in requests])
         for request in requests:
             if request.video_stem is not None:
-                self._start_tape(request)
+                self._start_recording(request)
         self._observe(slots, [o.target for o in requests])
 
     def _observe(self, slots: list[int], targets: list[Ticket]) -> None:
@@ -132,7 +132,7 @@ class EnvWorker:
                 row[record] = encode_instruction(self._env.instruction(slot), row.shape[1])
         self._render_s += time.perf_counter() - started
 
-    def _start_tape(self, request: ResetRequest) -> None:
+    def _start_recording(self, request: ResetRequest) -> None:
         assert request.video_stem is not None
         video = self._init.video
         try:

@@ -58,7 +58,7 @@ def test_every_instruction_is_its_own_task():
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("skill", list(Skill))
-def test_the_demonstrator_solves_its_tasks(skill, noise):
+def test_the_expert_solves_its_tasks(skill, noise):
     env = make(16)
     tasks = [index for index, task in enumerate(TASKS) if task.skill is skill]
     solved, steps, episodes = 0, 0, 0
@@ -177,7 +177,7 @@ def test_success_ends_the_episode_with_reward_one():
     assert result.terminated[0, last]
 
 
-def test_the_demonstrator_keeps_what_it_reached_when_terminations_are_ignored():
+def test_the_expert_keeps_what_it_reached_when_terminations_are_ignored():
     env = make()
     for task in (0, 3, 12):
         env.reset([0], [start(env.spec.reset_ids_of(task)[1], ignore=True, limit=60)])

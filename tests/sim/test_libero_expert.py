@@ -41,7 +41,7 @@ class Harness:
 
 
 @pytest.fixture(scope="module")
-def goal_rig():
+def goal_harness():
     harness = Harness("libero_goal", slots=2)
     yield harness
     harness.env.close()
@@ -54,7 +54,7 @@ def object_rig():
     harness.env.close()
 
 
-def test_the_suites_say_which_tasks_have_a_demonstrator():
+def test_the_suites_say_which_tasks_have_a_expert():
     tasks = {
         name: FACTORY.spec(env_of("libero", task_suite_name=f"libero_{name}"), EnvContext()).expert_tasks
         for name in ("10", "90")
@@ -86,37 +86,37 @@ def test_an_object_that_is_taken_away_is_picked_up_again(object_rig):
     assert success
 
 
-def test_demonstrators_survive_sharing_a_model(goal_rig):
+def test_experts_survive_sharing_a_model(goal_harness):
     alone = []
     for slot, index in ((0, 4), (1, 9)):
-        goal_rig.start(slot, 8, index, seed=index)
-        alone.append(goal_rig.play(slot))
+        goal_harness.start(slot, 8, index, seed=index)
+        alone.append(goal_harness.play(slot))
     for slot, index in ((0, 4), (1, 9)):
-        goal_rig.start(slot, 8, index, seed=index)
+        goal_harness.start(slot, 8, index, seed=index)
     together = [[], []]
     running = [0, 1]
     while running:
-        clean, result = goal_rig.env.expert_chunk(running, 8, noise=0.0)
+        clean, result = goal_harness.env.expert_chunk(running, 8, noise=0.0)
         for row, slot in enumerate(running):
             together[slot].append(clean[row])
         running = [slot for row, slot in enumerate(running) if not result.done[row]]
-    assert goal_rig.sims.pool.num_loaded == 1
+    assert goal_harness.sims.pool.num_loaded == 1
     for slot in (0, 1):
         assert alone[slot][0]
         np.testing.assert_array_equal(np.concatenate(together[slot]), alone[slot][2])
 
 
-def test_seeds_choose_different_grasps(goal_rig):
+def test_seeds_choose_different_grasps(goal_harness):
     heights = []
     for seed in range(3):
-        goal_rig.start(0, 8, 5, seed=seed)
-        success, _, actions = goal_rig.play(0)
+        goal_harness.start(0, 8, 5, seed=seed)
+        success, _, actions = goal_harness.play(0)
         assert success
         heights.append(actions[:24, :2].sum(axis=0).round(2).tolist())
     assert len({tuple(h) for h in heights}) > 1
 
 
-def test_a_task_without_demonstrator_is_refused(goal_rig):
-    goal_rig.start(0, 7, 0)
+def test_a_task_without_expert_is_refused(goal_harness):
+    goal_harness.start(0, 7, 0)
     with pytest.raises(EnvError, match=r"no scripted expert.*\[1, 2, 4, 6, 8, 9\]"):
-        goal_rig.env.expert_chunk([0], 1, noise=0.0)
+        goal_harness.env.expert_chunk([0], 1, noise=0.0)

@@ -66,7 +66,7 @@ def play(env, reset_id, slot=0, steps=12):
     return np.stack([s[0] for s in seen]), np.stack([s[1] for s in seen]), physics
 
 
-def demonstrate(env, reset_id):
+def play_expert(env, reset_id):
     env.reset([0], [start(reset_id, ignore=True)])
     actions, result = env.expert_chunk([0], 24, noise=0.0)
     return actions, result.reward, env._sims._envs[0].get_state().numpy()
@@ -89,7 +89,7 @@ env.close()
 def test_an_episode_repeats_to_the_last_bit_after_others_in_other_slots_and_in_another_process():
     env = make(config(), 2)
     first = play(env, 5)
-    pushes = [demonstrate(env, 0) for _ in range(2)]
+    pushes = [play_expert(env, 0) for _ in range(2)]
     assert same(*pushes), "contacts of the former episode leave no trace"
     assert same(first, play(env, 5)), "after an episode that pushed the cube to its goal"
     play(env, 6, slot=1)
@@ -214,7 +214,7 @@ def test_lean_changes_pictures_but_no_state(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("env_id", ["PickCube-v1", "PushCube-v1", "PullCube-v1", "StackCube-v1"])
-def test_demonstrators_reach_their_goals(env_id):
+def test_experts_reach_their_goals(env_id):
     kwargs = {"robot_uids": "panda"} if env_id == "StackCube-v1" else {}
     env = make(config(env_id, obs_mode=ObsMode.state, kwargs=kwargs))
     succeeded = 0

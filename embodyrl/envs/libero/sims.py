@@ -15,7 +15,7 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 log = logging.getLogger(__name__)
 
 
-PEOPLE_CAMERA = "agentview"
+FRONT_CAMERA = "agentview"
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class LiberoSims(SlotSimulators):
 
     def render(self, slot: int) -> ByteArray:
         """Return an upright frame of the front camera."""
-        return self.pool.use(slot).frame(PEOPLE_CAMERA, *self.spec.image_size)
+        return self.pool.use(slot).frame(FRONT_CAMERA, *self.spec.image_size)
 
     def close(self) -> None:
         """Free the models; idempotent."""

@@ -21,7 +21,7 @@ from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
 from embodyrl.registry import closest
 
-_PEOPLE_PIXELS = 320
+_FRAME_PIXELS = 320
 """Side of a frame to look at."""
 
 _HAND_CAMERA_PIXELS = 128
@@ -48,7 +48,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
         "control_mode": cfg.control_mode,
         "reward_mode": cfg.reward_mode,
         "sensor_configs": {**size, "shader_pack": "minimal"},
-        "human_render_camera_configs": {"height": _PEOPLE_PIXELS, "width": _PEOPLE_PIXELS, "shader_pack": "minimal"},
+        "human_render_camera_configs": {"height": _FRAME_PIXELS, "width": _FRAME_PIXELS, "shader_pack": "minimal"},
     }
     try:
         with _quiet(), _lean(cfg):

@@ -1,4 +1,4 @@
-"""What we say about tasks that ManiSkill itself does not: instructions, fixed episodes, who can demonstrate them."""
+"""What we say about tasks that ManiSkill itself does not: instructions, fixed episodes, scripted experts."""
 
 import re
 

@@ -13,7 +13,7 @@ CAMERAS = (FRONT, WRIST)
 STATE_DIM = 4
 """Gripper position x, y, z (m) and opening (1 open, 0 closed)."""
 
-PEOPLE_SIZE = 288
+FRAME_SIZE = 288
 """P: side of each picture in a frame to look at, pixels."""
 
 
@@ -50,4 +50,4 @@ class TabletopSims(SlotSimulators):
     def render(self, slot: int) -> ByteArray:
         """Return a frame [P, 2P, 3]: front view and wrist view side by side."""
         world = self._worlds[slot]
-        return np.concatenate([draw_front(world, PEOPLE_SIZE), draw_wrist(world, PEOPLE_SIZE)], axis=1)
+        return np.concatenate([draw_front(world, FRAME_SIZE), draw_wrist(world, FRAME_SIZE)], axis=1)

@@ -175,6 +175,7 @@ class ConversationEnv:
         raise EnvError(f"env '{self.spec.name}' has no picture to record; set video=none.")
 
     def close(self) -> None:
+        """End the judge; idempotent."""
         self._judge.close()
 
     def _conversation(self, slot: int) -> _Conversation:
