@@ -17,9 +17,10 @@ from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, SftConfig, Trai
 
 if TYPE_CHECKING:
     from embodyrl.commands.collect import CollectResult
-    from embodyrl.commands.evaluation import EvalResult
+    from embodyrl.commands.evaluate import EvalResult
+    from embodyrl.commands.session import OnStep
     from embodyrl.commands.sft import SftResult
-    from embodyrl.commands.train import TrainResult
+    from embodyrl.commands.train import OnEval, TrainResult
 
 
 def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:
@@ -31,8 +32,17 @@ def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> 
     return load_config(command, overrides, config_dirs=config_dirs)
 
 
-def train(cfg: TrainConfig, *, resume: Path | None = None) -> TrainResult:
+def train(
+    cfg: TrainConfig, *, resume: Path | None = None, on_step: OnStep | None = None, on_eval: OnEval | None = None
+) -> TrainResult:
     """Train by reinforcement learning, or go on with the run in `resume`.
+
+    Args:
+        cfg: what `compose("train", ...)` returned.
+        resume: a run folder.
+        on_step: called with the number of steps that are done and the metrics of the last one (names as in
+            metrics.jsonl); returning True ends the run: a checkpoint is written and the result returned.
+        on_eval: called likewise with the `EvalResult` of each validation.
 
     Raises:
         EmbodyError: every failure that has a cause to name.
@@ -40,7 +50,7 @@ def train(cfg: TrainConfig, *, resume: Path | None = None) -> TrainResult:
     _check(cfg)
     from embodyrl.commands.train import train as run
 
-    return run(cfg, resume=resume)
+    return run(cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
 
 def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
@@ -67,8 +77,8 @@ def collect(cfg: CollectConfig) -> CollectResult:
     return run(cfg)
 
 
-def sft(cfg: SftConfig, *, resume: Path | None = None) -> SftResult:
-    """Train on demonstrations, or go on with the run in `resume`.
+def sft(cfg: SftConfig, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
+    """Train on demonstrations or text, or go on with the run in `resume`; `on_step` as in `train`.
 
     Raises:
         EmbodyError: every failure that has a cause to name.
@@ -76,7 +86,7 @@ def sft(cfg: SftConfig, *, resume: Path | None = None) -> SftResult:
     _check(cfg)
     from embodyrl.commands.sft import sft as run
 
-    return run(cfg, resume=resume)
+    return run(cfg, resume=resume, on_step=on_step)
 
 
 def _check(cfg: Root) -> None:

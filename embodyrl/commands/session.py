@@ -22,6 +22,10 @@ from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.settings import OnSaveError
 from embodyrl.version import __version__
 
+OnStep = Callable[[int, Mapping[str, float]], bool | None]
+"""Called with the number of steps that are done and the metrics of the last one; returning True ends the run there: a
+checkpoint is written and the result returned."""
+
 Facts = Sequence[tuple[str, str]]
 """Name and text of the banner's lines."""
 
@@ -113,6 +117,12 @@ class Session:
     def due(self, interval: int) -> bool:
         """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
+
+    def told(self, answer: object) -> None:
+        """Take a callback's answer: True makes this step the last one."""
+        if answer is True and self.step < self.total:
+            self.monitor.text(f"step {self.step}: a callback ended the run")
+            self.total = self.step
 
     def record_score(self, *score: float) -> None:
         """Remember the step with the best validation score; more is better, and later numbers decide among equals.

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.commands.run_folder import RunFolder, open_run
-from embodyrl.commands.session import Session
+from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
 from embodyrl.errors import Interrupted
 from embodyrl.plan.roots import SftConfig
@@ -38,8 +38,10 @@ class SftResult:
     """Of the last validation; empty if there was none."""
 
 
-def sft(cfg: SftConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> SftResult:
-    """Train from `cfg`, or continue the run in `resume`.
+def sft(
+    cfg: SftConfig, *, overrides: Sequence[str] = (), resume: Path | None = None, on_step: OnStep | None = None
+) -> SftResult:
+    """Train from `cfg`, or continue the run in `resume`; `on_step` sees each optimizer step and may end the run.
 
     Raises:
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
@@ -47,7 +49,7 @@ def sft(cfg: SftConfig, *, overrides: Sequence[str] = (), resume: Path | None = 
     facts = sft_facts(cfg)
     folder = open_run(cfg, "sft", overrides, resume)
     try:
-        return _Sft(cfg, folder, facts).run()
+        return _Sft(cfg, folder, facts, on_step).run()
     finally:
         folder.unlock()
 
@@ -55,9 +57,10 @@ def sft(cfg: SftConfig, *, overrides: Sequence[str] = (), resume: Path | None = 
 class _Sft:
     """One process's share of a run."""
 
-    def __init__(self, cfg: SftConfig, folder: RunFolder, facts: list[tuple[str, str]]) -> None:
+    def __init__(self, cfg: SftConfig, folder: RunFolder, facts: list[tuple[str, str]], on_step: OnStep | None) -> None:
         self.cfg = cfg
         self.facts = facts
+        self.on_step = on_step
         self.session = Session(cfg, folder, "sft")
         self.monitor = self.session.monitor
         self.measured: dict[str, float] = {}
@@ -131,13 +134,16 @@ class _Sft:
             with actors.supervisor.shield():
                 row = self._update(actors)
                 session.step += 1
-            losses.append(row["actor/loss"])
+            if self.on_step is not None:
+                session.told(self.on_step(session.step, row))
+            losses += [row["actor/loss"]] if "actor/loss" in row else []
             last = session.step == session.total
             checks = session.due(runner.val_check_interval)
             self.monitor.progress(session.step, session.total, "steps")
             if checks or last or session.step % LOG_EVERY == 0:
-                seconds = (time.perf_counter() - began) / len(losses)
-                row["actor/loss"] = math.fsum(losses) / len(losses)
+                seconds = (time.perf_counter() - began) / max(1, len(losses))
+                if losses:
+                    row["actor/loss"] = math.fsum(losses) / len(losses)
                 row["time/step"] = seconds
                 row["time/samples_per_s"] = self.cfg.actor.global_batch_size / seconds
                 try:

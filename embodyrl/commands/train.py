@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from embodyrl.commands.dump import write_dump
-from embodyrl.commands.evaluation import EvalResult, changes, compare_recordings, run_evaluation
+from embodyrl.commands.evaluate import EvalResult, changes, compare_recordings, run_evaluation
 from embodyrl.commands.facts import facts
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
-from embodyrl.commands.session import Session
+from embodyrl.commands.session import OnStep, Session
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.held_out import evaluation_facts
@@ -35,6 +35,10 @@ _NOTHING = PreparedBatch(
 )
 
 
+OnEval = Callable[[int, EvalResult], bool | None]
+"""Called with the number of steps that are done and each validation's result; True ends the run, see `OnStep`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
     """What a finished training leaves."""
@@ -46,8 +50,15 @@ class TrainResult:
     last: EvalResult | None
 
 
-def train(cfg: TrainConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> TrainResult:
-    """Train from `cfg`, or continue the run in `resume`.
+def train(
+    cfg: TrainConfig,
+    *,
+    overrides: Sequence[str] = (),
+    resume: Path | None = None,
+    on_step: OnStep | None = None,
+    on_eval: OnEval | None = None,
+) -> TrainResult:
+    """Train from `cfg`, or continue the run in `resume`; either callback may end it by returning True.
 
     Raises:
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
@@ -56,7 +67,7 @@ def train(cfg: TrainConfig, *, overrides: Sequence[str] = (), resume: Path | Non
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
     folder = open_run(cfg, "train", overrides, resume)
     try:
-        return _Training(blueprint, folder, weights).run()
+        return _Training(blueprint, folder, weights, on_step, on_eval).run()
     finally:
         folder.unlock()
 
@@ -64,12 +75,21 @@ def train(cfg: TrainConfig, *, overrides: Sequence[str] = (), resume: Path | Non
 class _Training:
     """One process's share of a run."""
 
-    def __init__(self, blueprint: Blueprint, folder: RunFolder, weights: Path | None) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        folder: RunFolder,
+        weights: Path | None,
+        on_step: OnStep | None,
+        on_eval: OnEval | None,
+    ) -> None:
         assert blueprint.algorithm is not None
         self.blueprint = blueprint
         self.algorithm = blueprint.algorithm
         self.cfg = blueprint.config(TrainConfig)
         self.weights = weights
+        self.on_step = on_step
+        self.on_eval = on_eval
         self.session = Session(self.cfg, folder, "train")
         self.monitor = self.session.monitor
         self.first: EvalResult | None = None
@@ -106,6 +126,7 @@ class _Training:
                 self.first = self._validate(workers)
                 self.monitor.log(0, self.first.metrics())
             self._loop(workers, actors)
+            workers.scheduler.abandon()  # what began for a step that a callback left out
             checkpoint = self._save(workers, actors)
             self.session.wait_for_save()
         except Interrupted as interruption:
@@ -124,7 +145,7 @@ class _Training:
         """Rollout, score, advantages, update, log, save: the order in which data flows."""
         session, algorithm = self.session, self.algorithm
         sampler = StepRollouts(self.blueprint, workers, algorithm)
-        for step in range(session.step, session.total):
+        while (step := session.step) < session.total:
             started = time.perf_counter()
             workers.supervisor.timeline.begin()
             rollout = sampler.collect(step, lambda done, total: self.monitor.progress(done, total, "rollout"))
@@ -163,6 +184,8 @@ class _Training:
                 self.monitor.log(
                     session.step, split_clock_metrics(metrics, deterministic=self.cfg.runner.deterministic)
                 )
+            if self.on_step is not None:
+                session.told(self.on_step(session.step, metrics))
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
             session.save_if_due(lambda: self._save(workers, actors))
@@ -203,6 +226,8 @@ class _Training:
         if result.videos:
             self.monitor.text(f"step {session.step}: {len(result.videos)} recordings in {session.folder.videos}")
         session.record_score(result.overall.success_once or 0.0, result.overall.mean_return)
+        if self.on_eval is not None:
+            session.told(self.on_eval(session.step, result))
         return result
 
     def _dump(self, workers: Workers, rollout: RolloutResult, batch: PreparedBatch) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
-from embodyrl.commands.evaluate import _print_table, evaluate
-from embodyrl.commands.evaluation import EvalResult, _episode_row, _summarise
+from embodyrl.commands.evaluate import EvalResult, _episode_row, _print_table, _summarise, evaluate
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.fanout import Fanout

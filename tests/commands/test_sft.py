@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,18 @@ def test_the_seed_decides_everything(straight: Path, demos: Path, tmp_path: Path
     assert weights(again, 6) == weights(straight, 6)
     other = train(tmp_path / "other", demos, *LENGTH, "seed=1").run
     assert weights(other, 6) != weights(straight, 6)
+
+
+def test_a_callback_sees_every_step_and_ends_the_run(demos: Path, tmp_path: Path) -> None:
+    losses: list[float] = []
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> bool:
+        losses.append(metrics["actor/loss"])
+        return step == 2
+
+    result = sft(config(tmp_path, demos, "runner.max_steps=5", "runner.val_check_interval=-1"), on_step=on_step)
+    assert (result.step, result.checkpoint.name, len(losses)) == (2, "step_000002", 2)
+    assert rows(result.run)[-1]["actor/loss"] == pytest.approx(sum(losses) / 2)
 
 
 def test_micro_batches_do_not_change_the_gradient(demos: Path, tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Callbacks see every step and validation, and may end the run."""
+
+from pathlib import Path
+
+from toy_runs import rows, toy_config
+
+import embodyrl
+
+
+def test_a_step_callback_sees_what_is_logged_and_ends_the_run(tmp_path: Path) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def on_step(step: int, metrics) -> bool:
+        seen.append((step, metrics["train/return"]))
+        return step == 2
+
+    cfg = toy_config(tmp_path, "runner.max_steps=4", "runner.val_check_interval=-1")
+    result = embodyrl.train(cfg, on_step=on_step)
+    assert result.step == 2
+    assert result.checkpoint.is_dir()
+    assert seen == [(row["step"], row["train/return"]) for row in rows(result.run)]
+    again = embodyrl.train(cfg, resume=result.run, on_step=lambda step, metrics: seen.append((step, 0.0)))
+    assert (again.step, [step for step, _ in seen]) == (4, [1, 2, 3, 4])
+
+
+def test_an_evaluation_callback_gets_the_results_and_ends_the_run(tmp_path: Path) -> None:
+    seen: dict[int, float] = {}
+
+    def on_eval(step: int, result) -> bool:
+        seen[step] = result.overall.mean_return
+        return len(seen) == 2
+
+    result = embodyrl.train(
+        toy_config(tmp_path, "runner.max_steps=4", "runner.val_check_interval=1", "eval.episodes=2"), on_eval=on_eval
+    )
+    assert result.step == 1
+    assert seen == {row["step"]: row["eval/return"] for row in rows(result.run)}
