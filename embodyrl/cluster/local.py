@@ -147,7 +147,7 @@ class LocalLauncher:
         try:
             os.kill(pid, signal.SIGUSR1)
         except ProcessLookupError:
-            pass  # it died in this moment; buried below all the same
+            pass  # it died in this moment; reaped below all the same
         handle.process.join(_DUMP_S)
         self._reap(name, f"gave no answer for {limit:g} s (stack dump in its log)")
 

@@ -18,7 +18,7 @@ from embodyrl.config.placement import parse_placement
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log_tail
-from embodyrl.workers.messages import WorkerFailed
+from embodyrl.workers.messages import Reply, Request, WorkerFailed
 
 try:
     import ray  # pyright: ignore[reportMissingImports]
@@ -35,7 +35,7 @@ _LOOK_S = 5.0
 class _Answer:
     """What an actor returns for one request."""
 
-    replies: tuple[Any, ...]
+    replies: tuple[Reply, ...]
     rows: list[Rows]
     log: bytes
 
@@ -70,7 +70,7 @@ class RemoteWorker:
             return self._answer(describe_failure(error))
         return self._answer(self._worker.ready())
 
-    def handle(self, request: Any, rows: list[Rows]) -> _Answer:
+    def handle(self, request: Request, rows: list[Rows]) -> _Answer:
         """Carry out a request."""
         assert self._worker is not None and self._pools is not None, "not started"
         if not self._beside_driver:
@@ -81,7 +81,7 @@ class RemoteWorker:
             return self._answer(describe_failure(error))
         return self._answer(*replies, rows=[] if self._beside_driver else copy_out(self._pools, request))
 
-    def _answer(self, *replies: Any, rows: list[Rows] | None = None) -> _Answer:
+    def _answer(self, *replies: Reply, rows: list[Rows] | None = None) -> _Answer:
         sys.stdout.flush()
         sys.stderr.flush()
         size = self._log.seek(0, os.SEEK_END)
@@ -179,7 +179,7 @@ class RayLauncher:
         handle.open.append(actor.start.remote())
         self._handles[spec.name] = handle
 
-    def send(self, worker: str, request: Any, *, timeout_s: float) -> None:
+    def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         handle = self._handles.get(worker)
         if handle is None:
             raise WorkerError(f"worker {worker} is not running.")
@@ -211,7 +211,7 @@ class RayLauncher:
         return events
 
     def _look_at_nodes(self) -> None:
-        """Bury the workers of lost hosts, of which Ray does not always tell those who wait for them."""
+        """Reap the workers of lost hosts, of which Ray does not always tell those who wait for them."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + _LOOK_S
@@ -272,7 +272,7 @@ class RayLauncher:
 
 def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
     """The driver's pools, on its host; or, elsewhere, empty ones like them."""
-    handles = [handle for handle in (spec.init.arena, getattr(spec.init, "bucket_arena", None)) if handle is not None]
+    handles = [handle for handle in (spec.init.arena, spec.init.bucket_arena) if handle]
     return tuple(Arena.create(h.layout, h.capacity) if mirror else Arena.attach(h) for h in handles)
 
 

@@ -8,18 +8,19 @@ from typing import cast
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
+from embodyrl.channels.arena import Ticket
 from embodyrl.channels.layout import STEP_RESULT, Record
 from embodyrl.envs.protocol import ENVS, Env, EnvContext, TextEnv
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import ObservationOut, decode_instruction, encode_instruction
+from embodyrl.workers.lifecycle import WorkerInit
 from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, StepRequest, WorkerReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvWorkerInit:
+class EnvWorkerInit(WorkerInit):
     """What an env worker needs to start."""
 
     env: EnvSettings
@@ -27,13 +28,10 @@ class EnvWorkerInit:
     video: FilmSettings
     expert_noise: float = 0.0
     """Standard deviation of the noise on what the scripted expert does."""
-    arena: ArenaHandle
     scripted: bool = False
     """The environment's expert acts; the chunk in the record is ignored and overwritten."""
     single_step: bool = False
     """Execute only the first action of each chunk, so that every env step has a record of its own."""
-    shared_arena: Arena | None = None
-    """Inline mode: the driver's own arena object."""
 
 
 @dataclass
@@ -47,7 +45,7 @@ class EnvWorker:
 
     def __init__(self, init: EnvWorkerInit) -> None:
         self._init = init
-        self._arena = init.shared_arena or Arena.attach(init.arena)
+        self._arena = init.open_arena()
         self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
         self._open_recordings: dict[int, _OpenRecording] = {}
         self._problems: list[Recording] = []

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.errors import ChannelClosed, EmbodyError
 from embodyrl.workers.messages import Reply, Request, WorkerFailed, WorkerReady
@@ -45,12 +46,27 @@ class Worker(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInit:
+    """What every worker needs to start: where the records lie that it shares with the others."""
+
+    arena: ArenaHandle
+    bucket_arena: ArenaHandle | None = None
+    """Where rollout and actor are apart: buckets for new weights."""
+    shared_arena: Arena | None = None
+    """The arena itself, where the worker lives in the process that has opened it."""
+
+    def open_arena(self) -> Arena:
+        """The arena, as this process sees it."""
+        return self.shared_arena or Arena.attach(self.arena)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """How to build a worker: `entry` is "module:callable", called with `init`."""
 
     name: str
     entry: str
-    init: Any
+    init: WorkerInit
     component: str = "actor"
     """env, rollout or actor, as in `cluster.component_placement`."""
     environ: dict[str, str] = field(default_factory=dict)
@@ -63,6 +79,7 @@ class WorkerSpec:
         return self.component == "env"
 
     def build(self) -> Worker:
+        """Import and make it, in the process where it is to live."""
         module, _, attribute = self.entry.partition(":")
         return getattr(importlib.import_module(module), attribute)(self.init)
 

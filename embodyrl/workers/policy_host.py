@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from embodyrl.workers.messages import (
     LoadRequest,
     LoadWeightsRequest,
     PublishRequest,
+    Request,
     SaveRequest,
     ScoreRequest,
     UpdateRequest,
@@ -43,7 +43,7 @@ class PolicyHost:
         torch.set_num_threads(init.threads)
         seed_everything(init.seed, deterministic=init.deterministic)
         self._init = init
-        self._arena = init.shared_arena or Arena.attach(init.arena)
+        self._arena = init.open_arena()
         self._bucket_arena = None if init.bucket_arena is None else Arena.attach(init.bucket_arena)
         self.policy = self._build()
         self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.rank_info)
@@ -86,7 +86,7 @@ class PolicyHost:
         """Introduce the worker."""
         return WorkerReady(weights=() if self._bucket_arena is None else describe_weights(self.policy.module))
 
-    def handle(self, request: Any) -> Iterator[Done]:
+    def handle(self, request: Request) -> Iterator[Done]:
         """Carry out one request and report how long it took."""
         started = time.perf_counter()
         error = ""
@@ -98,7 +98,7 @@ class PolicyHost:
         finished = metrics is not None
         yield Done(sequence=request.sequence, seconds=seconds, metrics=metrics or {}, error=error, finished=finished)
 
-    def _carry_out(self, request: Any) -> dict[str, float] | None:
+    def _carry_out(self, request: Request) -> dict[str, float] | None:
         """Return metrics, or None if this was a part only."""
         match request:
             case InferRequest():

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 
 from embodyrl.algorithms.settings import AlgorithmSettings
-from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.workers.lifecycle import WorkerInit
 from embodyrl.workers.messages import RankInfo
 from embodyrl.workers.settings import ActorSettings, SupervisedActorSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyHostInit:
+class PolicyHostInit(WorkerInit):
     """What the process that holds the policy needs to start."""
 
     model: ModelSettings
@@ -25,17 +25,13 @@ class PolicyHostInit:
     skips_nonfinite: bool = False
     request: PolicyRequest
     """Its device is chosen where the policy is built."""
-    arena: ArenaHandle
     total_steps: int
     """Training steps of the whole run."""
     threads: int
     rank_info: RankInfo = field(default_factory=RankInfo)
     acts: bool = True
     trains: bool
-    bucket_arena: ArenaHandle | None = None
-    """Where rollout and actor are apart: buckets for new weights."""
     sharded: bool = False
     """The ranks that train are FSDP's."""
     start_from: str | None = None
     """Folder of weights in the policy's own layout that replace those of `model.path`."""
-    shared_arena: Arena | None = None
