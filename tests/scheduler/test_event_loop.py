@@ -1,0 +1,53 @@
+"""The driver's one event loop: nothing runs inside something else, and no wait is endless."""
+
+from __future__ import annotations
+
+import pytest
+from toy_runs import running_crew, train_toy
+
+from embodyrl.cluster.supervisor import Supervisor
+from embodyrl.errors import CheckpointError
+from embodyrl.scheduler.scheduler import RolloutScheduler
+from embodyrl.workers.messages import LoadRequest, SaveRequest
+
+ASYNC = ("algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.max_steps=3")
+
+
+@pytest.mark.parametrize("apart", [(), ("rollout.mode=disaggregated",)], ids=["together", "apart"])
+def test_the_driver_does_one_thing_at_a_time(tmp_path, monkeypatch, apart):
+    """In an asynchronous training, with updates in parts, and new weights on their way."""
+    under_way: list[str] = []
+    seen: set[str] = set()
+
+    def alone(kind, name):
+        original = getattr(kind, name)
+
+        def watched(*args, **kwargs):
+            assert not under_way, f"{name} inside {under_way}"
+            under_way.append(name)
+            seen.add(name)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                under_way.pop()
+
+        monkeypatch.setattr(kind, name, watched)
+
+    alone(Supervisor, "pump")
+    alone(RolloutScheduler, "advance")
+    train_toy(tmp_path, *ASYNC, *apart)
+    assert seen == {"pump", "advance"}
+
+
+def test_a_wait_that_nobody_can_end_is_a_defect(tmp_path):
+    with running_crew(tmp_path) as stage, pytest.raises(AssertionError, match="nobody is at work"):
+        stage.workers.scheduler.run_until(lambda: False)
+
+
+def test_a_request_to_all_ranks_returns_the_reply_or_raises_its_error(tmp_path):
+    with running_crew(tmp_path) as stage:
+        done = stage.workers.scheduler.call(SaveRequest(folder=str(tmp_path / "saved")))
+        assert done.seconds > 0
+        assert (tmp_path / "saved" / "policy").is_dir()
+        with pytest.raises(CheckpointError):
+            stage.workers.scheduler.call(LoadRequest(folder=str(tmp_path / "missing")))
