@@ -29,7 +29,7 @@ from embodyrl.workers.messages import (
     WorkerReady,
 )
 from embodyrl.workers.policy_init import PolicyHostInit
-from embodyrl.workers.ranks import OneRank, halve, open_ranks
+from embodyrl.workers.ranks import OneRank, Ranks, halve, open_ranks
 from embodyrl.workers.rollout_worker import RolloutWorker
 from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, best_device, seed_everything
@@ -47,7 +47,7 @@ class PolicyHost:
         self._bucket_arena = None if init.bucket_arena is None else Arena.attach(init.bucket_arena)
         self.policy = self._build()
         self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.rank_info)
-        self._ranks = OneRank(init.rank_info)
+        self._ranks: Ranks = OneRank(init.rank_info)
         self._trainer: Trainer | None = None
         self._actor: ActorWorker | ImitationWorker | None = None
         half = init.model.half

@@ -1,8 +1,8 @@
 """The actor ranks: one process on its own, or N processes that share one policy (`workers/sharded.py`)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -16,50 +16,83 @@ S = TypeVar("S", PolicyScores, ImitationScores)
 VALUE_HEAD = "value_head"
 
 
-class OneRank:
-    """A policy that one process trains alone."""
+class Ranks(Protocol):
+    """The processes that train one policy, as each of them sees it. What is collective, all of them must call.
 
-    def __init__(self, rank_info: RankInfo) -> None:
-        self.rank_info = rank_info
+    Before each use the weights must be where it needs them: `train` for an update, `act` for acting, `reshard` for
+    whatever request comes next.
+    """
+
+    rank_info: RankInfo
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run a forward pass; `last`: its backward pass ends the accumulation of gradients."""
-        return compute()
+        """Run a forward pass; `last`: its backward pass ends the accumulation of gradients. Collective."""
+        ...
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Return the parts of all ranks."""
-        return parts
+        """Return the parts of all ranks; collective."""
+        ...
 
     def train(self) -> None:
-        """Make ready for an update; collective."""
+        """Make ready for an update: shards; collective."""
+        ...
 
     def act(self) -> None:
-        """Make ready for acting; collective."""
+        """Make ready for acting: whole weights on every rank; collective."""
+        ...
 
     def reshard(self) -> None:
         """Make ready for the next request: whole where the process acts, sharded where it only trains; collective."""
+        ...
 
-    @contextmanager
-    def full_weights(self, *, write: bool) -> Iterator[None]:
+    def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
         """Let the module hold whole, plain parameters; with `write`, what was changed inside is kept; collective."""
-        yield
+        ...
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
         """Whole CPU tensors instead of shards, in any tree of lists and dicts; collective.
 
         Unless `everywhere` is set, only the first rank gets them.
         """
-        return state
+        ...
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return this rank's part of a whole optimizer state."""
-        return state
+        ...
 
     def close(self) -> None:
         """Leave the group; idempotent."""
+        ...
 
 
-def open_ranks(module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> OneRank:
+class OneRank:
+    """`Ranks` of a policy that one process trains alone: everything is whole all the time, and nobody is asked."""
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        self.rank_info = rank_info
+
+    def score(self, compute: Callable[[], S], *, last: bool) -> S:
+        return compute()
+
+    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+        return parts
+
+    def train(self) -> None:
+        """Nothing is sharded."""
+
+    act = reshard = close = train
+
+    def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
+        return state
+
+    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return state
+
+
+def open_ranks(module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> Ranks:
     """Bind a policy's module to the ranks of the run; collective."""
     if rank_info.world == 1 and not cfg.cpu_offload:
         return OneRank(rank_info)

@@ -19,7 +19,7 @@ from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import ImitationScores, IntArray, PolicyScores
 from embodyrl.workers.messages import POLICY_FOLDER, RankInfo
-from embodyrl.workers.ranks import VALUE_HEAD, OneRank
+from embodyrl.workers.ranks import VALUE_HEAD, OneRank, Ranks
 from embodyrl.workers.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
 
 TRAINING_STATE = "training_state"
@@ -86,7 +86,7 @@ class Optimization:
     """AdamW with its own learning rate for the value head, and a schedule over the `total_steps` of a run."""
 
     def __init__(
-        self, module: torch.nn.Module, optim: OptimSettings, total_steps: int, ranks: OneRank | None = None
+        self, module: torch.nn.Module, optim: OptimSettings, total_steps: int, ranks: Ranks | None = None
     ) -> None:
         self._module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -200,7 +200,7 @@ class Trainer:
         *,
         skips_nonfinite: bool,
         total_steps: int,
-        ranks: OneRank,
+        ranks: Ranks,
     ) -> None:
         """Prepare the optimizer.
 

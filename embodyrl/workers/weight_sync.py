@@ -9,7 +9,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.buckets import BUCKET, WeightInfo, WeightPart
 from embodyrl.policies.protocol import weights_changed
 from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest
-from embodyrl.workers.ranks import OneRank
+from embodyrl.workers.ranks import Ranks
 
 
 def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
@@ -20,7 +20,7 @@ def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
     )
 
 
-def publish(request: PublishRequest, module: nn.Module, ranks: OneRank, bucket_arena: Arena) -> None:
+def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_arena: Arena) -> None:
     """Write parts of the weights into a bucket, in the type of those who take them; all ranks, the first writes."""
     parameters = dict(module.named_parameters())
     writes = ranks.rank_info.rank == 0
