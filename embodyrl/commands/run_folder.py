@@ -39,13 +39,16 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
+        """Name of the run."""
         return self.root.name
 
     @property
     def checkpoints(self) -> Path:
+        """Folder of all checkpoints."""
         return self.root / "checkpoints"
 
     def eval_folder(self, step: int) -> Path:
+        """Where the results of the validation after `step` training steps go."""
         return self.root / "eval" / f"step_{step:06d}"
 
     def unlock(self) -> None:

@@ -57,6 +57,7 @@ class Card:
     """Settings that decide which episodes there are; an interrupted collection goes on only with the same ones."""
 
     def to_json(self) -> str:
+        """The text of `meta/embodyrl.json`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod

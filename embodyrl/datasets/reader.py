@@ -141,6 +141,7 @@ class Demonstrations:
 
     @property
     def num_episodes(self) -> int:
+        """Number of episodes, E."""
         return len(self.start)
 
     def steps_of(self, episodes: Sequence[int]) -> IntArray:

@@ -61,6 +61,7 @@ class DatasetWriter:
 
     @property
     def num_frames(self) -> int:
+        """Env steps of all episodes that are known so far."""
         return int(self._episodes[-1]["dataset_to_index"]) if self._episodes else 0
 
     def append(self, demonstration: Demonstration) -> None:

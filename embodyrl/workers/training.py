@@ -114,6 +114,7 @@ class Optimization:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
+        """Drop all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, position: float, *, values_only: bool = False) -> float:
