@@ -130,5 +130,5 @@ def test_a_run_of_an_earlier_version_loads(tmp_path: Path) -> None:
     """It has keys of all parts, and some that are gone."""
     save_config(load_config("train", []), tmp_path / "config.yaml")
     with (tmp_path / "config.yaml").open("a") as file:
-        file.write("custom: {}\ndata: {path: null, image_aug: true}\ncollect: {out: null}\nreward: {name: null}\n")
+        file.write("custom: {}\ndata: {path: null, image_aug: true}\ncollect: {out: null}\n")
     assert load_saved_config(tmp_path, []).env.env_type == "tabletop"
