@@ -1,0 +1,1 @@
+"""Flow-matching policies: pi0, pi0.5 and SmolVLA. Importing this package does not import torch."""

@@ -1,0 +1,226 @@
+"""Decoder layers of Gemma's and Llama's kind, for language models and action experts alike.
+
+Attention is split where the masks split it: the prefix never sees the suffix, so its keys and values are computed once
+(`Decoder.remember`), and what follows attends to them and to its own (`View.memory`). That equals one attention over
+the concatenated tokens, as the public code computes it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from embodyrl.policies.flow.specs import LayersSpec
+from embodyrl.policies.openvla_oft.llama import Rope, rope_tables
+
+ROPE_THETA = 10000.0
+UNSEEN = -2.3819763e38
+"""Added to the scores of keys that a query must not see; finite in bfloat16 too, so that a query that sees nothing
+averages all values, as in the public code."""
+
+KeysValues = tuple[Tensor, Tensor]
+"""Keys (rotated) and values of one layer, each [B, kv_heads, T, head_dim]."""
+
+
+def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
+    """Scores to add, [B, 1, 1 or Q, T], that hide the keys where `valid` [B, T] is false.
+
+    A query for which `queries` [B, Q] is false sees nothing.
+    """
+    seen = valid[:, None, None, :]
+    if queries is not None:
+        seen = seen & queries[:, None, :, None]
+    return torch.zeros(seen.shape, device=valid.device).masked_fill_(~seen, UNSEEN)
+
+
+def block_mask(blocks: Tensor) -> Tensor:
+    """Scores to add, [1, 1, T, T]: token i sees token j if the block of j is not later (blocks [T], ascending)."""
+    hidden = blocks[None, :] > blocks[:, None]
+    return torch.zeros(hidden.shape, device=blocks.device).masked_fill_(hidden, UNSEEN)[None, None]
+
+
+def positions_of(valid: Tensor) -> Tensor:
+    """Positions [B, T] of tokens; padding takes none."""
+    return valid.long().cumsum(1) - 1
+
+
+def rotary(positions: Tensor, spec: LayersSpec) -> Rope:
+    """Tables of the half-split rotary embedding at positions [B, T]."""
+    return rope_tables(positions, spec.head_dim, ROPE_THETA)
+
+
+def _rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate [B, heads, T, head_dim] in float32."""
+    cos, sin = rope
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square norm in float32; with a condition, adaRMS: scale, shift and gate are linear in it.
+
+    adaRMS: y = norm(x) * (1 + scale) + shift, and the sublayer's output is multiplied by the gate (pi0.5).
+    """
+
+    def __init__(self, spec: LayersSpec, condition_width: int = 0) -> None:
+        super().__init__()
+        self.eps, self.offset = spec.norm_eps, 1.0 if spec.gemma else 0.0
+        if condition_width:
+            self.dense = nn.Linear(condition_width, 3 * spec.width)
+        else:
+            self.weight = nn.Parameter(torch.empty(spec.width))
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the norm of [B, T, width] and the gate [B, 1, width], None without a condition [B, D]."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if condition is None:
+            return (wide * (self.offset + self.weight.float())).to(x.dtype), None
+        scale, shift, gate = self.dense(condition)[:, None].chunk(3, dim=-1)
+        return torch.addcmul(shift.float(), wide, 1.0 + scale.float()).to(x.dtype), gate
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; `kv_inputs` is the width that keys and values are computed from, if not the tokens'."""
+
+    def __init__(self, spec: LayersSpec, kv_inputs: int | None = None) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        kv_inputs, kv_width = kv_inputs or spec.width, spec.kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.width, spec.heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(kv_inputs, kv_width, bias=False)
+        self.v_proj = nn.Linear(kv_inputs, kv_width, bias=False)
+        self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.width, bias=False)
+
+    def keys_values(self, x: Tensor, rope: Rope) -> KeysValues:
+        """Keys and values of tokens [B, T, width]."""
+        return _rotate(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
+
+    def translate(self, memory: KeysValues) -> KeysValues:
+        """Keys and values computed from those of another stack, which are rotated already."""
+        keys, values = (x.transpose(1, 2).flatten(2) for x in memory)
+        return self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
+
+    def attend(self, x: Tensor, rope: Rope, seen: KeysValues, mask: Tensor) -> Tensor:
+        """Let tokens [B, T, width] look at keys and values under a mask [B or 1, 1, 1 or T, keys]."""
+        q, (k, v) = _rotate(self._heads(self.q_proj(x)), rope), seen
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(v.dtype), enable_gqa=q.shape[1] != k.shape[1])
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class GatedMlp(nn.Module):
+    """GeGLU (Gemma) or SwiGLU (Llama)."""
+
+    def __init__(self, spec: LayersSpec) -> None:
+        super().__init__()
+        self.gemma = spec.gemma
+        self.gate_proj = nn.Linear(spec.width, spec.mlp, bias=False)
+        self.up_proj = nn.Linear(spec.width, spec.mlp, bias=False)
+        self.down_proj = nn.Linear(spec.mlp, spec.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        gate = F.gelu(gate, approximate="tanh") if self.gemma else F.silu(gate)
+        return self.down_proj(gate * self.up_proj(x))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the tokens of one pass see in a layer."""
+
+    rope: Rope
+    """Tables at the tokens' positions."""
+    mask: Tensor
+    """[B or 1, 1, 1 or T, keys]"""
+    memory: KeysValues | None = None
+    """Keys and values of earlier tokens, which come first."""
+    among: bool = True
+    """The tokens see one another's keys; false: only the memory."""
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm layer. All its uses go through `forward`, because FSDP gathers the weights of a layer there."""
+
+    def __init__(self, spec: LayersSpec, *, condition_width: int = 0, kv_inputs: int | None = None) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec, kv_inputs)
+        self.mlp = GatedMlp(spec)
+        self.input_layernorm = RmsNorm(spec, condition_width)
+        self.post_attention_layernorm = RmsNorm(spec, condition_width)
+
+    def forward(
+        self, x: Tensor | None, view: View | KeysValues, condition: Tensor | None = None, *, output: bool = True
+    ) -> tuple[Tensor | None, KeysValues | None]:
+        """Map tokens [B, T, width] to the same shape, and return their own keys and values if they have any.
+
+        Without `output` only the keys and values. Without tokens, `view` is another stack's keys and values, and what
+        is returned are those that this layer makes of them.
+        """
+        if not isinstance(view, View):
+            return None, self.self_attn.translate(view)
+        assert x is not None
+        normed, gate = self.input_layernorm(x, condition)
+        own, seen = None, view.memory
+        if view.among:
+            own = seen = self.self_attn.keys_values(normed, view.rope)
+            if not output:
+                return None, own
+            if view.memory is not None:
+                (past_k, past_v), (k, v) = view.memory, own
+                seen = torch.cat([past_k.to(k.dtype), k], dim=2), torch.cat([past_v.to(v.dtype), v], dim=2)
+        assert seen is not None, "tokens that do not see one another need a memory"
+        x = _add(x, self.self_attn.attend(normed, view.rope, seen, view.mask), gate)
+        normed, gate = self.post_attention_layernorm(x, condition)
+        return _add(x, self.mlp(normed), gate), own
+
+
+def _add(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
+    return x + update if gate is None else x + update * gate
+
+
+class Decoder(nn.Module):
+    """Layers and final norm; token embeddings only where `vocab` is given."""
+
+    def __init__(
+        self, spec: LayersSpec, layers: list[DecoderLayer], *, vocab: int = 0, condition_width: int = 0
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.gradient_checkpointing = False
+        if vocab:
+            self.embed_tokens = nn.Embedding(vocab, spec.width)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RmsNorm(spec, condition_width)
+
+    def forward(self, x: Tensor, views: Sequence[View], condition: Tensor | None = None) -> Tensor:
+        """Map tokens [B, T, width] to the hidden states after the final norm; one view per layer."""
+        for layer, view in zip(self.layers, views, strict=True):
+            x, _ = self._run(layer, x, view, condition)
+        return self.norm(x, condition)[0]
+
+    def remember(
+        self, x: Tensor, views: Sequence[View], *, output: bool = False
+    ) -> tuple[tuple[KeysValues, ...], Tensor | None]:
+        """Keys and values of each layer for tokens [B, T, width].
+
+        The last layer's attention and MLP and the final norm influence none of them; they run for `output` only, which
+        is [B, T, width], else None.
+        """
+        kept: list[KeysValues] = []
+        for number, (layer, view) in enumerate(zip(self.layers, views, strict=True), 1):
+            x, own = self._run(layer, x, view, None, output=output or number < len(views))
+            kept.append(own)
+        return tuple(kept), self.norm(x)[0] if output else None
+
+    def _run(self, layer: nn.Module, x: Tensor, view: View, condition: Tensor | None, *, output: bool = True) -> Any:
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(layer, x, view, condition, output=output, use_reentrant=False)
+        return layer(x, view, condition, output=output)

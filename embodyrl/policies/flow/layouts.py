@@ -1,0 +1,248 @@
+"""Names of weights in public checkpoints, to our names and back; nothing is guessed, nothing dropped in silence."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from embodyrl.errors import CheckpointError
+
+EMBEDDING = "language.embed_tokens.weight"
+HEADS = ("value_head.", "noise_head.")
+"""Heads that RL adds (RLinf's names): a model may lack what a checkpoint has, and start what it has not."""
+_TELLING = ("vision.embeddings.", "language.layers.", "expert.layers.")
+_OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
+"""lerobot kept the statistics of the data beside the weights until its processors got files of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One way to name the weights."""
+
+    name: str
+    renames: tuple[tuple[str, str], ...]
+    """(our prefix, theirs); the first that fits counts."""
+    tied: str | None = None
+    """Their name of an output matrix that is the token embedding; the only copy in some files."""
+    dead: tuple[tuple[str, str], ...] = ()
+    """(their name, stack) of matrices [vocab, width of that stack] that nothing reads, but that their loader wants."""
+
+    def likeness(self, keys: Iterable[str]) -> int:
+        """How many of the three stacks a file has under these names."""
+        present = tuple(keys)
+        return sum(any(key.startswith(self.theirs(part)) for key in present) for part in _TELLING)
+
+    def ours(self, key: str) -> str:
+        """Our name of a weight; one that the layout does not know keeps its own."""
+        return _rename(key, ((theirs, ours) for ours, theirs in self.renames))
+
+    def theirs(self, key: str) -> str:
+        """Their name of a weight."""
+        return _rename(key, self.renames)
+
+
+def _rename(key: str, pairs: Iterable[tuple[str, str]]) -> str:
+    for old, new in pairs:
+        if key.startswith(old):
+            return new + key[len(old) :]
+    return key
+
+
+def _paligemma(
+    name: str,
+    *,
+    vlm: str,
+    expert: str,
+    vision_level: str = "vision_model.",
+    language_level: str = "",
+    head: str = "",
+    actions: str = "",
+    tied: str | None = None,
+    dead: str,
+) -> Layout:
+    """A layout of pi0 and pi0.5.
+
+    `head` comes before all projections of the flow head, and `actions` also before those of its inputs.
+    """
+    inputs = ("action_in_proj.", "state_proj.", "action_time_mlp_in.", "action_time_mlp_out.")
+    others = ("action_out_proj.", "time_mlp_in.", "time_mlp_out.", *HEADS)
+    return Layout(
+        name=name,
+        renames=(
+            ("vision.", f"{vlm}vision_tower.{vision_level}"),
+            ("language.", f"{vlm}language_model.{language_level}"),
+            ("expert.", expert),
+            ("projector.", f"{vlm}multi_modal_projector.linear."),
+            *((part, f"{head}{actions}{part}") for part in inputs),
+            *((part, f"{head}{part}") for part in others),
+        ),
+        tied=tied,
+        dead=((dead, "expert"),),
+    )
+
+
+def _openpi(name: str, head: str = "", **levels: str) -> Layout:
+    inside = f"{head}paligemma_with_expert."
+    return _paligemma(
+        name,
+        vlm=f"{inside}paligemma.model.",
+        expert=f"{inside}gemma_expert.model.",
+        head=head,
+        tied=f"{inside}paligemma.lm_head.weight",
+        dead=f"{inside}gemma_expert.lm_head.weight",
+        **levels,
+    )
+
+
+def _transformers(name: str, vision_level: str) -> Layout:
+    return _paligemma(
+        name,
+        vlm="model.vlm.",
+        expert="model.dit.",
+        vision_level=vision_level,
+        actions="embed_action_time.",
+        dead="model.dit.embed_tokens.weight",
+    )
+
+
+OPENPI = _openpi("openpi")
+"""openpi's PyTorch models, and RLinf's with heads beside them."""
+LEROBOT = _openpi("lerobot", "model.")
+TRANSFORMERS = _transformers("transformers", "")
+"""`PI0ForConditionalGeneration` from about 5.2x."""
+TRANSFORMERS_OLD = _transformers("transformers (older)", "vision_model.")
+TRANSFORMERS_SAVED = _openpi("transformers (save_pretrained)", vision_level="", language_level="model.")
+"""What `save_pretrained` of 5.23 makes of them when it reverts its renaming."""
+_SMOL = "model.vlm_with_expert."
+SMOLVLA_LEROBOT = Layout(
+    name="lerobot (SmolVLA)",
+    renames=(
+        ("vision.", f"{_SMOL}vlm.model.vision_model."),
+        ("language.", f"{_SMOL}vlm.model.text_model."),
+        ("expert.", f"{_SMOL}lm_expert."),
+        ("projector.", f"{_SMOL}vlm.model.connector.modality_projection.proj."),
+        *(
+            (part, f"model.{part}")
+            for part in ("action_in_proj.", "action_out_proj.", "state_proj.", "action_time_mlp_", *HEADS)
+        ),
+    ),
+    dead=((f"{_SMOL}vlm.lm_head.weight", "language"),),
+)
+LAYOUTS = (OPENPI, LEROBOT, TRANSFORMERS, TRANSFORMERS_OLD, TRANSFORMERS_SAVED, SMOLVLA_LEROBOT)
+
+
+def layout_of(keys: Iterable[str], where: Path) -> Layout:
+    """Find the layout of a checkpoint by its names.
+
+    Raises:
+        CheckpointError: none fits.
+    """
+    present = tuple(keys)
+    best = max(LAYOUTS, key=lambda layout: layout.likeness(present))
+    if best.likeness(present):
+        return best
+    first = min(present, default="none")
+    raise CheckpointError(
+        f"{where}: its {len(present)} weights (first name: '{first}') are of no known layout. Known: "
+        f"{', '.join(layout.name for layout in LAYOUTS)}. It is another model, or shards are missing."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """How a checkpoint was stored, so that it can be stored that way again."""
+
+    layout: Layout
+    embedding_names: tuple[str, ...]
+    """Their names of the token embedding: its own, that of the tied output matrix, or both."""
+    aside: Mapping[str, Tensor] = field(default_factory=dict)
+    """By their names: dead weights and statistics, which the model has no place for."""
+
+
+def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
+    """Store weights under a layout's names as its own loader wants them; what nothing reads is zeros."""
+    vocab, width = weights[EMBEDDING].shape
+    widths = {"language": width, "expert": weights["action_in_proj.weight"].shape[0]}
+    aside = {key: torch.zeros(vocab, widths[stack], dtype=weights[EMBEDDING].dtype) for key, stack in layout.dead}
+    return Source(layout=layout, embedding_names=(layout.tied or layout.theirs(EMBEDDING),), aside=aside)
+
+
+def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor], Source]:
+    """Weights of a whole checkpoint under our names, and how it was stored.
+
+    Raises:
+        CheckpointError: no layout fits, or not all names are of one, or the output matrix is not the embedding.
+    """
+    layout = layout_of(stored, where)
+    dead = {key for key, _ in layout.dead}
+    weights: dict[str, Tensor] = {}
+    aside: dict[str, Tensor] = {}
+    for key, tensor in stored.items():
+        if key in dead or key.startswith(_OLD_STATISTICS) or key.endswith(".position_ids"):
+            aside[key] = tensor
+        elif key != layout.tied:
+            ours = layout.ours(key)
+            if layout.theirs(ours) != key:
+                raise CheckpointError(
+                    f"{where}: '{key}' is no name of the layout that the other weights have ({layout.name}). The files "
+                    f"are of two checkpoints; take them from one."
+                )
+            weights[ours] = tensor
+    names = [layout.theirs(EMBEDDING)] if EMBEDDING in weights else []
+    if layout.tied in stored:
+        assert layout.tied is not None
+        names.append(layout.tied)
+        tied = stored[layout.tied]
+        own = weights.setdefault(EMBEDDING, tied)
+        if (own.shape, own.dtype) != (tied.shape, tied.dtype) or not torch.equal(own, tied):
+            raise CheckpointError(
+                f"{where}: '{layout.tied}' and '{names[0]}' are one matrix in this model, but differ in this "
+                f"checkpoint. It was trained with untied weights or put together from two; take the original one."
+            )
+    return weights, Source(layout=layout, embedding_names=tuple(names), aside=aside)
+
+
+def to_theirs(weights: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
+    """Our weights under the names of a source, with what it had beside them."""
+    stored = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key != EMBEDDING}
+    stored |= {name: weights[EMBEDDING] for name in source.embedding_names}
+    return stored | dict(source.aside)
+
+
+def check_weights(target: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: Source, where: Path) -> None:
+    """Hold a checkpoint's weights against those of a model (both under our names).
+
+    Raises:
+        CheckpointError: weights are missing, surplus or of another shape; their names are given as the file has them.
+    """
+    theirs = source.layout.theirs
+    surplus = sorted(theirs(key) for key in weights if key not in target and not key.startswith(HEADS))
+    if surplus:
+        raise CheckpointError(
+            f"{where} has {len(surplus)} weights that this model does not know: {_some(surplus)}. config.json and the "
+            f"weights do not belong together (pi0 or pi0.5, number of layers), or adapters are not merged."
+        )
+    heads = {head for head in HEADS if not any(key.startswith(head) for key in weights)}
+    missing = sorted(theirs(key) for key in target if key not in weights and not key.startswith(tuple(heads)))
+    if missing:
+        raise CheckpointError(
+            f"{where} lacks {len(missing)} of {len(target)} weights: {_some(missing)}. The checkpoint is incomplete, "
+            f"or of another model; fetch all its shards. Nothing starts at random in their place."
+        )
+    wrong = [
+        f"'{theirs(key)}' {list(tensor.shape)} instead of {list(target[key].shape)}"
+        for key, tensor in sorted(weights.items())
+        if key in target and tensor.shape != target[key].shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{where}: {len(wrong)} weights have other shapes than in this model: {'; '.join(wrong[:3])}. config.json "
+            f"does not belong to these weights; take both from one repository."
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
