@@ -12,7 +12,7 @@ from embodyrl.errors import CheckpointError
 EMBEDDING = "language.embed_tokens.weight"
 HEADS = ("value_head.", "noise_head.")
 """Heads that RL adds (RLinf's names): a model may lack what a checkpoint has, and start what it has not."""
-_TELLING = ("vision.embeddings.", "language.layers.", "expert.layers.")
+_TELLING = ("vision.embeddings.", "language.layers.", "expert.layers.", "action_in_proj.", "action_out_proj.")
 _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 """lerobot kept the statistics of the data beside the weights until its processors got files of their own."""
 
@@ -30,7 +30,7 @@ class Layout:
     """(their name, stack) of matrices [vocab, width of that stack] that nothing reads, but that their loader wants."""
 
     def likeness(self, keys: Iterable[str]) -> int:
-        """How many of the three stacks a file has under these names."""
+        """How many of the telling parts a file has under these names."""
         present = tuple(keys)
         return sum(any(key.startswith(self.theirs(part)) for key in present) for part in _TELLING)
 
@@ -96,25 +96,29 @@ def _openpi(name: str, head: str = "", **levels: str) -> Layout:
     )
 
 
-def _transformers(name: str, vision_level: str) -> Layout:
+def _transformers(name: str, vision_level: str = "", **projections: str) -> Layout:
     return _paligemma(
         name,
         vlm="model.vlm.",
         expert="model.dit.",
         vision_level=vision_level,
-        actions="embed_action_time.",
         dead="model.dit.embed_tokens.weight",
+        **(projections or {"actions": "embed_action_time."}),
     )
 
 
 OPENPI = _openpi("openpi")
 """openpi's PyTorch models, and RLinf's with heads beside them."""
 LEROBOT = _openpi("lerobot", "model.")
-TRANSFORMERS = _transformers("transformers", "")
+TRANSFORMERS = _transformers("transformers")
 """`PI0ForConditionalGeneration` from about 5.2x."""
 TRANSFORMERS_OLD = _transformers("transformers (older)", "vision_model.")
-TRANSFORMERS_SAVED = _openpi("transformers (save_pretrained)", vision_level="", language_level="model.")
-"""What `save_pretrained` of 5.23 makes of them when it reverts its renaming."""
+_TRANSFORMERS_SAVED = (
+    _openpi("transformers (saved fresh)", vision_level="", language_level="model."),
+    _transformers("transformers (saved again)", head="model."),
+    _transformers("transformers (older, saved again)", "vision_model.", head="model."),
+)
+"""What its `save_pretrained` (5.23) writes when it reverts renamings; it keeps openpi's and lerobot's names."""
 _SMOL = "model.vlm_with_expert."
 SMOLVLA_LEROBOT = Layout(
     name="lerobot (SmolVLA)",
@@ -130,7 +134,7 @@ SMOLVLA_LEROBOT = Layout(
     ),
     dead=((f"{_SMOL}vlm.lm_head.weight", "language"),),
 )
-LAYOUTS = (OPENPI, LEROBOT, TRANSFORMERS, TRANSFORMERS_OLD, TRANSFORMERS_SAVED, SMOLVLA_LEROBOT)
+LAYOUTS = (OPENPI, LEROBOT, TRANSFORMERS, TRANSFORMERS_OLD, *_TRANSFORMERS_SAVED, SMOLVLA_LEROBOT)
 
 
 def layout_of(keys: Iterable[str], where: Path) -> Layout:

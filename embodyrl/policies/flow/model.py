@@ -189,7 +189,7 @@ class FlowModel(nn.Module, ABC):
             stack.gradient_checkpointing = True
 
     def initialise(self, seed: int) -> None:
-        """Start all weights anew: normal with variance 1 / inputs, biases and adaptive norms 0, plain norms identity."""
+        """Start all weights anew: normal of variance 1 / inputs; biases and adaptive norms 0, plain norms identity."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():

@@ -1,0 +1,126 @@
+"""Instructions, and for pi0.5 states, to token ids; read from tokenizer.json with `tokenizers`, no remote code."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.types import FloatArray, IntArray
+
+STATE_BINS = 256
+WIDTH_STEP = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptForm:
+    """How an instruction becomes a prompt."""
+
+    template: str
+    """With {task} and, where the state is text, {state}."""
+    limit: int
+    """Tokens at most."""
+    bos: str | None = None
+    """Special token in front."""
+    tail: str = ""
+    """Text that is tokenised apart from the rest."""
+    cleans: bool = True
+    """Strip the instruction, and turn underscores and newlines to blanks."""
+
+    @property
+    def reads_state(self) -> bool:
+        """The state is part of the prompt."""
+        return "{state}" in self.template
+
+    def text(self, task: str, state: str = "") -> str:
+        """The prompt of an instruction, without the tail."""
+        task = task.strip().replace("_", " ").replace("\n", " ") if self.cleans else task.removesuffix("\n")
+        return self.template.format(task=task, state=state)
+
+
+PI0_PROMPT = PromptForm(template="{task}", limit=48, bos="<bos>", tail="\n")
+PI05_PROMPT = PromptForm(template="Task: {task}, State: {state};\nAction: ", limit=200, bos="<bos>")
+SMOLVLA_PROMPT = PromptForm(template="{task}\n", limit=48, cleans=False)
+
+
+def state_text(state: npt.ArrayLike) -> str:
+    """A normalised state [S] in -1..1 as numbers 0..255 of equal bins; -1 for what lies below them."""
+    edges = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
+    return " ".join(map(str, np.digitize(np.asarray(state), edges) - 1))
+
+
+class FlowPrompts:
+    """Encodes prompts of one form with one tokenizer."""
+
+    def __init__(self, tokenizer_file: Path, form: PromptForm, *, tasks: Sequence[str] = ()) -> None:
+        """Read a tokenizer.
+
+        Args:
+            tokenizer_file: `tokenizer.json` of a checkpoint.
+            form: what the checkpoint was trained with.
+            tasks: the instructions to expect; without states, the longest one sets the padded width.
+
+        Raises:
+            CheckpointError: the file is missing, damaged, or lacks the token that prompts begin with.
+        """
+        try:
+            self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the package raises bare Exception
+            raise CheckpointError(
+                f"{tokenizer_file} cannot be read: {error}. Put the tokenizer.json of the language model into the "
+                f"checkpoint's folder (pi0 and pi0.5: PaliGemma's; SmolVLA: SmolVLM2's)."
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.form = form
+        bos = None if form.bos is None else self._tokenizer.token_to_id(form.bos)
+        if form.bos is not None and bos is None:
+            raise CheckpointError(
+                f"{tokenizer_file} has no token '{form.bos}', which these prompts begin with; it is of another model."
+            )
+        self._head = () if bos is None else (bos,)
+        self._tail = self._ids(form.tail) if form.tail else ()
+        self._encode = lru_cache(maxsize=4096)(self._encode_text)
+        self.width = 0 if form.reads_state else max((len(self.encode(task)) for task in tasks), default=0)
+
+    def encode(self, task: str, state: npt.ArrayLike | None = None) -> tuple[int, ...]:
+        """Token ids of one instruction and, where the form reads it, a normalised state [S].
+
+        Raises:
+            ConfigError: there are more than the model was trained with.
+        """
+        ids = self._encode(self.form.text(task, "" if state is None else state_text(state)))
+        if len(ids) > self.form.limit:
+            raise ConfigError(
+                f"The prompt of '{task}' has {len(ids)} tokens, this model reads {self.form.limit} at most; shorten it."
+            )
+        return ids
+
+    def batch(
+        self, tasks: Sequence[str], states: FloatArray | None = None, *, full: bool = False
+    ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Ids [B, W] padded right with zeros, and which of them are no padding.
+
+        W is the width of the known tasks; a longer row widens the batch, to a multiple of 16. `full`: W is the limit
+        (values that are averaged over all text tokens, padding included).
+        """
+        given = [None] * len(tasks) if states is None else list(states)
+        assert not (self.form.reads_state and states is None), "these prompts hold the state"
+        rows = [self.encode(task, state) for task, state in zip(tasks, given, strict=True)]
+        longest = max(map(len, rows))
+        width = self.width if longest <= self.width else -(-longest // WIDTH_STEP) * WIDTH_STEP
+        width = self.form.limit if full else min(width, self.form.limit)
+        ids = np.zeros((len(rows), width), np.int64)
+        for row, encoded in zip(ids, rows, strict=True):
+            row[: len(encoded)] = encoded
+        return ids, np.arange(width) < np.array([[len(row)] for row in rows])
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        return (*self._head, *self._ids(text), *self._tail)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -1,0 +1,223 @@
+"""Names of weights in public checkpoints: there and back, key by key; what does not fit is refused by name."""
+
+import pytest
+import torch
+from golden_flow import GOLDEN, NAMES, build, model_of, spec_of, stored
+from safetensors.torch import load_file, save_file
+
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.flow.checkpoint import load_weights, save_weights
+from embodyrl.policies.flow.layouts import (
+    EMBEDDING,
+    LAYOUTS,
+    LEROBOT,
+    OPENPI,
+    SMOLVLA_LEROBOT,
+    TRANSFORMERS,
+    Source,
+    fresh_source,
+    to_ours,
+    to_theirs,
+)
+
+OUTPUT = OPENPI.tied
+OWN_EMBEDDING = OPENPI.theirs(EMBEDDING)
+ANY = "paligemma_with_expert.gemma_expert.model.layers.2.mlp.up_proj.weight"
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    assert [key for key in left if not torch.equal(left[key], right[key])] == []
+
+
+def write(folder, tensors):
+    folder.mkdir()
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def layouts_of(name):
+    if name == "smolvla":
+        return [SMOLVLA_LEROBOT]
+    return [layout for layout in LAYOUTS if layout is not SMOLVLA_LEROBOT]
+
+
+CASES = [(name, layout) for name in NAMES for layout in layouts_of(name)]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_a_model_goes_to_each_layout_and_back(name, layout, tmp_path):
+    model = model_of(name)
+    save_weights(model, tmp_path / "saved", layout)
+    written = load_file(tmp_path / "saved" / "model.safetensors")
+    fresh = build(spec_of(name))
+    source = load_weights(fresh, tmp_path / "saved")
+    assert source.layout is layout
+    same(fresh.state_dict(), model.state_dict())
+    save_weights(fresh, tmp_path / "again", source)
+    same(load_file(tmp_path / "again" / "model.safetensors"), written)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_originals_own_files_come_back_key_by_key(name, tmp_path):
+    original = stored(name)
+    model = build(spec_of(name))
+    source = load_weights(model, write(tmp_path / "in", original))
+    save_weights(model, tmp_path / "out", source)
+    same(load_file(tmp_path / "out" / "model.safetensors"), original)
+
+
+@pytest.mark.parametrize("name", ["pi0", "pi05"])
+def test_names_are_those_of_the_originals(name):
+    """The recorded file has openpi's names; lerobot puts `model.` before each."""
+    original = stored(name)
+    weights, source = to_ours(original, GOLDEN)
+    assert source == Source(layout=OPENPI, embedding_names=(OWN_EMBEDDING,))
+    lerobot = to_theirs(weights, Source(layout=LEROBOT, embedding_names=(f"model.{OWN_EMBEDDING}",)))
+    same(lerobot, {f"model.{key}": tensor for key, tensor in original.items()})
+
+
+@pytest.mark.parametrize("names", [(OUTPUT,), (OWN_EMBEDDING, OUTPUT)], ids=["only the output", "both"])
+def test_the_embedding_may_be_stored_as_the_output_matrix(names, tmp_path):
+    original = stored("pi0")
+    embedding = original.pop(OWN_EMBEDDING)
+    original |= dict.fromkeys(names, embedding)
+    model = build(spec_of("pi0"))
+    source = load_weights(model, write(tmp_path / "in", original))
+    assert torch.equal(model.language.embed_tokens.weight, embedding)
+    save_weights(model, tmp_path / "out", source)
+    same(load_file(tmp_path / "out" / "model.safetensors"), original)
+
+
+def test_an_output_matrix_that_is_not_the_embedding_is_refused(tmp_path):
+    original = stored("pi0")
+    untied = original[OWN_EMBEDDING].clone()
+    untied[3, 4] += 1e-3
+    with pytest.raises(CheckpointError, match=rf"'{OUTPUT}' and '{OWN_EMBEDDING}' are one matrix"):
+        load_weights(build(spec_of("pi0")), write(tmp_path / "in", original | {OUTPUT: untied}))
+
+
+def test_what_nothing_reads_is_kept_beside_the_model(tmp_path):
+    beside = {
+        OPENPI.dead[0][0]: torch.randn(400, 64),
+        "normalize_inputs.buffer_observation_state.mean": torch.randn(8),
+        "value_head.mlp.0.weight": torch.randn(4, 64),
+        "noise_head.mlp_logvar.0.bias": torch.randn(3),
+    }
+    model = build(spec_of("pi0"))
+    source = load_weights(model, write(tmp_path / "in", stored("pi0") | beside))
+    same(dict(source.aside), beside)
+    save_weights(model, tmp_path / "out", source)
+    same(load_file(tmp_path / "out" / "model.safetensors"), stored("pi0") | beside)
+
+
+def test_heads_of_rl_are_loaded_where_the_model_has_them(tmp_path):
+    """RLinf's layout; a model whose checkpoint has none keeps its own."""
+    model, weight = model_of("pi0"), torch.randn(4, 64)
+    model.value_head = torch.nn.Linear(64, 4, bias=False)
+    load_weights(model, write(tmp_path / "with", stored("pi0") | {"value_head.weight": weight}))
+    assert torch.equal(model.value_head.weight, weight)
+    load_weights(model, write(tmp_path / "without", stored("pi0")))
+    assert torch.equal(model.value_head.weight, weight)
+    with pytest.raises(CheckpointError, match=r"1 weights have other shapes .*'value_head.weight' \[4, 63\]"):
+        load_weights(model, write(tmp_path / "narrow", stored("pi0") | {"value_head.weight": weight[:, :63]}))
+
+
+def refused(tensors, folder, match, name="pi0"):
+    """Refused, and no weight is touched."""
+    model = build(spec_of(name))
+    model.initialise(0)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=match):
+        load_weights(model, write(folder, tensors))
+    same(model.state_dict(), before)
+
+
+def test_missing_weights_are_named(tmp_path):
+    tensors = stored("pi0")
+    del tensors[ANY], tensors["action_in_proj.bias"]
+    refused(tensors, tmp_path / "in", rf"lacks 2 of \d+ weights: 'action_in_proj.bias', '{ANY}'")
+
+
+def test_a_missing_embedding_is_named(tmp_path):
+    tensors = stored("pi0")
+    del tensors[OWN_EMBEDDING]
+    refused(tensors, tmp_path / "in", rf"lacks 1 of \d+ weights: '{OWN_EMBEDDING}'")
+
+
+def test_every_single_missing_weight_is_refused():
+    model = model_of("smolvla")
+    for key in stored("smolvla"):
+        tensors = stored("smolvla")
+        del tensors[key]
+        weights, _ = to_ours(tensors, GOLDEN)
+        gone = set(model.state_dict()) - set(weights)
+        assert gone == ({SMOLVLA_LEROBOT.ours(key)} if "lm_head" not in key else set())
+
+
+@pytest.mark.parametrize(
+    "key", ["paligemma_with_expert.gemma_expert.model.layers.4.mlp.up_proj.weight", "time_mlp_in.bias"]
+)
+def test_surplus_weights_are_named(key, tmp_path):
+    refused(stored("pi0") | {key: torch.zeros(2)}, tmp_path / "in", rf"has 1 weights .* does not know: '{key}'")
+
+
+def test_a_name_of_another_layout_is_refused(tmp_path):
+    stray = "vision.post_layernorm.bias"
+    refused(stored("pi0") | {stray: torch.zeros(32)}, tmp_path / "in", rf"'{stray}' is no name of the layout")
+
+
+def test_another_shape_is_named(tmp_path):
+    refused(
+        stored("pi0") | {ANY: torch.zeros(128, 63)}, tmp_path / "in", rf"'{ANY}' \[128, 63\] instead of \[128, 64\]"
+    )
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    folder = write(tmp_path / "in", stored("pi0"))
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_weights(build(spec_of("pi0")), folder)
+
+
+def test_weights_of_the_other_model_are_refused(tmp_path):
+    refused(stored("pi05"), tmp_path / "pi05", r"does not know: .*layers.0.input_layernorm.dense.bias")
+    refused(stored("smolvla"), tmp_path / "smolvla", "does not know|lacks")
+    refused({"a.weight": torch.zeros(1)}, tmp_path / "other", r"\(first name: 'a.weight'\) are of no known layout")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no model"):
+        load_weights(build(spec_of("pi0")), tmp_path)
+
+
+def test_shards_are_joined(tmp_path):
+    tensors = stored("pi0")
+    keys = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": keys[:40], "model-00002-of-00002.safetensors": keys[40:]}
+    for file, names in parts.items():
+        save_file({key: tensors[key] for key in names}, tmp_path / file)
+    model = build(spec_of("pi0"))
+    load_weights(model, tmp_path)
+    same(model.state_dict(), model_of("pi0").state_dict())
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lacks 40 of"):
+        load_weights(model, tmp_path)
+
+
+def test_a_layout_gets_what_its_own_loader_wants():
+    """One copy of the embedding, and zeros for the output matrix that nothing reads."""
+    weights = model_of("pi0").state_dict()
+    for layout in (OPENPI, LEROBOT, TRANSFORMERS):
+        source = fresh_source(layout, weights)
+        assert source.embedding_names == (layout.tied or layout.theirs(EMBEDDING),)
+        assert {key: tuple(tensor.shape) for key, tensor in source.aside.items()} == {layout.dead[0][0]: (400, 64)}
+
+
+def test_bfloat16_files_fill_float32_models(tmp_path):
+    tensors = {key: tensor.bfloat16() for key, tensor in stored("pi0").items()}
+    model = build(spec_of("pi0"))
+    load_weights(model, write(tmp_path / "in", tensors))
+    assert model.state_proj.weight.dtype == torch.float32
+    assert torch.equal(model.state_proj.weight, tensors["state_proj.weight"].float())
