@@ -1,0 +1,94 @@
+"""config.json of openpi, lerobot, transformers and ours, as the sizes of a model."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from golden_flow import NAMES, spec_of
+
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.flow.configs import own_config, read_spec
+from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA
+
+OPENPI = {
+    "action_dim": 32,
+    "action_horizon": 50,
+    "paligemma_variant": "gemma_2b",
+    "action_expert_variant": "gemma_300m",
+    "precision": "bfloat16",
+}
+LEROBOT = {
+    "type": "pi0",
+    "chunk_size": 50,
+    "max_action_dim": 32,
+    "max_state_dim": 32,
+    "paligemma_variant": "gemma_2b",
+    "action_expert_variant": "gemma_300m",
+}
+SMOL = {
+    "type": "smolvla",
+    "chunk_size": 50,
+    "max_action_dim": 32,
+    "max_state_dim": 32,
+    "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
+    "num_vlm_layers": 16,
+    "num_expert_layers": 0,
+    "expert_width_multiplier": 0.75,
+    "self_attn_every_n_layers": 2,
+    "attention_mode": "cross_attn",
+    "add_image_special_tokens": False,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def reader(config, **options):
+        (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        return read_spec(tmp_path, **options)
+
+    return reader
+
+
+def test_public_configurations(read):
+    assert read(OPENPI) == read(LEROBOT) == PI0
+    assert read(OPENPI, adaptive=True) == read(LEROBOT | {"type": "pi05"}) == PI05
+    assert read(OPENPI | {"action_horizon": 10}, adaptive=True) == replace(PI05, horizon=10)
+    assert read(OPENPI | {"paligemma_variant": "gemma_300m"}).language == GEMMA_300M
+    assert read(SMOL) == SMOLVLA
+
+
+def test_smaller_smolvla(read):
+    spec = read(SMOL | {"num_vlm_layers": 8, "expert_width_multiplier": 0.5, "self_attn_every_n_layers": 1})
+    assert (spec.language.depth, spec.expert.depth, spec.expert.width, spec.joint_every) == (8, 8, 480, 1)
+    assert spec.expert.mlp == 1280  # 4 * 320
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_our_own_configuration_comes_back(name, read):
+    spec = spec_of(name)
+    assert read(own_config(spec)) == spec
+    with pytest.raises(CheckpointError, match="malformed"):
+        read({"embodyrl_flow": own_config(spec)["embodyrl_flow"] | {"wrong": 1}})
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (OPENPI | {"paligemma_variant": "gemma_7b"}, "paligemma_variant=gemma_7b is not known"),
+        (SMOL | {"attention_mode": "self_attn"}, "attention_mode.*not supported"),
+        (SMOL | {"num_expert_layers": 8}, "num_expert_layers.*not supported"),
+        (SMOL | {"vlm_model_name": "HuggingFaceTB/SmolVLM2-2.2B-Instruct"}, "2.2B.*not supported"),
+        ({"type": "pi0"}, "malformed"),
+        ("{", "malformed"),
+        ("[]", "malformed"),
+    ],
+    ids=["variant", "attention", "experts", "backbone", "fields", "json", "list"],
+)
+def test_other_architectures_and_damaged_files_are_refused(config, match, read):
+    with pytest.raises(CheckpointError, match=match):
+        read(config)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="missing or malformed"):
+        read_spec(tmp_path)

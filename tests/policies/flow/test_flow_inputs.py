@@ -1,0 +1,237 @@
+"""Images, prompts and statistics of flow policies, against what the public code's formulas give by hand."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.flow.images import fitted_size, pad_centred, pad_left_top
+from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm, state_text
+from embodyrl.policies.flow.statistics import (
+    LEROBOT_EPS,
+    FlowStatistics,
+    from_deltas,
+    pad_dims,
+    read_lerobot,
+    read_openpi,
+    to_deltas,
+    write_openpi,
+)
+
+
+def frames(height, width, count=2):
+    return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+# --- images ---
+
+
+def test_padding_is_centred():
+    wide = pad_centred(frames(20, 40), 28)
+    assert (wide.shape, wide.dtype) == ((2, 3, 28, 28), torch.float32)
+    assert (wide[:, :, :7] == -1).all()
+    assert (wide[:, :, 21:] == -1).all()
+    assert (wide[:, :, 7:21].flatten(2) > -1).any(-1).all()
+    tall = pad_centred(frames(30, 9), 28)  # 8.4 wide, cut to 8
+    assert (tall[..., :10] == -1).all()
+    assert (tall[..., 18:] == -1).all()
+
+
+def test_centred_frames_are_pillows_bilinear():
+    given = frames(256, 256)
+    expected = [np.asarray(Image.fromarray(frame).resize((224, 224), Image.Resampling.BILINEAR)) for frame in given]
+    found = (pad_centred(given, 224) + 1) * 127.5
+    np.testing.assert_allclose(found.permute(0, 2, 3, 1), np.stack(expected), atol=1e-3)
+
+
+def test_padding_is_left_and_above():
+    wide = pad_left_top(frames(20, 40), 32)
+    assert (wide[:, :, :16] == -1).all()
+    assert (wide[:, :, 16:].flatten(2) > -1).any(-1).all()
+    assert (pad_left_top(frames(40, 20), 32)[..., :16] == -1).all()
+
+
+def test_left_top_frames_are_plain_bilinear():
+    """Twice as large: the second output pixel lies a quarter of the way from the first input pixel to the second."""
+    given = frames(4, 4, 1)
+    row = (pad_left_top(given, 8)[0, 0, 0] + 1) * 127.5
+    first, second = map(float, given[0, 0, :2, 0])
+    assert row[:2].tolist() == pytest.approx([first, 0.75 * first + 0.25 * second], abs=1e-3)
+
+
+@pytest.mark.parametrize("pad", [pad_centred, pad_left_top])
+def test_frames_of_the_right_size_are_only_scaled(pad):
+    given = frames(28, 28)
+    given.flags.writeable = False
+    expected = torch.from_numpy(given.copy()).permute(0, 3, 1, 2) / 255.0 * 2 - 1
+    torch.testing.assert_close(pad(given, 28), expected, atol=1e-6, rtol=0.0)
+    assert (expected.min(), expected.max()) == (-1, 1)
+
+
+def test_sizes_are_cut_as_the_originals_cut_them():
+    assert fitted_size(frames(480, 640, 1), 224) == (168, 224)
+    assert fitted_size(frames(480, 640, 1), 512) == (384, 512)
+    assert fitted_size(frames(100, 33, 1), 28) == (28, 9)
+
+
+# --- prompts ---
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path):
+    """One token per character."""
+    characters = "abcdefghijklmnopqrstuvwxyzTSA0123456789-,:; \n"
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", "<bos>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def spelled(prompts, ids):
+    return "".join(prompts._tokenizer.id_to_token(i) for i in ids)
+
+
+def test_prompt_of_pi0(tokenizer_file):
+    prompts = FlowPrompts(tokenizer_file, PI0_PROMPT)
+    assert spelled(prompts, prompts.encode(" pick_up the\nbowl ")) == "<bos>pick up the bowl\n"
+
+
+def test_prompt_of_pi05(tokenizer_file):
+    prompts = FlowPrompts(tokenizer_file, PI05_PROMPT)
+    state = np.array([-1.0, 0.0, 1.0, -1.5, 2.0], np.float32)
+    expected = "<bos>Task: open it, State: 0 128 255 -1 255;\nAction: "
+    assert spelled(prompts, prompts.encode("open_it\n", state)) == expected
+    with pytest.raises(AssertionError, match="hold the state"):
+        prompts.batch(["open it"])
+
+
+def test_prompt_of_smolvla(tokenizer_file):
+    """Nothing in front, nothing cleaned, and one newline."""
+    prompts = FlowPrompts(tokenizer_file, SMOLVLA_PROMPT)
+    for task in ("pick up", "pick up\n"):
+        assert spelled(prompts, prompts.encode(task)) == "pick up\n"
+
+
+def test_states_as_text():
+    """256 bins of 1/128; an edge belongs to the bin above it."""
+    assert state_text([-1.0, -1.0 + 1 / 128, -1e-4, 0.0, 0.999, 1.0, -1.0001]) == "0 1 127 128 255 255 -1"
+
+
+def test_batches_are_padded_on_the_right(tokenizer_file):
+    prompts = FlowPrompts(tokenizer_file, SMOLVLA_PROMPT, tasks=["open", "close it"])
+    ids, mask = prompts.batch(["open", "close it"])
+    assert ids.shape == (2, 9)
+    assert mask.sum(1).tolist() == [5, 9]
+    assert not ids[0, 5:].any()
+    assert mask[0, :5].all()
+    wider, _ = prompts.batch(["a longer one"])
+    assert wider.shape == (1, 16)
+    full, mask = prompts.batch(["open"], full=True)
+    assert (full.shape, mask.sum()) == ((1, 48), 5)
+
+
+def test_longer_prompts_are_refused(tokenizer_file):
+    prompts = FlowPrompts(tokenizer_file, PromptForm(template="{task}", limit=48))
+    assert prompts.batch(["x" * 48])[0].shape == (1, 48)
+    with pytest.raises(ConfigError, match="has 49 tokens, this model reads 48 at most"):
+        prompts.batch(["x" * 49])
+
+
+def test_unusable_tokenizers_are_refused(tokenizer_file, tmp_path):
+    with pytest.raises(CheckpointError, match="no token '<s>'"):
+        FlowPrompts(tokenizer_file, PromptForm(template="{task}", limit=48, bos="<s>"))
+    with pytest.raises(CheckpointError, match="PaliGemma's"):
+        FlowPrompts(tmp_path / "none.json", PI0_PROMPT)
+
+
+# --- statistics ---
+
+NUMBERS = {"mean": [1.0, -2.0], "std": [0.5, 0.0], "q01": [-1.0, 3.0], "q99": [3.0, 3.0]}
+
+
+@pytest.fixture
+def statistics(tmp_path):
+    path = tmp_path / "norm_stats.json"
+    path.write_text(json.dumps({"norm_stats": {"state": NUMBERS, "actions": NUMBERS}}))
+    return read_openpi(path)
+
+
+def test_mean_and_std(statistics):
+    affine = statistics["state"].mean_std()
+    found = affine.normalise([[2.0, -2.0 + 1e-6, 9.0]])
+    np.testing.assert_allclose(found, [[1.0 / 0.500001, 1.0, 9.0]], rtol=1e-5)
+    np.testing.assert_allclose(affine.unnormalise(found), [[2.0, -2.0 + 1e-6, 9.0]], rtol=1e-6)
+
+
+def test_quantiles(statistics):
+    """(x - q01) / (q99 - q01 + eps) * 2 - 1; further dimensions pass, and a span of zero stays finite."""
+    affine = statistics["actions"].quantiles()
+    found = affine.normalise([[3.0, 3.0, 9.0], [1.0, 3.0, -9.0]])
+    np.testing.assert_allclose(found, [[1.0 - 5e-7, -1.0, 9.0], [-5e-7, -1.0, -9.0]], atol=1e-6)
+    np.testing.assert_allclose(affine.unnormalise(found)[:, :2], [[3.0, 3.0], [1.0, 3.0]], atol=1e-5)
+    assert statistics["actions"].quantiles(LEROBOT_EPS).scale[0] == pytest.approx(2.0, abs=1e-7)
+
+
+def test_statistics_are_written_as_they_were_read(statistics, tmp_path):
+    write_openpi(tmp_path / "again.json", statistics)
+    assert {part: found.numbers for part, found in read_openpi(tmp_path / "again.json").items()} == {
+        part: found.numbers for part, found in statistics.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("observation.state.mean", "observation.state.std", "action.mean", "action.std"),
+        (
+            "normalize_inputs.buffer_observation_state.mean",
+            "normalize_inputs.buffer_observation_state.std",
+            "unnormalize_outputs.buffer_action.mean",
+            "unnormalize_outputs.buffer_action.std",
+        ),
+    ],
+    ids=["processor", "older model"],
+)
+def test_statistics_of_lerobot(names, tmp_path):
+    rows = [[1.0, 2.0], [0.5, 0.25], [3.0], [4.0]]
+    tensors = {name: torch.tensor(row) for name, row in zip(names, rows, strict=True)}
+    tensors["observation.images.top.mean"] = torch.zeros(3, 1, 1)
+    found = read_lerobot(tensors, tmp_path)
+    assert found["state"].numbers == {"mean": (1.0, 2.0), "std": (0.5, 0.25)}
+    assert found["actions"].numbers == {"mean": (3.0,), "std": (4.0,)}
+    with pytest.raises(CheckpointError, match="no statistics of actions"):
+        read_lerobot({names[0]: tensors[names[0]]}, tmp_path)
+
+
+def test_unusable_statistics_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="missing or malformed"):
+        read_openpi(tmp_path / "norm_stats.json")
+    with pytest.raises(CheckpointError, match="no usable q01 and q99; only: mean"):
+        FlowStatistics(numbers={"mean": (1.0,)}, where="here").quantiles()
+    with pytest.raises(CheckpointError, match="no usable mean and std"):
+        FlowStatistics(numbers={"mean": (1.0,), "std": (1.0, 2.0)}, where="here").mean_std()
+    path = tmp_path / "norm_stats.json"
+    path.write_text(json.dumps({"norm_stats": {part: {"mean": [float("nan")]} for part in ("state", "actions")}}))
+    with pytest.raises(CheckpointError, match="not finite"):
+        read_openpi(path)
+
+
+def test_deltas_are_of_the_first_dimensions():
+    """As pi0_libero: six of seven; the gripper stays."""
+    state, actions = np.arange(8.0)[None], np.ones((1, 3, 7))
+    deltas = to_deltas(actions, state, 6)
+    assert deltas[0, 2].tolist() == [1, 0, -1, -2, -3, -4, 1]
+    np.testing.assert_array_equal(from_deltas(deltas, state, 6), actions)
+
+
+def test_padding_of_dimensions():
+    assert pad_dims(np.ones((2, 3, 7)), 32).sum() == 42
+    assert pad_dims([1.0, 2.0], 4).tolist() == [1, 2, 0, 0]
+    with pytest.raises(AssertionError, match="do not fit"):
+        pad_dims(np.ones(33), 32)
