@@ -1,0 +1,155 @@
+"""Chains of states from noise to an action chunk: how they are sampled, what of them is kept, and how likely that is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodyrl.policies.flow.draws import PLACE, START, STEP, normals, uniforms
+from embodyrl.policies.flow.record import ChunkShape, TokenLayout
+from embodyrl.policies.flow.settings import FlowSettings, JointLogprob, Likelihood
+from embodyrl.policies.flow.steps import Transition, flow_cps, flow_noise, flow_sde, ode, times
+from embodyrl.types import IntArray
+
+Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""State [B, H, D] and time [B] to velocity [B, H, D] and the expert's hidden rows [B, H, width]."""
+NoiseStd = Callable[[Tensor], Tensor]
+"""Hidden rows [B, H, width] to deviations [B, H, D]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """One chunk per row, and what is kept of how it came about."""
+
+    state: Tensor
+    """[B, H, D] at t = 0."""
+    tokens: IntArray
+    """[B, T]"""
+    logprob: Tensor
+    """[B, K, P]"""
+
+
+class ChunkLikelihood(Protocol):
+    """Samples chunks, and says later how likely they were: the same numbers by the same operations.
+
+    A row of a result depends on that row alone.
+    """
+
+    tokens: int
+    """T: tokens kept of a chunk."""
+    per_action: int
+    """P: log-probabilities of an executed action."""
+
+    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
+        """Sample one chunk per seed [B]; without gradients."""
+        ...
+
+    def score(
+        self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [B, K, P] of what `sample` kept, with gradients."""
+        ...
+
+
+def follow_ode(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
+    """The chunk [B, H, D] to which noise x [B, H, D] flows in `steps` Euler steps."""
+    for k in range(steps):
+        t, end = times(torch.full((len(x),), k, device=x.device), steps)
+        x = ode(x, velocity(x, t.flatten())[0], t, end).mean
+    return x
+
+
+class ChainLikelihood:
+    """Gaussian steps: one stochastic step per chunk, or all of them; implements `ChunkLikelihood`.
+
+    One step: the others follow the ODE and only the two states around it are kept (the mixed form of piRL, arXiv
+    2510.25889; there one index serves a batch, here each chunk draws its own). All steps: the states after each are
+    kept, the first is drawn again from its seed. Of a state that no step begins at, only the executed numbers are kept.
+
+    Log-probabilities are those of the executed numbers: of the one step, or summed over all steps and the first state
+    (`joint_logprob` may divide by their count). Temperature multiplies the deviations, except the first state's.
+    """
+
+    def __init__(self, cfg: FlowSettings, shape: ChunkShape, noise_std: NoiseStd | None) -> None:
+        self._cfg, self._shape, self._noise_std = cfg, shape, noise_std
+        self._every = cfg.every_step
+        self._terms = cfg.num_steps + 1 if self._every and cfg.joint_logprob is JointLogprob.mean else 1
+        self._begun = cfg.num_steps - 1 if self._every else 1
+        """Kept states that a step begins at."""
+        floats = self._begun * shape.horizon * shape.width + shape.executed * shape.action_dim
+        # The whole number is the seed, or the index of the one step.
+        self._layout = TokenLayout(whole=1, floats=floats)
+        self.tokens = self._layout.tokens
+        self.per_action = shape.action_dim
+
+    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
+        size = (self._shape.horizon, self._shape.width)
+        place = (uniforms(seeds, PLACE, 1)[:, 0] * self._cfg.drawn_steps).astype(np.int64)
+        chosen = torch.from_numpy(place).to(device)[:, None, None]
+        x = normals(seeds, START, size, device)
+        logprob = self._first_step(x)[0]
+        begun, last = [], x
+        # One noise for the one step, wherever it falls; else one for each.
+        noise = normals(seeds, STEP, size, device)
+        for k in range(self._cfg.num_steps):
+            here = torch.full_like(chosen, True, dtype=torch.bool) if self._every else chosen == k
+            step, certain = self._step(velocity, x, torch.full((len(x),), k, device=device), temperature)
+            if self._every and k:
+                noise = normals(seeds, STEP + k, size, device)
+            after = torch.where(here, step.mean + step.std * noise, certain.mean)
+            logprob = logprob + self._executed(step).log_prob(self._part(after)) * here
+            begun.append(x)
+            last = torch.where(here, after, last)
+            x = after
+        states = torch.stack(begun, 1)  # [B, steps, H, D]
+        kept = states[:, 1:] if self._every else states[torch.arange(len(x), device=device), chosen.flatten(), None]
+        floats = torch.cat([kept.flatten(1), self._part(last).flatten(1)], 1)
+        tokens = self._layout.pack((seeds if self._every else place)[:, None], floats.cpu().numpy())
+        return Chosen(state=x, tokens=tokens, logprob=logprob / self._terms)
+
+    def score(
+        self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        whole, floats = self._layout.unpack(tokens)
+        shape, values = self._shape, torch.from_numpy(floats).to(device)
+        split = self._begun * shape.horizon * shape.width
+        begun = list(values[:, :split].unflatten(1, (self._begun, shape.horizon, shape.width)).unbind(1))
+        afters = [values[:, split:].unflatten(1, (shape.executed, shape.action_dim))]
+        indices = [torch.from_numpy(whole[:, 0]).to(device)]
+        logprob = entropy = values.new_zeros(())
+        if self._every:
+            afters = [*(self._part(state) for state in begun), *afters]
+            begun = [normals(whole[:, 0], START, (shape.horizon, shape.width), device), *begun]
+            indices = [torch.full((len(values),), k, device=device) for k in range(len(begun))]
+            logprob, entropy = self._first_step(begun[0])
+        for x, after, index in zip(begun, afters, indices, strict=True):
+            step = self._executed(self._step(velocity, x, index, temperature)[0])
+            logprob, entropy = logprob + step.log_prob(after), entropy + step.entropy()
+        return logprob / self._terms, entropy / self._terms
+
+    def _step(self, velocity: Velocity, x: Tensor, index: Tensor, temperature: float) -> tuple[Transition, Transition]:
+        """The stochastic step of this likelihood, and the ODE's, at states [B, H, D] and their steps [B]."""
+        t, end = times(index, self._cfg.num_steps)
+        v, hidden = velocity(x, t.flatten())
+        if self._noise_std is not None:
+            step = flow_noise(x, v, t, end, self._noise_std(hidden))
+        else:
+            level = x.new_tensor(self._cfg.noise_level)
+            step = (flow_cps if self._cfg.likelihood is Likelihood.flow_cps else flow_sde)(x, v, t, end, level)
+        return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), ode(x, v, t, end)
+
+    def _first_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [B, K, A] of the first state; 0 where only one step counts."""
+        prior = self._executed(Transition(mean=torch.zeros_like(x), std=torch.ones_like(x)))
+        weight = float(self._every)
+        return prior.log_prob(self._part(x)) * weight, prior.entropy() * weight
+
+    def _part(self, x: Tensor) -> Tensor:
+        """The executed numbers [B, K, A] of a state."""
+        return x[:, : self._shape.executed, : self._shape.action_dim]
+
+    def _executed(self, step: Transition) -> Transition:
+        return Transition(mean=self._part(step.mean), std=self._part(step.std))

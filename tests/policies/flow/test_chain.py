@@ -1,0 +1,231 @@
+"""Chains: what is kept suffices, acting and scoring agree, and only what is executed counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from settings import model_of
+from torch import Tensor, nn
+
+from embodyrl.policies.flow.chain import ChainLikelihood, ChunkLikelihood, follow_ode
+from embodyrl.policies.flow.draws import START, STEP, normals, seeds_of, uniforms
+from embodyrl.policies.flow.fpo import FpoLikelihood
+from embodyrl.policies.flow.noise_head import NoiseHead
+from embodyrl.policies.flow.record import ChunkShape, TokenLayout
+from embodyrl.policies.flow.settings import FlowSettings, Likelihood
+from embodyrl.policies.flow.steps import flow_sde, times
+
+SHAPE = ChunkShape(horizon=6, width=5, executed=4, action_dim=3)
+CPU = torch.device("cpu")
+WAYS = {
+    "sde one": {"likelihood": "flow_sde"},
+    "sde one, not the last": {"likelihood": "flow_sde", "ignore_last": True},
+    "sde all": {"likelihood": "flow_sde", "stochastic_steps": "all"},
+    "sde mean": {"likelihood": "flow_sde", "stochastic_steps": "all", "joint_logprob": "mean"},
+    "cps one": {"likelihood": "flow_cps"},
+    "cps all": {"likelihood": "flow_cps", "stochastic_steps": "all"},
+    "noise": {"likelihood": "flow_noise"},
+    "noise mean": {"likelihood": "flow_noise", "joint_logprob": "mean"},
+    "fpo": {"likelihood": "fpo"},
+    "fpo sample": {"likelihood": "fpo", "fpo_ratio": "sample", "fpo_pairs": 3},
+}
+
+
+class Field(nn.Module):
+    """A velocity field of its own for each row, and noise that depends on the state."""
+
+    def __init__(self, rows: int, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.context = torch.randn(rows, 1, 8)
+        self.body = nn.Sequential(nn.Linear(SHAPE.width + 9, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.out = nn.Linear(16, SHAPE.width)
+        self.noise = NoiseHead(16, SHAPE.width, 0.08, 0.16)
+        nn.init.normal_(self.noise.mlp_logvar.moduleList[-1].linear_1.weight, std=0.5)
+
+    def over(self, rows: slice = slice(None)):
+        context = self.context[rows]
+
+        def velocity(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+            beside = torch.cat([context, t[:, None, None]], 2).expand(-1, x.shape[1], -1)
+            hidden = self.body(torch.cat([x, beside], 2))
+            return self.out(hidden), hidden
+
+        return velocity
+
+
+def settings(**keys: Any) -> FlowSettings:
+    return FlowSettings.model_validate({"model_type": "x", "num_steps": 4, **keys}, strict=False)
+
+
+def likelihood(field: Field, **keys: Any) -> ChunkLikelihood:
+    cfg = settings(**keys)
+    if cfg.likelihood is Likelihood.fpo:
+        return FpoLikelihood(cfg, SHAPE)
+    return ChainLikelihood(cfg, SHAPE, field.noise if cfg.likelihood is Likelihood.flow_noise else None)
+
+
+def seeds(count: int) -> np.ndarray:
+    return seeds_of(np.random.default_rng(3).random((count, 4), dtype=np.float32))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scoring_repeats_acting(way, temperature):
+    field, many = Field(16), seeds(16)
+    chances = likelihood(field, **WAYS[way])
+    with torch.no_grad():
+        chosen = chances.sample(field.over(), many, CPU, temperature)
+    assert chosen.tokens.shape == (16, chances.tokens) and chosen.tokens.dtype == np.int64
+    assert chosen.logprob.shape == (16, SHAPE.executed, chances.per_action)
+    logprob, entropy = chances.score(field.over(), chosen.tokens, CPU, temperature)
+    assert logprob.requires_grad and entropy.shape == logprob.shape
+    assert float((logprob - chosen.logprob).detach().abs().max()) < 1e-5
+    # Of the whole chunk too, and in other company: rows 3..5 alone, acting and scoring.
+    rows = slice(3, 6)
+    alone, _ = chances.score(field.over(rows), chosen.tokens[rows], CPU, temperature)
+    assert float((alone - chosen.logprob[rows]).detach().sum((1, 2)).abs().max()) < 1e-4
+    with torch.no_grad():
+        again = chances.sample(field.over(rows), many[rows], CPU, temperature)
+    torch.testing.assert_close(again.state, chosen.state[rows], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_ratio_moves_with_the_weights_and_with_nothing_else(way):
+    """Gradients reach the field; other tokens than the row's own do not."""
+    field, many = Field(4), seeds(4)
+    chances = likelihood(field, **WAYS[way])
+    with torch.no_grad():
+        tokens = chances.sample(field.over(), many, CPU, 1.0).tokens
+    logprob, _ = chances.score(field.over(), tokens, CPU, 1.0)
+    gradient = torch.autograd.grad(logprob[2].sum(), list(field.out.parameters()))
+    assert all(float(g.abs().sum()) > 0 for g in gradient)
+    changed = tokens.copy()
+    changed[[0, 1, 3]] = changed[[1, 3, 0]]
+    other, _ = chances.score(field.over(), changed, CPU, 1.0)
+    assert torch.equal(other[2], logprob[2])
+
+
+def test_bytes_that_are_kept():
+    """Mixed form: one state and the executed part of the next; two numbers to a token."""
+    field = Field(1)
+    full, part = SHAPE.horizon * SHAPE.width, SHAPE.executed * SHAPE.action_dim
+    expected = {
+        "sde one": 1 + (full + part) / 2,
+        "cps one": 1 + (full + part) / 2,
+        "sde all": 1 + (3 * full + part) / 2,
+        "noise": 1 + (3 * full + part) / 2,
+        "fpo": 1 + full / 2,
+        "fpo sample": 1 + (full + SHAPE.executed * 3) / 2,
+    }
+    assert {way: likelihood(field, **WAYS[way]).tokens for way in expected} == expected
+
+
+def test_the_mixed_form_follows_the_ode_but_for_one_step():
+    """Each row has its own place, all places occur, and the kept states are those around it."""
+    field, many = Field(64), seeds(64)
+    cfg = settings()
+    chances = ChainLikelihood(cfg, SHAPE, None)
+    with torch.no_grad():
+        chosen = chances.sample(field.over(), many, CPU, 1.0)
+        x = normals(many, START, (SHAPE.horizon, SHAPE.width), CPU)
+        noise = normals(many, STEP, (SHAPE.horizon, SHAPE.width), CPU)
+        places = torch.from_numpy(chosen.tokens[:, 0])
+        kept = torch.from_numpy(chosen.tokens[:, 1:].view(np.float32))[:, : SHAPE.horizon * SHAPE.width]
+        for k in range(cfg.num_steps):
+            t, end = times(torch.full((64,), k), cfg.num_steps)
+            v, _ = field.over()(x, t.flatten())
+            step = flow_sde(x, v, t, end, torch.tensor(cfg.noise_level))
+            torch.testing.assert_close(kept[places == k], x.flatten(1)[places == k], rtol=0, atol=1e-5)
+            x = torch.where((places == k)[:, None, None], step.mean + step.std * noise, x - v / cfg.num_steps)
+    torch.testing.assert_close(chosen.state, x, rtol=0, atol=1e-5)
+    assert set(places.tolist()) == {0, 1, 2, 3}
+    last = settings(ignore_last=True), settings(likelihood="flow_cps")
+    for other in last:
+        with torch.no_grad():
+            tokens = ChainLikelihood(other, SHAPE, None).sample(field.over(), many, CPU, 1.0).tokens
+        assert set(tokens[:, 0].tolist()) == {0, 1, 2}
+
+
+def test_the_joint_log_probability_is_the_sum_or_the_mean_over_steps_and_the_first_state():
+    field, many = Field(8), seeds(8)
+    with torch.no_grad():
+        total = likelihood(field, **WAYS["noise"]).sample(field.over(), many, CPU, 1.0)
+        mean = likelihood(field, **WAYS["noise mean"]).sample(field.over(), many, CPU, 1.0)
+        assert np.array_equal(total.tokens, mean.tokens)
+        torch.testing.assert_close(total.logprob / 5, mean.logprob)
+        x = normals(many, START, (SHAPE.horizon, SHAPE.width), CPU)
+        expected = torch.distributions.Normal(0, 1).log_prob(x)
+        for k in range(4):
+            v, hidden = field.over()(x, torch.full((8,), 1 - k / 4))
+            step = torch.distributions.Normal(x - v / 4, field.noise(hidden))
+            x = step.mean + step.stddev * normals(many, STEP + k, (SHAPE.horizon, SHAPE.width), CPU)
+            expected = expected + step.log_prob(x)
+    torch.testing.assert_close(total.logprob, expected[:, :4, :3], rtol=1e-4, atol=1e-4)
+    _, entropy = likelihood(field, **WAYS["noise"]).score(field.over(), total.tokens, CPU, 1.0)
+    assert float(entropy.detach().min()) > 0.5 * math.log(2 * math.pi * math.e) * 5 + 4 * math.log(0.08)
+
+
+def test_what_is_not_executed_does_not_count():
+    """Rows beyond K and padded numbers reach the velocity, not the log-probability of the chunk itself."""
+    field, many = Field(4), seeds(4)
+    chances = likelihood(field, **WAYS["sde one"])
+    with torch.no_grad():
+        chosen = chances.sample(field.over(), many, CPU, 1.0)
+        logprob, _ = chances.score(field.over(), chosen.tokens, CPU, 1.0)
+        field.out.bias[SHAPE.action_dim :] += 1.0
+        moved, _ = chances.score(field.over(), chosen.tokens, CPU, 1.0)
+    assert torch.equal(moved, logprob)
+
+
+def test_fpo_is_the_difference_of_losses_at_fixed_pairs():
+    """ratio = exp(mean(loss before - loss after)); one pair per ratio bounds the difference to +-3."""
+    field, many = Field(4), seeds(4)
+    average, each = likelihood(field, **WAYS["fpo"]), likelihood(field, **WAYS["fpo sample"], num_steps=4)
+    with torch.no_grad():
+        chosen = average.sample(field.over(), many, CPU, 1.0)
+        torch.testing.assert_close(
+            chosen.state, follow_ode(field.over(), normals(many, START, (6, 5), CPU), 4), rtol=0, atol=0
+        )
+        single = each.sample(field.over(), many, CPU, 1.0)
+        field.out.bias += 0.01
+        new, entropy = average.score(field.over(), chosen.tokens, CPU, 1.0)
+        assert (entropy == 0).all() and not torch.equal(new, chosen.logprob)
+        field.out.bias += 100.0
+        far, _ = each.score(field.over(), single.tokens, CPU, 1.0)
+    torch.testing.assert_close(far, single.logprob - 3.0)
+
+
+def test_noise_is_normal_and_belongs_to_its_seed():
+    many = seeds(200)
+    drawn = normals(many, STEP, (40, 5), CPU)
+    assert float(drawn.mean()) == pytest.approx(0, abs=0.02) and float(drawn.std()) == pytest.approx(1, abs=0.02)
+    assert torch.equal(normals(many[7:9], STEP, (40, 5), CPU), drawn[7:9])
+    assert not torch.equal(normals(many, STEP + 1, (40, 5), CPU), drawn)
+    assert len(np.unique(many)) == 200 and many.min() >= 0 and many.max() < 2**48
+    # The first two words of Philox4x64-10 with key (7, 4) and counter 1.
+    words = [0x8D423250376698D9, 0x05597D97B5BC61DE]
+    assert uniforms(np.array([7]), 4, 2)[0].tolist() == [((word >> 11) + 0.5) / 2**53 for word in words]
+
+
+def test_tokens_keep_every_bit():
+    layout = TokenLayout(whole=2, floats=5)
+    floats = np.array([[0.1, -0.0, np.float32(1e-45), 3e38, -1.0]], np.float32)
+    whole = np.array([[2**47 + 3, 1]])
+    tokens = np.pad(layout.pack(whole, floats), ((0, 0), (0, 3)))  # tokens may be more than are filled
+    back = layout.unpack(tokens)
+    assert np.array_equal(back[0], whole) and back[1].tobytes() == floats.tobytes()
+
+
+def test_settings_say_what_contradicts_itself():
+    assert "leaves no stochastic step" in next(settings(num_steps=1, ignore_last=True).problems())
+    assert "certain" in next(settings(num_steps=1, likelihood="flow_cps", stochastic_steps="all").problems())
+    assert not list(settings(num_steps=1, likelihood="flow_noise").problems())
+    idle = {key for key, _ in settings(likelihood="fpo").idle()}
+    assert idle == {
+        f"model.{k}" for k in ("stochastic_steps", "noise_level", "ignore_last", "noise_range", "joint_logprob")
+    }
