@@ -5,6 +5,7 @@ from embodyrl.policies.protocol import POLICIES, export_policy, fitting_models
 POLICIES.add("causal_lm", "embodyrl.policies.causal_lm:CAUSAL_LM")
 POLICIES.add("causal_lm_tiny", "embodyrl.policies.causal_lm:TINY")
 POLICIES.add("cnn", "embodyrl.policies.actor_critic:CNN")
+POLICIES.add("flow_small", "embodyrl.policies.flow.small:FACTORY")
 POLICIES.add("mlp", "embodyrl.policies.actor_critic:MLP")
 POLICIES.add("openvla_oft", "embodyrl.policies.openvla_oft:FACTORY")
 POLICIES.add("openvla", "embodyrl.policies.openvla_oft:OPENVLA")

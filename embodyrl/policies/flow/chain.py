@@ -1,4 +1,4 @@
-"""Chains of states from noise to an action chunk: how they are sampled, what of them is kept, and how likely that is."""
+"""Chains of states from noise to an action chunk: how they are sampled, what is kept of them, how likely that is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embodyrl.policies.flow.draws import PLACE, START, STEP, normals, uniforms
-from embodyrl.policies.flow.record import ChunkShape, TokenLayout
+from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
 from embodyrl.policies.flow.settings import FlowSettings, JointLogprob, Likelihood
 from embodyrl.policies.flow.steps import Transition, flow_cps, flow_noise, flow_sde, ode, times
 from embodyrl.types import IntArray
@@ -38,10 +38,7 @@ class ChunkLikelihood(Protocol):
     A row of a result depends on that row alone.
     """
 
-    tokens: int
-    """T: tokens kept of a chunk."""
-    per_action: int
-    """P: log-probabilities of an executed action."""
+    record: ChunkRecord
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
         """Sample one chunk per seed [B]; without gradients."""
@@ -67,7 +64,7 @@ class ChainLikelihood:
 
     One step: the others follow the ODE and only the two states around it are kept (the mixed form of piRL, arXiv
     2510.25889; there one index serves a batch, here each chunk draws its own). All steps: the states after each are
-    kept, the first is drawn again from its seed. Of a state that no step begins at, only the executed numbers are kept.
+    kept, the first is drawn again from its seed.
 
     Log-probabilities are those of the executed numbers: of the one step, or summed over all steps and the first state
     (`joint_logprob` may divide by their count). Temperature multiplies the deviations, except the first state's.
@@ -77,13 +74,7 @@ class ChainLikelihood:
         self._cfg, self._shape, self._noise_std = cfg, shape, noise_std
         self._every = cfg.every_step
         self._terms = cfg.num_steps + 1 if self._every and cfg.joint_logprob is JointLogprob.mean else 1
-        self._begun = cfg.num_steps - 1 if self._every else 1
-        """Kept states that a step begins at."""
-        floats = self._begun * shape.horizon * shape.width + shape.executed * shape.action_dim
-        # The whole number is the seed, or the index of the one step.
-        self._layout = TokenLayout(whole=1, floats=floats)
-        self.tokens = self._layout.tokens
-        self.per_action = shape.action_dim
+        self.record = ChunkRecord.of(cfg, shape)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
         size = (self._shape.horizon, self._shape.width)
@@ -107,17 +98,17 @@ class ChainLikelihood:
         states = torch.stack(begun, 1)  # [B, steps, H, D]
         kept = states[:, 1:] if self._every else states[torch.arange(len(x), device=device), chosen.flatten(), None]
         floats = torch.cat([kept.flatten(1), self._part(last).flatten(1)], 1)
-        tokens = self._layout.pack((seeds if self._every else place)[:, None], floats.cpu().numpy())
+        tokens = self.record.layout.pack((seeds if self._every else place)[:, None], floats.cpu().numpy())
         return Chosen(state=x, tokens=tokens, logprob=logprob / self._terms)
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        whole, floats = self._layout.unpack(tokens)
+        whole, floats = self.record.layout.unpack(tokens)
         shape, values = self._shape, torch.from_numpy(floats).to(device)
-        split = self._begun * shape.horizon * shape.width
-        begun = list(values[:, :split].unflatten(1, (self._begun, shape.horizon, shape.width)).unbind(1))
-        afters = [values[:, split:].unflatten(1, (shape.executed, shape.action_dim))]
+        last = shape.executed * shape.action_dim
+        begun = list(values[:, :-last].unflatten(1, (-1, shape.horizon, shape.width)).unbind(1))
+        afters = [values[:, -last:].unflatten(1, (shape.executed, shape.action_dim))]
         indices = [torch.from_numpy(whole[:, 0]).to(device)]
         logprob = entropy = values.new_zeros(())
         if self._every:

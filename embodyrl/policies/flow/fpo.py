@@ -6,7 +6,7 @@ from torch import Tensor
 
 from embodyrl.policies.flow.chain import Chosen, Velocity, follow_ode
 from embodyrl.policies.flow.draws import PAIRS, START, TIMES, normals, uniforms
-from embodyrl.policies.flow.record import ChunkShape, TokenLayout
+from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
 from embodyrl.policies.flow.settings import FlowSettings, FpoRatio
 from embodyrl.types import IntArray
 
@@ -26,28 +26,25 @@ class FpoLikelihood:
     def __init__(self, cfg: FlowSettings, shape: ChunkShape) -> None:
         self._cfg, self._shape = cfg, shape
         self._each = cfg.fpo_ratio is FpoRatio.sample
-        self.per_action = cfg.fpo_pairs if self._each else 1
-        old = shape.executed * self.per_action if self._each else 0
-        self._layout = TokenLayout(whole=1, floats=shape.horizon * shape.width + old)
-        self.tokens = self._layout.tokens
+        self.record = ChunkRecord.of(cfg, shape)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
         size = (self._shape.horizon, self._shape.width)
         x = follow_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
         logprob = self._minus_loss(velocity, x, seeds)
         floats = torch.cat([x.flatten(1), *([logprob.flatten(1)] if self._each else [])], 1)
-        return Chosen(state=x, tokens=self._layout.pack(seeds[:, None], floats.cpu().numpy()), logprob=logprob)
+        return Chosen(state=x, tokens=self.record.layout.pack(seeds[:, None], floats.cpu().numpy()), logprob=logprob)
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        whole, floats = self._layout.unpack(tokens)
+        whole, floats = self.record.layout.unpack(tokens)
         values, shape = torch.from_numpy(floats).to(device), self._shape
         split = shape.horizon * shape.width
         x = values[:, :split].unflatten(1, (shape.horizon, shape.width))
         logprob = self._minus_loss(velocity, x, whole[:, 0])
         if self._each:
-            old = values[:, split:].unflatten(1, (shape.executed, self.per_action))
+            old = values[:, split:].unflatten(1, (shape.executed, self.record.per_action))
             logprob = old + (logprob - old).clamp(-MAX_LOSS_CHANGE, MAX_LOSS_CHANGE)
         return logprob, torch.zeros_like(logprob)
 

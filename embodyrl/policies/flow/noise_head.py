@@ -23,7 +23,10 @@ class _Layer(nn.Module):
 class _Layers(nn.Module):
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
-        self.moduleList = nn.ModuleList(_Layer(a, b) for a, b in pairwise(widths))
+        layers = [_Layer(a, b) for a, b in pairwise(widths)]
+        nn.init.zeros_(layers[-1].linear_1.weight)
+        nn.init.zeros_(layers[-1].linear_1.bias)
+        self.moduleList = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         *hidden, last = self.moduleList
@@ -42,9 +45,6 @@ class NoiseHead(nn.Module):
     def __init__(self, width: int, action_width: int, low: float, high: float) -> None:
         super().__init__()
         self.mlp_logvar = _Layers((width, *HIDDEN, action_width))
-        last = self.mlp_logvar.moduleList[-1].linear_1
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
         self._low, self._high = 2.0 * math.log(low), 2.0 * math.log(high)
 
     def forward(self, hidden: Tensor) -> Tensor:

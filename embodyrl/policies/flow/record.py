@@ -1,9 +1,10 @@
-"""How what a loss needs of a chosen chunk is written as tokens: int64 numbers that nobody above the policy interprets."""
+"""What a loss needs of a chosen chunk, as tokens: int64 numbers that nobody above the policy interprets. No torch."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from embodyrl.policies.flow.settings import FlowSettings, FpoRatio, Likelihood
 from embodyrl.types import FloatArray, IntArray
 
 
@@ -44,3 +45,36 @@ class TokenLayout:
         """Whole numbers and floats of tokens [B, at least `tokens`]."""
         bits = np.ascontiguousarray(tokens[:, self.whole : self.tokens])
         return tokens[:, : self.whole], bits.view(np.float32)[:, : self.floats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRecord:
+    """What is kept of a chunk, and how many log-probabilities it has.
+
+    One stochastic step: its index; the state before it; of the state after it what is executed. All steps: the seed of
+    the first state; all states between; of the last one what is executed. FPO: the seed of the pairs; the chunk; for
+    ratios of single pairs what each was.
+    """
+
+    shape: ChunkShape
+    layout: TokenLayout
+    per_action: int
+    """P: log-probabilities of an executed action."""
+
+    @classmethod
+    def of(cls, cfg: FlowSettings, shape: ChunkShape) -> "ChunkRecord":
+        """The record that the settings ask for."""
+        state, executed = shape.horizon * shape.width, shape.executed * shape.action_dim
+        if cfg.likelihood is Likelihood.fpo:
+            each = cfg.fpo_ratio is FpoRatio.sample
+            kept = shape.executed * cfg.fpo_pairs if each else 0
+            per_action, floats = cfg.fpo_pairs if each else 1, state + kept
+        else:
+            states = cfg.num_steps - 1 if cfg.every_step else 1
+            per_action, floats = shape.action_dim, states * state + executed
+        return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=per_action)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a chunk: a multiple of K with room for its log-probabilities, of which there are as many."""
+        return self.shape.executed * max(self.per_action, -(-self.layout.tokens // self.shape.executed))

@@ -28,8 +28,8 @@ class FlowSettings(WeightSettings):
     num_steps: Count = 10
     """Euler steps from noise to an action chunk."""
     likelihood: Likelihood = Likelihood.flow_sde
-    """Where log-probabilities for RL come from: stochastic steps with a noise level (flow_sde, flow_cps) or with learned
-    noise (flow_noise), or differences of the flow-matching loss (fpo). Greedy acting always follows the ODE."""
+    """Where log-probabilities for RL come from: stochastic steps with a noise level (flow_sde, flow_cps) or with
+    learned noise (flow_noise), or differences of the flow-matching loss (fpo). Greedy acting follows the ODE."""
     stochastic_steps: Stochastic = Stochastic.one
     """flow_sde, flow_cps: one step of each chunk, drawn evenly, or all of them; flow_noise always takes all."""
     ignore_last: bool = False
@@ -45,7 +45,7 @@ class FlowSettings(WeightSettings):
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: (noise, time) pairs per chunk, fixed when it is chosen."""
     fpo_ratio: FpoRatio = FpoRatio.mean
-    """fpo: average the loss over the pairs before exp, or take a ratio for each pair (needs logprob_type=token_level)."""
+    """fpo: one ratio from the mean loss of the pairs, or one of each pair (sample; with logprob_type=token_level)."""
     value_from: ValueFrom = ValueFrom.prefix
     """What the value head reads: the pooled prefix, or the expert's mean hidden row for the middle of the noise."""
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from settings import model_of
 from torch import Tensor, nn
 
 from embodyrl.policies.flow.chain import ChainLikelihood, ChunkLikelihood, follow_ode
@@ -80,10 +79,12 @@ def test_scoring_repeats_acting(way, temperature):
     chances = likelihood(field, **WAYS[way])
     with torch.no_grad():
         chosen = chances.sample(field.over(), many, CPU, temperature)
-    assert chosen.tokens.shape == (16, chances.tokens) and chosen.tokens.dtype == np.int64
-    assert chosen.logprob.shape == (16, SHAPE.executed, chances.per_action)
+    assert chosen.tokens.shape == (16, chances.record.layout.tokens)
+    assert chosen.tokens.dtype == np.int64
+    assert chosen.logprob.shape == (16, SHAPE.executed, chances.record.per_action)
     logprob, entropy = chances.score(field.over(), chosen.tokens, CPU, temperature)
-    assert logprob.requires_grad and entropy.shape == logprob.shape
+    assert logprob.requires_grad
+    assert entropy.shape == logprob.shape
     assert float((logprob - chosen.logprob).detach().abs().max()) < 1e-5
     # Of the whole chunk too, and in other company: rows 3..5 alone, acting and scoring.
     rows = slice(3, 6)
@@ -122,7 +123,7 @@ def test_bytes_that_are_kept():
         "fpo": 1 + full / 2,
         "fpo sample": 1 + (full + SHAPE.executed * 3) / 2,
     }
-    assert {way: likelihood(field, **WAYS[way]).tokens for way in expected} == expected
+    assert {way: likelihood(field, **WAYS[way]).record.layout.tokens for way in expected} == expected
 
 
 def test_the_mixed_form_follows_the_ode_but_for_one_step():
@@ -194,7 +195,8 @@ def test_fpo_is_the_difference_of_losses_at_fixed_pairs():
         single = each.sample(field.over(), many, CPU, 1.0)
         field.out.bias += 0.01
         new, entropy = average.score(field.over(), chosen.tokens, CPU, 1.0)
-        assert (entropy == 0).all() and not torch.equal(new, chosen.logprob)
+        assert (entropy == 0).all()
+        assert not torch.equal(new, chosen.logprob)
         field.out.bias += 100.0
         far, _ = each.score(field.over(), single.tokens, CPU, 1.0)
     torch.testing.assert_close(far, single.logprob - 3.0)
@@ -203,10 +205,13 @@ def test_fpo_is_the_difference_of_losses_at_fixed_pairs():
 def test_noise_is_normal_and_belongs_to_its_seed():
     many = seeds(200)
     drawn = normals(many, STEP, (40, 5), CPU)
-    assert float(drawn.mean()) == pytest.approx(0, abs=0.02) and float(drawn.std()) == pytest.approx(1, abs=0.02)
+    assert float(drawn.mean()) == pytest.approx(0, abs=0.02)
+    assert float(drawn.std()) == pytest.approx(1, abs=0.02)
     assert torch.equal(normals(many[7:9], STEP, (40, 5), CPU), drawn[7:9])
     assert not torch.equal(normals(many, STEP + 1, (40, 5), CPU), drawn)
-    assert len(np.unique(many)) == 200 and many.min() >= 0 and many.max() < 2**48
+    assert len(np.unique(many)) == 200
+    assert many.min() >= 0
+    assert many.max() < 2**48
     # The first two words of Philox4x64-10 with key (7, 4) and counter 1.
     words = [0x8D423250376698D9, 0x05597D97B5BC61DE]
     assert uniforms(np.array([7]), 4, 2)[0].tolist() == [((word >> 11) + 0.5) / 2**53 for word in words]
@@ -218,7 +223,8 @@ def test_tokens_keep_every_bit():
     whole = np.array([[2**47 + 3, 1]])
     tokens = np.pad(layout.pack(whole, floats), ((0, 0), (0, 3)))  # tokens may be more than are filled
     back = layout.unpack(tokens)
-    assert np.array_equal(back[0], whole) and back[1].tobytes() == floats.tobytes()
+    assert np.array_equal(back[0], whole)
+    assert back[1].tobytes() == floats.tobytes()
 
 
 def test_settings_say_what_contradicts_itself():

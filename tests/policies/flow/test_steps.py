@@ -114,7 +114,7 @@ def test_a_certain_step_gives_no_gradient_that_is_no_number():
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 10])
 def test_the_last_step_ends_at_data(steps):
-    """Whatever the rounding of 1 - i/steps: the last step of CPS is certain, and all means agree with the ODE's at 0."""
+    """Whatever the rounding of 1 - i/steps: the last step of CPS is certain, and its mean is the ODE's."""
     x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     t, end = times(torch.full((2,), steps - 1), steps)
     assert (end == 0).all()
@@ -151,7 +151,8 @@ def test_a_new_noise_head_gives_the_middle_of_its_range():
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=100.0)
     std = head(torch.randn(50, 5, 8))
-    assert std.min() >= 0.08 * (1 - 1e-5) and std.max() <= 0.16 * (1 + 1e-5)
+    assert std.min() >= 0.08 * (1 - 1e-5)
+    assert std.max() <= 0.16 * (1 + 1e-5)
 
 
 def test_annealing_ends_where_it_should():

@@ -1,0 +1,237 @@
+"""A flow policy: any network that gives a velocity, acting, scored and trained by one code path."""
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodyrl.config.shared import Precision
+from embodyrl.policies.flow.chain import ChainLikelihood, ChunkLikelihood, follow_ode
+from embodyrl.policies.flow.draws import START, TIMES, normals, seeds_of, uniforms
+from embodyrl.policies.flow.fpo import FpoLikelihood, flow_matching_error
+from embodyrl.policies.flow.noise_head import NoiseHead
+from embodyrl.policies.flow.record import ChunkShape
+from embodyrl.policies.flow.settings import FlowSettings, Likelihood, ValueFrom
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+RL_HEADS = ("value_head", "noise_head")
+"""Parts of `FlowModule` that reinforcement learning adds: a checkpoint may lack them, or hold them for nothing."""
+VALUE_WIDTHS = (256, 128)
+GREEDY_SEED = 0
+"""Greedy acting starts every chunk from the same noise."""
+
+
+class Prefix(Protocol):
+    """What a network knows after it has read a batch of observations; read by every step of a flow."""
+
+    pooled: Tensor
+    """[B, prefix_width] what a value head may read."""
+
+
+class FlowNetwork(Protocol):
+    """The network of a flow policy, an `nn.Module`."""
+
+    shape: ChunkShape
+    prefix_width: int
+    hidden_width: int
+
+    def encode_prefix(self, obs: Observation) -> Any:
+        """Read observations once for all steps (see `Prefix`)."""
+        ...
+
+    def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Velocity [B, H, D] (target noise - data) and the expert's hidden rows [B, H, hidden_width].
+
+        Args:
+            prefix: of the same B observations.
+            x: [B, H, D] float32 state.
+            t: [B] float32 time, 1 at noise.
+        """
+        ...
+
+
+class ActionScale(Protocol):
+    """Between the units of actions and those of the flow."""
+
+    def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
+        """Actions [B, K, A] of the executed rows x [B, K, D]."""
+        ...
+
+    def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
+        """Rows [B, K, D] of actions [B, K, A]; padding is 0."""
+        ...
+
+
+class WeightFiles(Protocol):
+    """How the weights of a network, and what belongs to them, lie in a folder."""
+
+    def save(self, module: nn.Module, folder: Path) -> None:
+        """Write all weights of a `FlowModule`."""
+        ...
+
+    def load(self, module: nn.Module, folder: Path) -> None:
+        """Read them in place (see `Policy.load_weights`)."""
+        ...
+
+
+class FlowModule(nn.Module):
+    """All parameters: the network, and the heads that reinforcement learning adds."""
+
+    def __init__(self, network: Any, cfg: FlowSettings, value_dim: int) -> None:
+        super().__init__()
+        self.network = network
+        self.value_head: nn.Module | None = None
+        self.noise_head: NoiseHead | None = None
+        if value_dim:
+            reads_prefix = cfg.value_from is ValueFrom.prefix
+            self.value_head = _value_head(network.prefix_width if reads_prefix else network.hidden_width, value_dim)
+        if cfg.likelihood is Likelihood.flow_noise:
+            low, high = cfg.noise_range
+            self.noise_head = NoiseHead(network.hidden_width, network.shape.width, low, high)
+
+
+class FlowPolicy:
+    """Implements `Policy` for a `FlowNetwork`.
+
+    Tokens hold what `ChunkRecord` says. Log-probabilities of an action stand at the beginning of its share of the
+    tokens, the rest of it is 0.
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        cfg: FlowSettings,
+        module: FlowModule,
+        scale: ActionScale,
+        files: WeightFiles,
+        request: PolicyRequest,
+    ) -> None:
+        self.spec = spec
+        self._cfg, self._scale, self._files = cfg, scale, files
+        self._shape: ChunkShape = module.network.shape
+        self._temperature = request.temperature
+        self._device = torch.device(request.device)
+        self._module = module.to(self._device).requires_grad_(request.trainable)
+        self.module: nn.Module = module
+        half = cfg.precision is Precision.bf16
+        self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
+        self._likelihood: ChunkLikelihood = (
+            FpoLikelihood(cfg, self._shape)
+            if cfg.likelihood is Likelihood.fpo
+            else ChainLikelihood(cfg, self._shape, module.noise_head)
+        )
+
+    @torch.no_grad()
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """Choose a chunk for each observation (see `Policy.act`); greedy: the ODE from one noise, with zero tokens."""
+        prefix = self._prefix(obs)
+        velocity = partial(self._velocity, prefix)
+        tokens = np.zeros((len(obs), self.spec.tokens_per_chunk), np.int64)
+        logprob = np.zeros(tokens.shape, np.float32)
+        if noise is None:
+            start = normals(np.array([GREEDY_SEED]), START, self._size, self._device).expand(len(obs), *self._size)
+            state = follow_ode(velocity, start, self._cfg.num_steps)
+        else:
+            chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, temperature or self._temperature)
+            state = chosen.state
+            tokens[:, : chosen.tokens.shape[1]] = chosen.tokens
+            logprob = self._spread(chosen.logprob).cpu().numpy()
+        executed = state[:, : self._shape.executed].cpu().numpy()
+        return PolicyOutput(
+            actions=self._scale.to_actions(executed, obs),
+            tokens=tokens,
+            logprob=logprob,
+            value=self._value(prefix, len(obs)).cpu().numpy(),
+        )
+
+    @torch.no_grad()
+    def values(self, obs: Observation) -> FloatArray:
+        """Value estimates [B, V]."""
+        return self._value(self._prefix(obs), len(obs)).cpu().numpy()
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Log-probabilities and entropies [B, L] of what `act` kept, and values [B, V], with gradients."""
+        prefix = self._prefix(obs)
+        logprob, entropy = self._likelihood.score(
+            partial(self._velocity, prefix), tokens, self._device, self._temperature
+        )
+        return PolicyScores(
+            logprob=self._spread(logprob), entropy=self._spread(entropy), value=self._value(prefix, len(obs))
+        )
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Flow-matching loss of actions [B, K, A]: mean squared error of the velocity over all numbers of a chunk.
+
+        Time is 0.001 + 0.999 Beta(1.5, 1) (pi0, arXiv 2410.24164). Without gradients (validation) noise and time are
+        the same in every call, and `accuracy` is the share of numbers that acting greedily brings within 0.1 of the
+        given ones, of a range of 2; it is not measured while training.
+        """
+        assert self._shape.horizon == self._shape.executed, "imitation needs all rows of the flow"
+        target = torch.from_numpy(self._scale.from_actions(actions, obs)).to(self._device)
+        prefix = self._prefix(obs)
+        velocity = partial(self._velocity, prefix)
+        rows = np.arange(len(target))
+        if torch.is_grad_enabled():
+            rows = torch.randint(2**47, (len(target),)).numpy()
+        noise = normals(rows, START, self._size, self._device)
+        # If u is uniform, u^(2/3) has the distribution Beta(1.5, 1).
+        t = torch.from_numpy((0.001 + 0.999 * uniforms(rows, TIMES, 1)[:, 0] ** (2 / 3)).astype(np.float32))
+        loss = flow_matching_error(velocity, target, noise, t.to(self._device)).flatten(1).mean(1)
+        near = torch.zeros_like(target, dtype=torch.bool)
+        if not torch.is_grad_enabled():
+            start = normals(np.array([GREEDY_SEED]), START, self._size, self._device).expand_as(target)
+            near = (follow_ode(velocity, start, self._cfg.num_steps) - target).abs() < 0.1
+        return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
+
+    def save(self, folder: Path) -> None:
+        """Write weights and everything needed to load them again."""
+        self._files.save(self._module, folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Replace the weights in place (see `Policy.load_weights`); heads of RL may be missing or for nothing."""
+        self._files.load(self._module, folder)
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self._shape.horizon, self._shape.width
+
+    def _prefix(self, obs: Observation) -> Any:
+        with self._autocast:
+            return self._module.network.encode_prefix(obs)
+
+    def _velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        with self._autocast:
+            v, hidden = self._module.network.velocity(prefix, x, t)
+        return v.float(), hidden.float()
+
+    def _value(self, prefix: Any, count: int) -> Tensor:
+        """[B, V] from features without gradient, so that the critic does not bend what the policy reads (as in piRL).
+
+        The expert's features are those of the middle of the noise, x = 0 at t = 1: a function of the observation alone.
+        """
+        head = self._module.value_head
+        if head is None:
+            return torch.zeros(count, 0, device=self._device)
+        if self._cfg.value_from is ValueFrom.prefix:
+            return head(prefix.pooled.float().detach())
+        with torch.no_grad():
+            middle = torch.zeros(count, *self._size, device=self._device)
+            _, hidden = self._velocity(prefix, middle, torch.ones(count, device=self._device))
+        return head(hidden.mean(1))
+
+    def _spread(self, per_action: Tensor) -> Tensor:
+        """[B, L] of [B, K, P]."""
+        share = self.spec.tokens_per_chunk // self._shape.executed
+        return nn.functional.pad(per_action, (0, share - per_action.shape[2])).flatten(1)
+
+
+def _value_head(width: int, value_dim: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise((width, *VALUE_WIDTHS)):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))

@@ -1,0 +1,107 @@
+"""A small flow policy with a network of its own. Importing this package does not import torch."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.shared import Precision
+from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
+from embodyrl.policies.flow.settings import FlowSettings
+from embodyrl.policies.flow.small.config import SmallConfig
+from embodyrl.policies.flow.small.units import Units, units_of
+from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
+
+
+class SmallFlowSettings(FlowSettings):
+    """The small flow policy."""
+
+    num_steps: Annotated[int, Field(ge=1, le=10**6)] = 4
+    """Euler steps from noise to an action chunk."""
+    num_images_in_input: Annotated[int, Field(ge=0, le=64)] = 1
+    """Camera images per query."""
+    use_proprio: bool = True
+    """Feed proprioception."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What is known before the weights."""
+
+    config: SmallConfig
+    units: Units
+    shape: ChunkShape
+    random: bool
+
+
+class SmallFlowFactory:
+    """Builds `FlowPolicy` around a `SmallFlow`; implements `PolicyFactory`."""
+
+    settings: ClassVar = SmallFlowSettings
+
+    def validate(self, cfg: SmallFlowSettings) -> list[str]:
+        """Return config problems, one line each with the cure."""
+        if cfg.precision is Precision.fp32:
+            return []
+        return [f"model.precision={cfg.precision.value}: flow_small computes in fp32 only; set model.precision=fp32."]
+
+    def spec(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Describe the policy: it fits itself to the environment's observations and actions.
+
+        Raises:
+            CheckpointError: the folder's JSON files are malformed.
+        """
+        plan = _plan(cfg, env)
+        return PolicySpec(
+            name="flow_small",
+            num_action_chunks=cfg.num_action_chunks,
+            action_dim=env.action_dim,
+            tokens_per_chunk=ChunkRecord.of(cfg, plan.shape).tokens,
+            value_dim=value_dim,
+            num_images=plan.config.num_images,
+            uses_state=plan.config.state_dim > 0,
+            gripper=_gripper(env),
+            num_parameters=plan.config.num_parameters,
+            action_kinds=frozenset({ActionKind.box}),
+        )
+
+    def build(self, cfg: SmallFlowSettings, request: PolicyRequest) -> Policy:
+        """Build the policy with fresh weights from the seed, or with those in `cfg.path`.
+
+        Raises:
+            CheckpointError: the folder does not hold weights of this shape.
+        """
+        from embodyrl.policies.flow.small.network import build_policy
+
+        plan = _plan(cfg, request.env)
+        spec = self.spec(cfg, request.env, request.value_dim)
+        folder = None if plan.random else _folder(cfg)
+        return build_policy(cfg, spec, plan.config, plan.shape, plan.units, folder, request)
+
+
+def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
+    config, random = SmallConfig.read(_folder(cfg))
+    units = units_of(env, _gripper(env), _folder(cfg), config.action_width)
+    width = int(units.moving.sum())
+    config = replace(
+        config,
+        num_images=cfg.num_images_in_input,
+        state_dim=env.state_dim if cfg.use_proprio else 0,
+        action_width=width,
+    )
+    shape = ChunkShape(horizon=cfg.num_action_chunks, width=width, executed=cfg.num_action_chunks, action_dim=width)
+    return _Plan(config=config, units=units, shape=shape, random=random)
+
+
+def _folder(cfg: SmallFlowSettings) -> Path | None:
+    return None if cfg.path is None else resolve_asset(cfg.path)
+
+
+def _gripper(env: EnvSpec) -> GripperConvention | None:
+    return None if env.gripper is None else GripperConvention(open=-1.0, closed=1.0, index=env.gripper.index)
+
+
+FACTORY = SmallFlowFactory()

@@ -1,0 +1,247 @@
+"""A small network of its own for a flow policy: convolutions, words and state in, pi0.5's joint attention, flow out."""
+
+import math
+import zlib
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
+from embodyrl.policies.flow.record import ChunkShape
+from embodyrl.policies.flow.settings import FlowSettings
+from embodyrl.policies.flow.small.config import SmallConfig
+from embodyrl.policies.flow.small.files import SmallFiles
+from embodyrl.policies.flow.small.units import Units
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import FloatArray, Observation, PolicySpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallPrefix:
+    """Keys and values of each encoder layer, [B, heads, N, W / heads], and what a value head reads."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    mask: Tensor
+    """[B, 1, 1, N + H] bool: what action rows may see."""
+    pooled: Tensor
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, heads, N, W / heads]."""
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+def _mlp(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm transformer block of the prefix; also gives its keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.mlp = _Attention(width, heads), _mlp(width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.attention.project(self.norm1(x))
+        x = x + self.attention.attend(q, k, v, mask)
+        return x + self.mlp(self.norm2(x)), k, v
+
+
+class ExpertBlock(nn.Module):
+    """Block of the action rows: they attend to the prefix of the same layer and to each other (pi0, pi0.5).
+
+    Time enters as scale, shift and gate of each half (adaptive norm, arXiv 2212.09748), whose layer starts at 0.
+    """
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.attention, self.mlp = _Attention(width, heads), _mlp(width)
+        self.modulation = nn.Linear(width, 6 * width)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x: Tensor, time: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(time)[:, None].chunk(6, dim=2)
+        q, k, v = self.attention.project(self.norm(x) * (1 + scale1) + shift1)
+        seen = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        x = x + (1 + gate1) * self.attention.attend(q, *seen, mask)
+        return x + (1 + gate2) * self.mlp(self.norm(x) * (1 + scale2) + shift2)
+
+
+class SmallFlow(nn.Module):
+    """Implements `FlowNetwork` and `ActionScale`. The units travel with the weights."""
+
+    action_low: Tensor
+    action_high: Tensor
+    moving: Tensor
+    state_low: Tensor
+    state_high: Tensor
+
+    def __init__(self, config: SmallConfig, shape: ChunkShape, units: Units, *, words: int) -> None:
+        """Build it with the weights that torch's generator gives.
+
+        Args:
+            config: sizes.
+            shape: of a chunk.
+            units: of actions and states.
+            words: width to which instructions are padded, at least; longer ones widen their batch.
+        """
+        super().__init__()
+        self.config, self.shape = config, shape
+        self.prefix_width = self.hidden_width = width = config.width
+        self._words = words
+        for name in ("action_low", "action_high", "moving", "state_low", "state_high"):
+            self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(units, name))))
+        if config.num_images:
+            self.stem = _convolutions((3, *config.stem), width)
+            self.camera = nn.Parameter(0.02 * torch.randn(config.num_images, 1, width))
+        if config.state_dim:
+            self.state = nn.Linear(config.state_dim, width)
+        self.word = nn.Embedding(config.vocabulary, width)
+        nn.init.normal_(self.word.weight, std=0.1)
+        self.encoder = nn.ModuleList(EncoderBlock(width, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(width)
+        self.action_in = nn.Linear(shape.width, width)
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+        self.expert = nn.ModuleList(ExpertBlock(width, config.heads) for _ in range(config.layers))
+        self.out_norm = nn.LayerNorm(width)
+        self.action_out = nn.Linear(width, shape.width)
+
+    def encode_prefix(self, obs: Observation) -> SmallPrefix:
+        """Read observations: images [B, C, h, w, 3], state [B, S] as it is, instructions."""
+        ids = torch.from_numpy(self._word_ids(obs.instructions)).to(self.action_in.weight.device)
+        parts = [self.word(ids) + _waves(ids.shape[1], self.config.width, ids.device)]
+        seen = [ids > 0]
+        if self.config.num_images:
+            parts.append(self._see(obs, ids.device))
+        if self.config.state_dim:
+            state = torch.from_numpy(np.ascontiguousarray(obs.state)).to(ids.device)
+            span = (self.state_high - self.state_low).clamp(min=1e-6)
+            parts.append(self.state(2.0 * (state - self.state_low) / span - 1.0)[:, None])
+        tokens = torch.cat(parts, 1)
+        rest = torch.ones(len(ids), tokens.shape[1] - ids.shape[1], dtype=torch.bool, device=ids.device)
+        seen = torch.cat([*seen, rest], 1)[:, None, None]
+        keys, values = [], []
+        for block in self.encoder:
+            tokens, k, v = block(tokens, seen)
+            keys.append(k)
+            values.append(v)
+        mask = F.pad(seen, (0, self.shape.horizon), value=True)
+        shares = seen[:, 0, 0, :, None] / seen.sum(3, keepdim=True)[:, 0]
+        pooled = (self.norm(tokens) * shares).sum(1)
+        return SmallPrefix(keys=tuple(keys), values=tuple(values), mask=mask, pooled=pooled)
+
+    def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        width = self.config.width
+        rows = self.action_in(x) + _waves(x.shape[1], width, x.device)
+        time = self.time(_time_waves(t, width))
+        for block, keys, values in zip(self.expert, prefix.keys, prefix.values, strict=True):
+            rows = block(rows, time, keys, values, prefix.mask)
+        hidden = self.out_norm(rows)
+        out = self.action_out(hidden)
+        if self.config.prediction == "clean":
+            out = (x - out) / t[:, None, None]
+        return out, hidden
+
+    def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
+        """Actions [B, K, A] of rows [B, K, D]."""
+        low, high, moving = (b.cpu().numpy() for b in (self.action_low, self.action_high, self.moving))
+        actions = np.broadcast_to(low, (*x.shape[:2], len(low))).copy()
+        actions[..., moving] = low[moving] + 0.5 * (x + 1.0) * (high - low)[moving]
+        return actions
+
+    def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
+        """Rows [B, K, D] of actions [B, K, A], clipped to -1..1."""
+        low, high, moving = (b.cpu().numpy() for b in (self.action_low, self.action_high, self.moving))
+        rows = 2.0 * (actions[..., moving] - low[moving]) / (high - low)[moving] - 1.0
+        return np.clip(rows, -1.0, 1.0).astype(np.float32)
+
+    def _see(self, obs: Observation, device: torch.device) -> Tensor:
+        images = torch.from_numpy(np.ascontiguousarray(obs.images[:, : self.config.num_images])).to(device)
+        pixels = images.permute(0, 1, 4, 2, 3).flatten(0, 1).float() / 127.5 - 1.0
+        grid = self.stem(pixels)
+        height, width = grid.shape[2:]
+        places = torch.cat([_waves(n, self.config.width // 2, device) for n in (height, width)])
+        rows, columns = places.split([height, width])
+        place = torch.cat([rows[:, None].expand(-1, width, -1), columns[None].expand(height, -1, -1)], 2).flatten(0, 1)
+        tokens = grid.flatten(2).transpose(1, 2) + place
+        return (tokens.unflatten(0, (len(obs), -1)) + self.camera).flatten(1, 2)
+
+    def _word_ids(self, instructions: tuple[str, ...]) -> np.ndarray:
+        """[B, N] hashed words, 0 where there is none; an empty instruction is one unknown word."""
+        rows = [
+            [1 + zlib.crc32(w.encode()) % (self.config.vocabulary - 1) for w in text.lower().split()] or [1]
+            for text in instructions
+        ]
+        ids = np.zeros((len(rows), max(self._words, *map(len, rows))), np.int64)
+        for row, words in zip(ids, rows, strict=True):
+            row[: len(words)] = words
+        return ids
+
+
+def _convolutions(planes: tuple[int, ...], width: int) -> nn.Sequential:
+    """Each halves the image; the last one gives `width` channels."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(planes):
+        layers += [nn.Conv2d(inputs, outputs, 3, 2, 1), nn.GELU()]
+    return nn.Sequential(*layers, nn.Conv2d(planes[-1], width, 3, 2, 1))
+
+
+def _waves(count: int, width: int, device: torch.device) -> Tensor:
+    """Sinusoidal places [count, width] (arXiv 1706.03762)."""
+    place = torch.arange(count, device=device)[:, None]
+    angle = place * torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(1e4) / width))
+    return torch.cat([angle.sin(), angle.cos()], 1)
+
+
+def _time_waves(t: Tensor, width: int) -> Tensor:
+    """[B, width]: sin and cos of 2 pi t / period, periods from 0.004 to 4 in even ratios (openpi)."""
+    share = torch.linspace(0, 1, width // 2, device=t.device)
+    angle = t[:, None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** share))
+    return torch.cat([angle.sin(), angle.cos()], 1)
+
+
+def build_policy(
+    cfg: FlowSettings,
+    spec: PolicySpec,
+    config: SmallConfig,
+    shape: ChunkShape,
+    units: Units,
+    folder: Path | None,
+    request: PolicyRequest,
+) -> FlowPolicy:
+    """Build the policy with fresh weights from the seed, or with those of a folder.
+
+    Raises:
+        CheckpointError: the folder does not hold weights of this shape.
+    """
+    longest = max((len(task.split()) for task in request.env.tasks), default=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)
+        network = SmallFlow(config, shape, units, words=max(1, longest))
+        module = FlowModule(network, cfg, request.value_dim)
+    policy = FlowPolicy(spec, cfg, module, network, SmallFiles(config), request)
+    if folder is not None:
+        policy.load_weights(folder)
+    return policy

@@ -1,0 +1,297 @@
+"""The flow policy on its small network: acting, scoring, imitation, values, files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from settings import model_of
+
+from embodyrl.channels.layout import record_layout
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.flow.draws import START, TIMES, normals, uniforms
+from embodyrl.policies.flow.policy import FlowPolicy
+from embodyrl.policies.flow.small import FACTORY
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import EnvSpec, GripperConvention, Observation
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sde": {},
+    "sde all": {"stochastic_steps": "all"},
+    "cps": {"likelihood": "flow_cps", "num_steps": 3},
+    "noise": {"likelihood": "flow_noise"},
+    "noise mean": {"likelihood": "flow_noise", "joint_logprob": "mean"},
+    "fpo": {"likelihood": "fpo"},
+    "fpo sample": {"likelihood": "fpo", "fpo_ratio": "sample", "fpo_pairs": 3},
+}
+ENV = EnvSpec(
+    name="probe",
+    action_dim=4,
+    tasks=("press the red button", "open it"),
+    states_per_task=(5, 5),
+    cameras=("front", "wrist"),
+    image_size=(24, 24),
+    state_dim=3,
+    gripper=GripperConvention(open=0.0, closed=1.0),
+    unnorm_key="probe",
+)
+SMALL = {"width": 32, "layers": 2, "heads": 2, "stem": [8, 8], "vocabulary": 64, "embodyrl_init": "random"}
+STATISTICS = {
+    "probe": {
+        "action": {"q01": [-2.0, 0.0, 0.5, 0.0], "q99": [2.0, 1.0, 0.5, 1.0], "mask": [True, True, True, False]},
+        "proprio": {"q01": [0.0, -1.0, 0.0], "q99": [1.0, 1.0, 10.0]},
+    }
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A start without weights; the third number of its actions is constant."""
+    start = tmp_path / "start"
+    start.mkdir()
+    (start / "config.json").write_text(json.dumps(SMALL))
+    (start / "dataset_statistics.json").write_text(json.dumps(STATISTICS))
+    return start
+
+
+def build(folder: Path | None, *, value_dim: int = 0, seed: int = 0, env: EnvSpec = ENV, **keys: Any) -> FlowPolicy:
+    defaults = {"num_action_chunks": 3, "precision": "fp32", "num_images_in_input": len(env.cameras)}
+    path = None if folder is None else str(folder)
+    cfg = FACTORY.settings.model_validate({"model_type": "flow_small", "path": path} | defaults | keys, strict=False)
+    assert FACTORY.validate(cfg) == []
+    policy = FACTORY.build(cfg, PolicyRequest(env=env, value_dim=value_dim, device="cpu", seed=seed))
+    assert isinstance(policy, FlowPolicy)
+    return policy
+
+
+def observe(count: int, seed: int = 0, env: EnvSpec = ENV) -> Observation:
+    rng = np.random.default_rng(seed)
+    return Observation(
+        images=rng.integers(0, 256, (count, len(env.cameras), *env.image_size, 3), np.uint8),
+        state=rng.random((count, env.state_dim), np.float32),
+        instructions=tuple(env.tasks[i % len(env.tasks)] for i in range(count)),
+    )
+
+
+def rows(obs: Observation, part: slice) -> Observation:
+    return Observation(images=obs.images[part], state=obs.state[part], instructions=obs.instructions[part])
+
+
+def noise_for(policy: FlowPolicy, count: int) -> np.ndarray:
+    return np.random.default_rng(5).random((count, policy.spec.tokens_per_chunk), np.float32)
+
+
+def stir(policy: FlowPolicy) -> None:
+    """Weights that start at zero would hide their paths."""
+    generator = torch.Generator().manual_seed(9)
+    for parameter in policy.module.parameters():
+        if not parameter.detach().any():
+            torch.nn.init.normal_(parameter, std=0.1, generator=generator)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_acting_and_scoring_agree(folder, way):
+    policy = build(folder, value_dim=1, **WAYS[way])
+    stir(policy)
+    obs = observe(6)
+    noise = noise_for(policy, 6)
+    out = policy.act(obs, noise=noise)
+    assert out.actions.shape == (6, 3, 4)
+    assert out.tokens.shape == out.logprob.shape == (6, policy.spec.tokens_per_chunk)
+    scores = policy.score(obs, out.tokens)
+    assert scores.logprob.shape == scores.entropy.shape == out.logprob.shape
+    assert scores.value.shape == out.value.shape == (6, 1)
+    assert np.abs(scores.logprob.detach().numpy() - out.logprob).max() < 1e-5
+    assert np.abs(scores.value.detach().numpy() - out.value).max() < 1e-5
+    assert np.abs(policy.values(obs) - out.value).max() < 1e-5
+    # Batched differently, by the sum that a chunk's ratio is made of.
+    part = slice(2, 5)
+    apart = policy.score(rows(obs, part), out.tokens[part]).logprob.detach().numpy()
+    assert np.abs((apart - out.logprob[part]).sum(1)).max() < 1e-4
+    again = policy.act(rows(obs, part), noise=noise[part])
+    assert np.abs(again.actions - out.actions[part]).max() < 1e-4
+
+
+def test_log_probabilities_belong_to_their_action(folder):
+    """Each action's share of the tokens begins with those of its numbers, and the rest is 0."""
+    policy = build(folder)
+    out = policy.act(observe(4), noise=noise_for(policy, 4))
+    shares = out.logprob.reshape(4, 3, -1)
+    assert (shares[..., :3] != 0).all()  # of four numbers one is constant
+    assert not shares[..., 3:].any()
+
+
+def test_an_action_has_the_units_of_its_data(folder):
+    """Bounds are those of the statistics, the gripper's -1 and 1, and a constant number stays what it was."""
+    policy = build(folder)
+    actions = policy.act(observe(50), noise=noise_for(policy, 50)).actions
+    assert (actions[..., 2] == 0.5).all()
+    obs = observe(2)
+    given = np.array([[[-2.0, 0.0, 0.5, -1.0], [2.0, 1.0, 0.5, 1.0], [0.0, 0.5, 0.5, 1.0]]] * 2, np.float32)
+    flowing = policy._scale.from_actions(given, obs)
+    assert flowing[0].tolist() == [[-1, -1, -1], [1, 1, 1], [0, 0, 1]]
+    np.testing.assert_allclose(policy._scale.to_actions(flowing, obs), given, atol=1e-6)
+
+
+def test_greedy_is_the_ode_and_does_not_depend_on_company(folder):
+    policy = build(folder)
+    stir(policy)
+    obs = observe(5)
+    out = policy.act(obs, noise=None)
+    assert not out.tokens.any()
+    assert np.abs(policy.act(rows(obs, slice(3, 4)), noise=None).actions - out.actions[3:4]).max() < 1e-5
+    assert np.abs(out.actions[0] - out.actions[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("way", ["sde", "noise", "fpo"])
+def test_every_parameter_learns_but_the_value_does_not_bend_the_network(folder, way):
+    policy = build(folder, value_dim=1, **WAYS[way])
+    stir(policy)
+    obs = observe(4)
+    out = policy.act(obs, noise=noise_for(policy, 4))
+    scores = policy.score(obs, out.tokens)
+    named = dict(policy.module.named_parameters())
+    value = torch.autograd.grad(scores.value.sum(), list(named.values()), allow_unused=True, retain_graph=True)
+    assert {n for n, g in zip(named, value, strict=True) if g is not None} == {n for n in named if "value_head" in n}
+    chance = torch.autograd.grad(scores.logprob.sum(), list(named.values()), allow_unused=True)
+    still = {n for n, g in zip(named, chance, strict=True) if g is None or not g.any()}
+    # The last encoder block gives keys and values only; what it makes of them is for the value head.
+    unread = ("network.encoder.1.attention.out", "network.encoder.1.mlp", "network.encoder.1.norm2", "network.norm.")
+    assert {n for n in still if not n.startswith(("value_head", *unread))} == set()
+
+
+@pytest.mark.parametrize("value_from", ["prefix", "expert"])
+def test_values_are_a_function_of_the_observation(folder, value_from):
+    policy = build(folder, value_dim=3, value_from=value_from)
+    obs = observe(4)
+    noise = noise_for(policy, 4)
+    first, second = (policy.act(obs, noise=n).value for n in (noise, noise[::-1].copy()))
+    assert first.shape == (4, 3)
+    assert np.abs(first - second).max() < 1e-6
+    assert np.abs(first[0] - first[1]).max() > 1e-4
+
+
+def test_imitation_is_flow_matching_with_fixed_draws_in_validation(folder):
+    """x_t = t noise + (1 - t) a, target noise - a, t from 0.001 + 0.999 Beta(1.5, 1)."""
+    policy = build(folder)
+    stir(policy)
+    obs = observe(8)
+    actions = np.random.default_rng(2).uniform([-2, 0, 0.5, -1], [2, 1, 0.5, 1], (8, 3, 4)).astype(np.float32)
+    with torch.no_grad():
+        found = policy.imitate(obs, actions)
+        assert torch.equal(policy.imitate(obs, actions).loss, found.loss)
+        a = torch.from_numpy(policy._scale.from_actions(actions, obs))
+        noise = normals(np.arange(8), START, (3, 3), torch.device("cpu"))
+        t = torch.from_numpy(uniforms(np.arange(8), TIMES, 1)[:, 0] ** (2 / 3) * 0.999 + 0.001).float()
+        at = t[:, None, None]
+        v, _ = policy._velocity(policy._prefix(obs), at * noise + (1 - at) * a, t)
+    torch.testing.assert_close(found.loss, (v - noise + a).square().mean((1, 2)))
+    many = uniforms(np.arange(4000), TIMES, 1)[:, 0] ** (2 / 3)
+    assert many.mean() == pytest.approx(1.5 / 2.5, abs=0.01)  # of Beta(1.5, 1)
+    assert policy.imitate(obs, actions).loss.requires_grad
+
+
+def test_imitation_learns_what_it_is_shown(folder):
+    """One action for each instruction: greedy and sampled chunks come near it."""
+    policy = build(folder, num_steps=4)
+    obs = observe(16)
+    shown = np.where(np.arange(16) % 2 == 0, 0.5, -0.5)[:, None, None] * np.array([2.0, 0.0, 0.0, 2.0])
+    actions = (shown + np.array([0.0, 0.5, 0.5, 0.0])).repeat(3, axis=1).astype(np.float32)
+    optimizer = torch.optim.Adam(policy.module.parameters(), 3e-3)
+    torch.manual_seed(0)
+    for _ in range(150):
+        optimizer.zero_grad()
+        policy.imitate(obs, actions).loss.mean().backward()
+        optimizer.step()
+    assert np.abs(policy.act(obs, noise=None).actions - actions).mean() < 0.15
+    with torch.no_grad():
+        assert policy.imitate(obs, actions).accuracy.mean() > 0.5
+
+
+def test_weights_come_back(folder, tmp_path):
+    policy = build(folder, value_dim=1, likelihood="flow_noise")
+    stir(policy)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    policy.save(saved)
+    obs = observe(3)
+    for keys in ({}, {"value_dim": 1, "likelihood": "flow_noise"}, {"likelihood": "fpo"}):
+        other = build(saved, seed=7, **keys)
+        assert np.array_equal(other.act(obs, noise=None).actions, policy.act(obs, noise=None).actions)
+    noise = noise_for(policy, 3)
+    same = build(saved, seed=7, value_dim=1, likelihood="flow_noise").act(obs, noise=noise)
+    assert np.array_equal(same.logprob, policy.act(obs, noise=noise).logprob)
+    assert np.array_equal(same.value, policy.act(obs, noise=noise).value)
+    assert not np.array_equal(build(folder, seed=7).act(obs, noise=None).actions, other.act(obs, noise=None).actions)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "surplus", "shape", "config"])
+def test_damaged_weights_are_refused_and_nothing_is_changed(folder, tmp_path, damage):
+    policy = build(folder)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    policy.save(saved)
+    weights = saved / "model.safetensors"
+    state = load_file(weights)
+    key = "network.action_in.weight"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "config":
+        (saved / "config.json").write_text('{"width": 32, "wdith": 3}')
+    else:
+        if damage == "surplus":
+            state["network.more"] = state[key].clone()
+        elif damage == "missing":
+            del state[key]
+        else:
+            state[key] = state[key][:, :2].contiguous()
+        save_file(state, weights)
+    with pytest.raises(CheckpointError, match="config.json" if damage == "config" else "model.safetensors"):
+        build(saved)
+    if damage != "config":
+        before = {name: p.clone() for name, p in policy.module.state_dict().items()}
+        with pytest.raises(CheckpointError):
+            policy.load_weights(saved)
+        assert all(torch.equal(before[name], p) for name, p in policy.module.state_dict().items())
+
+
+def test_the_spec_says_the_truth(folder):
+    for env, path in ((ENV, folder), (ENV, None)):
+        policy = build(path, env=env)
+        assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())
+    assert model_of("flow_small", precision="fp32").num_steps == 4
+    half = FACTORY.settings.model_validate({"model_type": "flow_small"}, strict=False)
+    assert "fp32 only" in FACTORY.validate(half)[0]
+
+
+def test_a_record_is_little_more_than_the_two_states(folder):
+    """Mixed form of 3 x 3 numbers: index and 18 floats in 10 tokens, rounded up to a multiple of K."""
+    policy = build(folder)
+    assert policy.spec.tokens_per_chunk == 12
+    sizes = {field.name: field.record_bytes for field in record_layout(ENV, policy.spec).fields}
+    assert sizes["tokens"] == 96
+    assert build(folder, stochastic_steps="all", num_steps=4).spec.tokens_per_chunk == 21  # 1 + (3 * 9 + 9) / 2 = 19
+    assert build(folder, likelihood="fpo").spec.tokens_per_chunk == 6  # 1 + 9 / 2
+
+
+def test_statistics_of_another_size_are_refused(folder):
+    broken = folder / "dataset_statistics.json"
+    broken.write_text(broken.read_text().replace("[-2.0, ", "["))
+    with pytest.raises(CheckpointError, match="action is malformed"):
+        build(folder)
+
+
+def test_words_beyond_the_known_tasks_widen_the_batch_and_change_nothing_else(folder):
+    policy = build(folder)
+    stir(policy)
+    obs = observe(2)
+    longer = Observation(images=obs.images, state=obs.state, instructions=(obs.instructions[0], "a b c d e f g h i j"))
+    found = policy.act(longer, noise=None).actions[0]
+    assert np.abs(found - policy.act(obs, noise=None).actions[0]).max() < 1e-5
+    shutil.rmtree(folder)
