@@ -1,5 +1,6 @@
 """A flow policy: any network that gives a velocity, acting, scored and trained by one code path."""
 
+import zlib
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -15,15 +16,13 @@ from embodyrl.policies.flow.draws import START, TIMES, normals, seeds_of, unifor
 from embodyrl.policies.flow.fpo import FpoLikelihood, flow_matching_error
 from embodyrl.policies.flow.noise_head import NoiseHead
 from embodyrl.policies.flow.record import ChunkShape
-from embodyrl.policies.flow.settings import FlowSettings, Likelihood, ValueFrom
+from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 RL_HEADS = ("value_head", "noise_head")
 """Parts of `FlowModule` that reinforcement learning adds: a checkpoint may lack them, or hold them for nothing."""
 VALUE_WIDTHS = (256, 128)
-GREEDY_SEED = 0
-"""Greedy acting starts every chunk from the same noise."""
 
 
 class Prefix(Protocol):
@@ -128,14 +127,13 @@ class FlowPolicy:
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Choose a chunk for each observation (see `Policy.act`); greedy: the ODE from one noise, with zero tokens."""
+        """Choose a chunk for each observation (see `Policy.act`); greedy: the ODE, with zero tokens."""
         prefix = self._prefix(obs)
         velocity = partial(self._velocity, prefix)
         tokens = np.zeros((len(obs), self.spec.tokens_per_chunk), np.int64)
         logprob = np.zeros(tokens.shape, np.float32)
         if noise is None:
-            start = normals(np.array([GREEDY_SEED]), START, self._size, self._device).expand(len(obs), *self._size)
-            state = follow_ode(velocity, start, self._cfg.num_steps)
+            state = follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps)
         else:
             chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, temperature or self._temperature)
             state = chosen.state
@@ -184,8 +182,7 @@ class FlowPolicy:
         loss = flow_matching_error(velocity, target, noise, t.to(self._device)).flatten(1).mean(1)
         near = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
-            start = normals(np.array([GREEDY_SEED]), START, self._size, self._device).expand_as(target)
-            near = (follow_ode(velocity, start, self._cfg.num_steps) - target).abs() < 0.1
+            near = (follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps) - target).abs() < 0.1
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
 
     def save(self, folder: Path) -> None:
@@ -199,6 +196,15 @@ class FlowPolicy:
     @property
     def _size(self) -> tuple[int, int]:
         return self._shape.horizon, self._shape.width
+
+    def _greedy_start(self, obs: Observation) -> Tensor:
+        """[B, H, D]"""
+        if self._cfg.greedy_start is GreedyStart.zero:
+            return torch.zeros(len(obs), *self._size, device=self._device)
+        seeds = [
+            zlib.crc32(image.tobytes() + state.tobytes()) for image, state in zip(obs.images, obs.state, strict=True)
+        ]
+        return normals(np.array(seeds), START, self._size, self._device)
 
     def _prefix(self, obs: Observation) -> Any:
         with self._autocast:

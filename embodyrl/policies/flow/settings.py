@@ -14,6 +14,7 @@ Stochastic = StrEnum("Stochastic", ["one", "all"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
 FpoRatio = StrEnum("FpoRatio", ["mean", "sample"])
 ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
+GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
 
 
 def _rising(value: list[float]) -> list[float]:
@@ -27,6 +28,9 @@ class FlowSettings(WeightSettings):
 
     num_steps: Count = 10
     """Euler steps from noise to an action chunk."""
+    greedy_start: GreedyStart = GreedyStart.zero
+    """Where greedy acting begins: in the middle of the noise (zero), or at noise drawn from the observation's bytes
+    (random: as published evaluations draw it, and still the same for the same observation)."""
     likelihood: Likelihood = Likelihood.flow_sde
     """Where log-probabilities for RL come from: stochastic steps with a noise level (flow_sde, flow_cps) or with
     learned noise (flow_noise), or differences of the flow-matching loss (fpo). Greedy acting follows the ODE."""

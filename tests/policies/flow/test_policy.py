@@ -139,8 +139,9 @@ def test_an_action_has_the_units_of_its_data(folder):
     np.testing.assert_allclose(policy._scale.to_actions(flowing, obs), given, atol=1e-6)
 
 
-def test_greedy_is_the_ode_and_does_not_depend_on_company(folder):
-    policy = build(folder)
+@pytest.mark.parametrize("start", ["zero", "random"])
+def test_greedy_is_the_ode_and_does_not_depend_on_company(folder, start):
+    policy = build(folder, greedy_start=start)
     stir(policy)
     obs = observe(5)
     out = policy.act(obs, noise=None)
