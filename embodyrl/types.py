@@ -147,6 +147,8 @@ class PolicySpec:
     action_dim: int
     tokens_per_chunk: int
     """L: number of sampled tokens of one chunk (K*A for discrete OpenVLA-OFT)."""
+    imitated: int = 0
+    """H: actions that imitation shows it at a time, where they are more than it executes; 0: K."""
     value_dim: int = 0
     """V: 0 without a value head, 1 (chunk level) or K (action level)."""
     num_images: int = 0

@@ -147,7 +147,7 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
 
 def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
     steps = demos.steps_of(episodes)
-    actions = demos.chunks(steps, policy.num_action_chunks)
+    actions = demos.chunks(steps, policy.imitated or policy.num_action_chunks)
     convert_gripper(actions, env.gripper, policy.gripper)
     return Samples(demos=demos, steps=steps, actions=actions)
 

@@ -9,7 +9,10 @@ POLICIES.add("flow_small", "embodyrl.policies.flow.small:FACTORY")
 POLICIES.add("mlp", "embodyrl.policies.actor_critic:MLP")
 POLICIES.add("openvla_oft", "embodyrl.policies.openvla_oft:FACTORY")
 POLICIES.add("openvla", "embodyrl.policies.openvla_oft:OPENVLA")
+POLICIES.add("pi0", "embodyrl.policies.flow.vla:FACTORY")
+POLICIES.add("pi05", "embodyrl.policies.flow.vla:PI05")
 POLICIES.add("random", "embodyrl.policies.untrained:RANDOM")
 POLICIES.add("scripted", "embodyrl.policies.untrained:SCRIPTED")
+POLICIES.add("smolvla", "embodyrl.policies.flow.vla:FACTORY")
 
 __all__ = ["POLICIES", "export_policy", "fitting_models"]

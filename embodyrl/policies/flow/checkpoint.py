@@ -6,17 +6,22 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.layouts import Layout, Source, check_weights, fresh_source, to_ours, to_theirs
-from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, base_state, map_weights, weight_files
+from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, map_weights, weight_files
 
 
-def load_weights(module: nn.Module, folder: Path) -> Source:
-    """Copy the weights of a folder into a module, in place, casting to its dtypes; return how they were stored.
+def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | None = None) -> Source:
+    """Copy the weights of a folder into those of a model, in place, casting to its dtypes; return how they were stored.
 
     Everything is checked before the first weight is touched. Heads that RL adds may be missing on either side.
+
+    Args:
+        target: weights by our names, without adapters.
+        folder: safetensors shards in any known layout.
+        change: applied to each weight by our name (adapters are merged so).
 
     Raises:
         CheckpointError: a file is unreadable or truncated; weights are missing, surplus, of another shape, or untied.
@@ -34,27 +39,26 @@ def load_weights(module: nn.Module, folder: Path) -> Source:
             raise CheckpointError(f"{path}: weight '{twice[0]}' is in another shard too; fetch the folder again.")
         stored |= found
     weights, source = to_ours(stored, folder)
-    target = base_state(module)
     check_weights(target, weights, source, folder)
     with torch.no_grad():
         for key, tensor in weights.items():
             if key in target:
-                target[key].copy_(tensor)
+                target[key].copy_(change(key, tensor) if change else tensor)
     unread = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key not in target}
     return replace(source, aside=dict(source.aside) | unread)
 
 
-def save_weights(module: nn.Module, folder: Path, like: Source | Layout) -> None:
-    """Write a module's weights, without adapters, as safetensors shards into a fresh folder.
+def save_weights(weights: Mapping[str, Tensor], folder: Path, like: Source | Layout) -> None:
+    """Write weights as safetensors shards into a fresh folder.
 
     Args:
-        module: its weights keep their dtypes.
+        weights: by our names, without adapters; they keep their dtypes.
         folder: the caller makes the write atomic by renaming it.
         like: what `load_weights` returned, to store them under the same names with the same weights beside them; or a
             layout, to store them as its loader wants them.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {key: tensor.detach().cpu() for key, tensor in base_state(module).items()}
+    weights = {key: tensor.detach().cpu() for key, tensor in weights.items()}
     source = fresh_source(like, weights) if isinstance(like, Layout) else like
     save_torch_state_dict(_apart(to_theirs(weights, source)), folder, max_shard_size=SHARD_BYTES)
 

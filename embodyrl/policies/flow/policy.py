@@ -28,8 +28,8 @@ VALUE_WIDTHS = (256, 128)
 class Prefix(Protocol):
     """What a network knows after it has read a batch of observations; read by every step of a flow."""
 
-    pooled: Tensor
-    """[B, prefix_width] what a value head may read."""
+    pooled: Tensor | None
+    """[B, prefix_width] what a value head may read; None where none does."""
 
 
 class FlowNetwork(Protocol):
@@ -62,7 +62,7 @@ class ActionScale(Protocol):
         ...
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Rows [B, K, D] of actions [B, K, A]; padding is 0."""
+        """Rows [B, H, D] of actions [B, H, A]; padding is 0."""
         ...
 
 
@@ -163,13 +163,12 @@ class FlowPolicy:
         )
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Flow-matching loss of actions [B, K, A]: mean squared error of the velocity over all numbers of a chunk.
+        """Flow-matching loss of actions [B, H, A]: mean squared error of the velocity over all numbers of a chunk.
 
         Time is 0.001 + 0.999 Beta(1.5, 1) (pi0, arXiv 2410.24164). Without gradients (validation) noise and time are
         the same in every call, and `accuracy` is the share of numbers that acting greedily brings within 0.1 of the
         given ones, of a range of 2; it is not measured while training.
         """
-        assert self._shape.horizon == self._shape.executed, "imitation needs all rows of the flow"
         target = torch.from_numpy(self._scale.from_actions(actions, obs)).to(self._device)
         prefix = self._prefix(obs)
         velocity = partial(self._velocity, prefix)
@@ -183,6 +182,7 @@ class FlowPolicy:
         near = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
             near = (follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps) - target).abs() < 0.1
+            near = near[..., : self._shape.action_dim]
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
 
     def save(self, folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.openvla_oft.adapter import ADAPTER_CONFIG, find_adapter, lora_spec, read_adapter_spec
+from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.openvla_oft.config import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -19,7 +19,6 @@ from embodyrl.policies.openvla_oft.config import (
 from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft
 from embodyrl.policies.openvla_oft.sizes import activation_bytes, adapter_parameters, count_parameters, head_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
-from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 TRY_NOW = "To try things without a download, use model=openvla_oft_tiny."
@@ -149,26 +148,7 @@ def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
 
 def _training_problems(cfg: OftSettings) -> list[str]:
     """Keys of adapters that nothing would read, and adapters that do not exist."""
-    problems = []
-    lora = cfg.lora
-    untouched = lora.updated({"path": None}) == LoraSettings()
-    if not untouched and lora.path is not None:
-        problems.append(
-            "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "
-            "lora_alpha, target_modules and init_lora_weights."
-        )
-    elif not untouched and not cfg.is_lora:
-        problems.append("model.lora has values but model.is_lora=false; set model.is_lora=true, or remove them.")
-    if lora.path is not None:
-        folder = resolve_asset(lora.path)
-        adapter = find_adapter(folder)
-        if adapter is None:
-            problems.append(f"model.lora.path: {folder} holds no {ADAPTER_CONFIG}; it wants a folder of peft.")
-        else:
-            try:
-                read_adapter_spec(adapter)
-            except CheckpointError as error:
-                problems.append(f"model.lora.path: {error}")
+    problems = adapter_problems(cfg)
     if cfg.is_lora and (cfg.use_film or cfg.action_head == "diffusion"):
         problems.append(
             "model.is_lora=true trains, but action_head=diffusion and use_film are for evaluation; see lora.path."

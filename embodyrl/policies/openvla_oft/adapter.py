@@ -6,7 +6,7 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.openvla_oft.settings import OftSettings
+from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -72,7 +72,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
     return spec
 
 
-def lora_spec(cfg: OftSettings) -> AdapterSpec:
+def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
     """Rank, scale and targets: those of the adapter to start from, or else those of the config.
 
     Raises:
@@ -83,3 +83,28 @@ def lora_spec(cfg: OftSettings) -> AdapterSpec:
         return read_adapter_spec(find_adapter(folder) or folder)
     targets = tuple(sorted(name.strip() for name in cfg.lora.target_modules.split(",")))
     return AdapterSpec(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=targets)
+
+
+def adapter_problems(cfg: AdapterSettings) -> list[str]:
+    """Keys of adapters that nothing would read, and adapters that do not exist."""
+    problems = []
+    lora = cfg.lora
+    untouched = lora.updated({"path": None}) == LoraSettings()
+    if not untouched and lora.path is not None:
+        problems.append(
+            "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "
+            "lora_alpha, target_modules and init_lora_weights."
+        )
+    elif not untouched and not cfg.is_lora:
+        problems.append("model.lora has values but model.is_lora=false; set model.is_lora=true, or remove them.")
+    if lora.path is not None:
+        folder = resolve_asset(lora.path)
+        adapter = find_adapter(folder)
+        if adapter is None:
+            problems.append(f"model.lora.path: {folder} holds no {ADAPTER_CONFIG}; it wants a folder of peft.")
+        else:
+            try:
+                read_adapter_spec(adapter)
+            except CheckpointError as error:
+                problems.append(f"model.lora.path: {error}")
+    return problems

@@ -87,8 +87,8 @@ def load_merged(
     load_into(module, folder, change=loaded.merged, beside=beside, fresh_heads=fresh_heads)
 
 
-def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> None:
-    """Put adapters on the chosen linear layers (and patch embeddings) and freeze everything they adapt.
+def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within: tuple[str, ...] = ADAPTED) -> None:
+    """Put adapters on the chosen linear layers (and patch embeddings) and freeze everything `within` these parts.
 
     Adapters of layers that never influence the output stay frozen too; they exist because public adapters have them.
 
@@ -99,7 +99,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> Non
     layers = [
         name
         for name, layer in module.named_modules()
-        if isinstance(layer, nn.Linear | nn.Conv2d) and name.startswith(ADAPTED)
+        if isinstance(layer, nn.Linear | nn.Conv2d) and name.startswith(within)
     ]
     suffixes = tuple(f".{name}" for name in spec.target_modules)
     names = [n for n in layers if spec.target_modules == (ALL_LINEAR,) or n.endswith(suffixes)]
@@ -123,7 +123,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int) -> Non
             parameter.requires_grad_(trained[f"{base}.weight"])
         else:
             # peft has frozen everything, also what no adapter stands for.
-            parameter.requires_grad_(not name.startswith(ADAPTED) and trained[name])
+            parameter.requires_grad_(not name.startswith(within) and trained[name])
 
 
 def load_adapter(module: nn.Module, where: Path) -> None:

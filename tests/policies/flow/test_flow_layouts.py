@@ -48,13 +48,13 @@ CASES = [(name, layout) for name in NAMES for layout in layouts_of(name)]
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_a_model_goes_to_each_layout_and_back(name, layout, tmp_path):
     model = model_of(name)
-    save_weights(model, tmp_path / "saved", layout)
+    save_weights(model.state_dict(), tmp_path / "saved", layout)
     written = load_file(tmp_path / "saved" / "model.safetensors")
     fresh = build(spec_of(name))
-    source = load_weights(fresh, tmp_path / "saved")
+    source = load_weights(fresh.state_dict(), tmp_path / "saved")
     assert source.layout is layout
     same(fresh.state_dict(), model.state_dict())
-    save_weights(fresh, tmp_path / "again", source)
+    save_weights(fresh.state_dict(), tmp_path / "again", source)
     same(load_file(tmp_path / "again" / "model.safetensors"), written)
 
 
@@ -62,8 +62,8 @@ def test_a_model_goes_to_each_layout_and_back(name, layout, tmp_path):
 def test_the_originals_own_files_come_back_key_by_key(name, tmp_path):
     original = stored(name)
     model = build(spec_of(name))
-    source = load_weights(model, write(tmp_path / "in", original))
-    save_weights(model, tmp_path / "out", source)
+    source = load_weights(model.state_dict(), write(tmp_path / "in", original))
+    save_weights(model.state_dict(), tmp_path / "out", source)
     same(load_file(tmp_path / "out" / "model.safetensors"), original)
 
 
@@ -83,9 +83,9 @@ def test_the_embedding_may_be_stored_as_the_output_matrix(names, tmp_path):
     embedding = original.pop(OWN_EMBEDDING)
     original |= dict.fromkeys(names, embedding)
     model = build(spec_of("pi0"))
-    source = load_weights(model, write(tmp_path / "in", original))
+    source = load_weights(model.state_dict(), write(tmp_path / "in", original))
     assert torch.equal(model.language.embed_tokens.weight, embedding)
-    save_weights(model, tmp_path / "out", source)
+    save_weights(model.state_dict(), tmp_path / "out", source)
     same(load_file(tmp_path / "out" / "model.safetensors"), original)
 
 
@@ -94,7 +94,7 @@ def test_an_output_matrix_that_is_not_the_embedding_is_refused(tmp_path):
     untied = original[OWN_EMBEDDING].clone()
     untied[3, 4] += 1e-3
     with pytest.raises(CheckpointError, match=rf"'{OUTPUT}' and '{OWN_EMBEDDING}' are one matrix"):
-        load_weights(build(spec_of("pi0")), write(tmp_path / "in", original | {OUTPUT: untied}))
+        load_weights(build(spec_of("pi0")).state_dict(), write(tmp_path / "in", original | {OUTPUT: untied}))
 
 
 def test_what_nothing_reads_is_kept_beside_the_model(tmp_path):
@@ -105,9 +105,9 @@ def test_what_nothing_reads_is_kept_beside_the_model(tmp_path):
         "noise_head.mlp_logvar.0.bias": torch.randn(3),
     }
     model = build(spec_of("pi0"))
-    source = load_weights(model, write(tmp_path / "in", stored("pi0") | beside))
+    source = load_weights(model.state_dict(), write(tmp_path / "in", stored("pi0") | beside))
     same(dict(source.aside), beside)
-    save_weights(model, tmp_path / "out", source)
+    save_weights(model.state_dict(), tmp_path / "out", source)
     same(load_file(tmp_path / "out" / "model.safetensors"), stored("pi0") | beside)
 
 
@@ -115,12 +115,14 @@ def test_heads_of_rl_are_loaded_where_the_model_has_them(tmp_path):
     """RLinf's layout; a model whose checkpoint has none keeps its own."""
     model, weight = model_of("pi0"), torch.randn(4, 64)
     model.value_head = torch.nn.Linear(64, 4, bias=False)
-    load_weights(model, write(tmp_path / "with", stored("pi0") | {"value_head.weight": weight}))
+    load_weights(model.state_dict(), write(tmp_path / "with", stored("pi0") | {"value_head.weight": weight}))
     assert torch.equal(model.value_head.weight, weight)
-    load_weights(model, write(tmp_path / "without", stored("pi0")))
+    load_weights(model.state_dict(), write(tmp_path / "without", stored("pi0")))
     assert torch.equal(model.value_head.weight, weight)
     with pytest.raises(CheckpointError, match=r"1 weights have other shapes .*'value_head.weight' \[4, 63\]"):
-        load_weights(model, write(tmp_path / "narrow", stored("pi0") | {"value_head.weight": weight[:, :63]}))
+        load_weights(
+            model.state_dict(), write(tmp_path / "narrow", stored("pi0") | {"value_head.weight": weight[:, :63]})
+        )
 
 
 def refused(tensors, folder, match, name="pi0"):
@@ -129,7 +131,7 @@ def refused(tensors, folder, match, name="pi0"):
     model.initialise(0)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=match):
-        load_weights(model, write(folder, tensors))
+        load_weights(model.state_dict(), write(folder, tensors))
     same(model.state_dict(), before)
 
 
@@ -178,7 +180,7 @@ def test_a_truncated_file_is_refused(tmp_path):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match="truncated"):
-        load_weights(build(spec_of("pi0")), folder)
+        load_weights(build(spec_of("pi0")).state_dict(), folder)
 
 
 def test_weights_of_the_other_model_are_refused(tmp_path):
@@ -189,7 +191,7 @@ def test_weights_of_the_other_model_are_refused(tmp_path):
 
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="holds no model"):
-        load_weights(build(spec_of("pi0")), tmp_path)
+        load_weights(build(spec_of("pi0")).state_dict(), tmp_path)
 
 
 def test_shards_are_joined(tmp_path):
@@ -199,11 +201,11 @@ def test_shards_are_joined(tmp_path):
     for file, names in parts.items():
         save_file({key: tensors[key] for key in names}, tmp_path / file)
     model = build(spec_of("pi0"))
-    load_weights(model, tmp_path)
+    load_weights(model.state_dict(), tmp_path)
     same(model.state_dict(), model_of("pi0").state_dict())
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="lacks 40 of"):
-        load_weights(model, tmp_path)
+        load_weights(model.state_dict(), tmp_path)
 
 
 def test_a_layout_gets_what_its_own_loader_wants():
@@ -218,6 +220,6 @@ def test_a_layout_gets_what_its_own_loader_wants():
 def test_bfloat16_files_fill_float32_models(tmp_path):
     tensors = {key: tensor.bfloat16() for key, tensor in stored("pi0").items()}
     model = build(spec_of("pi0"))
-    load_weights(model, write(tmp_path / "in", tensors))
+    load_weights(model.state_dict(), write(tmp_path / "in", tensors))
     assert model.state_proj.weight.dtype == torch.float32
     assert torch.equal(model.state_proj.weight, tensors["state_proj.weight"].float())

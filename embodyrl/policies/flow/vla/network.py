@@ -1,0 +1,111 @@
+"""pi0, pi0.5 and SmolVLA as the network of a flow policy: from stored observations to velocities, and units back."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodyrl.policies.flow.images import pad_centred, pad_left_top
+from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory
+from embodyrl.policies.flow.prompts import FlowPrompts
+from embodyrl.policies.flow.record import ChunkShape
+from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec
+from embodyrl.policies.flow.statistics import from_deltas, pad_dims, to_deltas
+from embodyrl.policies.flow.vla.folder import TOKENIZER_FILE, prompt_form, read_units
+from embodyrl.policies.flow.vla.settings import VlaSettings
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import FloatArray, Observation
+
+
+class VlaReader:
+    """Observations and actions in the form in which the model was trained on them; implements `ActionScale`."""
+
+    def __init__(self, cfg: VlaSettings, spec: FlowSpec, folder: Path, request: PolicyRequest) -> None:
+        """Read tokenizer and statistics of a folder.
+
+        Raises:
+            CheckpointError: they are missing, damaged or do not fit the environment.
+        """
+        self._cfg, self._spec, self._env = cfg, spec, request.env
+        self._device = torch.device(request.device)
+        form = prompt_form(cfg, spec)
+        self._prompts = FlowPrompts(folder / TOKENIZER_FILE, form, tasks=() if form.reads_state else request.env.tasks)
+        self.adopt(folder)
+
+    def adopt(self, folder: Path) -> None:
+        """Take the statistics of a folder: its weights' numbers mean what they meant where it was trained."""
+        self._units = read_units(folder, self._cfg, self._env.state_dim, self._env.action_dim)
+
+    def read(self, obs: Observation) -> FlowInputs:
+        """What the model reads of observations: images [B, C, H, W, 3] as stored, states [B, S] in their own units."""
+        count, cameras = len(obs), self._cfg.num_images_in_input
+        frames = obs.images[:, :cameras]
+        if self._env.image_rotation_deg == 180:
+            frames = frames[..., ::-1, ::-1, :]
+        frames = np.ascontiguousarray(frames.reshape(-1, *frames.shape[2:]))
+        side = self._spec.vision.image_size
+        if isinstance(self._spec, Pi0Spec):
+            pixels = pad_centred(frames, side).to(self._device)
+        else:
+            pixels = pad_left_top(frames, side, self._device)
+        state = np.asarray(obs.state, np.float32)
+        if self._units.state is not None:
+            state = self._units.state.normalise(state)
+        ids, seen = self._prompts.batch(obs.instructions, state if self._prompts.form.reads_state else None)
+        return FlowInputs(
+            images=pixels.unflatten(0, (count, cameras)),
+            # A masked camera is as good as none: nothing sees it, and it takes no position.
+            image_mask=torch.ones(count, cameras, dtype=torch.bool, device=self._device),
+            tokens=torch.from_numpy(ids).to(self._device),
+            token_mask=torch.from_numpy(seen).to(self._device),
+            state=torch.from_numpy(pad_dims(state, self._spec.state_dim)).to(self._device),
+        )
+
+    def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
+        """Actions [B, K, A] of rows [B, K, D]."""
+        actions = self._units.actions.unnormalise(x[..., : self._env.action_dim])
+        return from_deltas(actions, obs.state, self._cfg.delta_dims)
+
+    def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
+        """Rows [B, H, D] of actions [B, H, A], padded with zeros."""
+        relative = to_deltas(actions, obs.state, self._cfg.delta_dims)
+        return pad_dims(self._units.actions.normalise(relative), self._spec.action_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VlaPrefix:
+    """A batch of observations as the expert reads them, made once for all steps."""
+
+    memory: Memory
+    pooled: Tensor | None
+    """[B, width of the language model] mean over images and text, where values read it."""
+
+
+class VlaNetwork(nn.Module):
+    """Implements `FlowNetwork`."""
+
+    def __init__(self, model: FlowModel, reader: VlaReader, shape: ChunkShape, *, pools: bool) -> None:
+        """Join model and reader; `pools`: a value head reads the prefix, which costs one more layer of it."""
+        super().__init__()
+        self.model = model
+        self.shape = shape
+        self.prefix_width, self.hidden_width = model.spec.language.width, model.spec.expert.width
+        self.reader = reader
+        self._pools = pools
+
+    def encode_prefix(self, obs: Observation) -> VlaPrefix:
+        """Run the backbone once, and what the expert makes of it that is the same at all times."""
+        prefix = self.model.prefix(self.reader.read(obs), output=self._pools)
+        pooled = None
+        if prefix.hidden is not None:
+            seen = prefix.valid[..., None].float()
+            pooled = (prefix.hidden.float() * seen).sum(1) / seen.sum(1)
+        return VlaPrefix(memory=self.model.memory(prefix), pooled=pooled)
+
+    def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """One pass of the expert (see `FlowNetwork`)."""
+        out = self.model.denoise(prefix.memory, x, t)
+        return out.velocity, out.hidden

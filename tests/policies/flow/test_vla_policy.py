@@ -1,0 +1,330 @@
+"""pi0, pi0.5 and SmolVLA as policies, from folders in the public layouts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_vla import FORMS, build_model, write_checkpoint
+
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies import POLICIES, export_policy
+from embodyrl.policies.flow.draws import START, TIMES, normals, uniforms
+from embodyrl.policies.flow.images import pad_centred, pad_left_top
+from embodyrl.policies.flow.layouts import LEROBOT, OPENPI, SMOLVLA_LEROBOT, TRANSFORMERS
+from embodyrl.policies.flow.model import BACKBONE, FlowInputs
+from embodyrl.policies.flow.policy import FlowPolicy
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import EnvSpec, GripperConvention, Observation
+
+ENV = EnvSpec(
+    name="probe",
+    action_dim=7,
+    tasks=("pick the red one", "open it"),
+    states_per_task=(5, 5),
+    cameras=("front", "wrist"),
+    image_size=(20, 28),
+    image_rotation_deg=180,
+    state_dim=5,
+    gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
+)
+WAYS = {
+    "sde": {},
+    "all": {"stochastic_steps": "all", "num_steps": 3},
+    "noise": {"likelihood": "flow_noise", "num_steps": 3},
+    "fpo": {"likelihood": "fpo", "fpo_pairs": 2},
+}
+
+
+def folder_of(form, tmp_path, **options) -> Path:
+    return write_checkpoint(tmp_path / form, form, state_dim=5, action_dim=7, **options)
+
+
+def settings(form, path, **keys):
+    defaults = {"num_action_chunks": 3, "precision": "fp32", "num_steps": 4}
+    values = {"model_type": form, "path": str(path)} | defaults | keys
+    return POLICIES.get(form).settings.model_validate(values, strict=False)
+
+
+def build(form, path, *, value_dim=0, trainable=True, recompute=False, env=ENV, seed=0, **keys) -> FlowPolicy:
+    cfg, factory = settings(form, path, **keys), POLICIES.get(form)
+    assert factory.validate(cfg) == []
+    request = PolicyRequest(
+        env=env, value_dim=value_dim, device="cpu", seed=seed, trainable=trainable, gradient_checkpointing=recompute
+    )
+    policy = factory.build(cfg, request)
+    assert isinstance(policy, FlowPolicy)
+    return policy
+
+
+def observe(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return Observation(
+        images=rng.integers(0, 256, (count, 2, 20, 28, 3), np.uint8),
+        state=rng.uniform(-0.8, 1.0, (count, 5)).astype(np.float32),
+        instructions=tuple(ENV.tasks[i % 2] for i in range(count)),
+    )
+
+
+def part_of(obs, rows):
+    return Observation(images=obs.images[rows], state=obs.state[rows], instructions=obs.instructions[rows])
+
+
+def noise_for(policy, count):
+    return np.random.default_rng(5).random((count, policy.spec.tokens_per_chunk), np.float32)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_acting_and_scoring_agree(form, way, tmp_path):
+    values = {"value_dim": 1, "value_from": "expert" if way == "all" else "prefix"}
+    policy = build(form, folder_of(form, tmp_path), **values, **WAYS[way])
+    obs = observe(5)
+    noise = noise_for(policy, 5)
+    out = policy.act(obs, noise=noise)
+    assert out.actions.shape == (5, 3, 7)
+    scores = policy.score(obs, out.tokens)
+    assert np.abs(scores.logprob.detach().numpy() - out.logprob).max() < 1e-5
+    assert np.abs(scores.value.detach().numpy() - out.value).max() < 1e-5
+    rows = slice(1, 3)
+    apart = policy.score(part_of(obs, rows), out.tokens[rows]).logprob.detach().numpy()
+    assert np.abs(apart - out.logprob[rows]).max() < 1e-5
+    assert np.abs(policy.act(part_of(obs, rows), noise=noise[rows]).actions - out.actions[rows]).max() < 1e-5
+    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.network.parameters())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_greedy_chunks_are_those_of_the_model_on_what_the_public_code_feeds_it(form, tmp_path):
+    """Rotated, padded images with a third camera that is black and masked; statistics; prompt; Euler steps."""
+    policy, obs = build(form, folder_of(form, tmp_path)), observe(3)
+    fit = pad_left_top if form == "smolvla" else pad_centred
+    flipped = np.ascontiguousarray(obs.images[:, :, ::-1, ::-1])
+    images = torch.stack([fit(flipped[:, c], 28) for c in (0, 1)] + [torch.full((3, 3, 28, 28), -1.0)], 1)
+    if form == "pi05":
+        state = (obs.state + 0.9) / (2.0 + 1e-6) * 2.0 - 1.0
+        bins = np.digitize(state, np.linspace(-1, 1, 257)[:-1]) - 1
+        rows = zip(obs.instructions, bins, strict=True)
+        texts = [["<bos>", *f"Task: {t}, State: {' '.join(map(str, row))};\nAction: "] for t, row in rows]
+    else:
+        state = (obs.state - 0.1) / (0.5 + 1e-6)
+        texts = [[*(["<bos>"] if form == "pi0" else []), *text, "\n"] for text in obs.instructions]
+    vocabulary = json.loads((tmp_path / form / "tokenizer.json").read_text())["model"]["vocab"]
+    longest = max(map(len, texts)) + 3
+    ids = torch.tensor([[vocabulary.get(c, 1) for c in text] + [0] * (longest - len(text)) for text in texts])
+    inputs = FlowInputs(
+        images=images,
+        image_mask=torch.tensor([[True, True, False]]).expand(3, -1),
+        tokens=ids,
+        token_mask=torch.arange(longest) < torch.tensor([[len(text)] for text in texts]),
+        state=torch.nn.functional.pad(torch.from_numpy(state).float(), (0, 7)),
+    )
+    model = build_model(form)
+    start = policy._greedy_start(obs)
+    with torch.no_grad():
+        x = model.sample(model.prefix(inputs), start, 4)[:, :3, :7].numpy()
+    expected = (x + 1) / 2 * (2.0 + 1e-6) - 0.9 if form == "pi05" else x * (0.5 + 1e-6) + 0.1
+    # The time embedding turns by 2e-4 for the last bit of a time, which the steps add up in another order.
+    np.testing.assert_allclose(policy.act(obs, noise=None).actions, expected, atol=2e-4)
+
+
+def test_relative_actions_come_and_go(tmp_path):
+    """openpi's pi0_libero: the first numbers are relative to the state."""
+    path, obs = folder_of("pi0", tmp_path), observe(3)
+    absolute, relative = build("pi0", path), build("pi0", path, delta_dims=4)
+    moved = absolute.act(obs, noise=None).actions
+    moved[..., :4] += obs.state[:, None, :4]
+    np.testing.assert_allclose(relative.act(obs, noise=None).actions, moved, atol=1e-5)
+    given = np.random.default_rng(1).normal(size=(3, 6, 7)).astype(np.float32)
+    rows = relative._scale.from_actions(given, obs)
+    assert rows.shape == (3, 6, 12)
+    assert not rows[..., 7:].any()
+    np.testing.assert_allclose(relative._scale.to_actions(rows, obs), given, atol=1e-5)
+
+
+def test_pi05_without_a_state_reads_pi0s_prompt(tmp_path):
+    policy = build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False)
+    assert not policy.spec.uses_state
+    obs = observe(2)
+    moved = replace(obs, state=obs.state + 5.0)
+    reader = policy.module.network.reader
+    assert torch.equal(reader.read(obs).tokens, reader.read(moved).tokens)
+    assert reader.read(obs).tokens.shape[1] == 2 + len(ENV.tasks[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_imitation_is_the_models_own_loss_of_the_whole_chunk(form, tmp_path):
+    """All six rows, though three are executed; padded numbers count, as in the public training."""
+    policy, obs = build(form, folder_of(form, tmp_path)), observe(4)
+    assert (policy.spec.imitated, policy.spec.num_action_chunks) == (6, 3)
+    actions = np.random.default_rng(2).uniform(-1, 1, (4, 6, 7)).astype(np.float32)
+    network = policy.module.network
+    with torch.no_grad():
+        found = policy.imitate(obs, actions)
+        noise = normals(np.arange(4), START, (6, 12), torch.device("cpu"))
+        t = torch.from_numpy(0.001 + 0.999 * uniforms(np.arange(4), TIMES, 1)[:, 0] ** (2 / 3)).float()
+        target = torch.from_numpy(network.reader.from_actions(actions, obs))
+        prefix = network.model.prefix(network.reader.read(obs))
+        loss = network.model.loss(prefix, target, noise, t).flatten(1).mean(1)
+    torch.testing.assert_close(found.loss, loss, rtol=1e-4, atol=1e-5)
+    assert policy.imitate(obs, actions).loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("form", "layout"),
+    [
+        ("pi0", OPENPI),
+        ("pi0", LEROBOT),
+        ("pi0", TRANSFORMERS),
+        ("pi05", OPENPI),
+        ("pi05", LEROBOT),
+        ("smolvla", SMOLVLA_LEROBOT),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_public_folders_in_and_out(form, layout, tmp_path):
+    """Read, saved and read again: the same names, weights, side files and actions."""
+    lerobot = layout in (LEROBOT, SMOLVLA_LEROBOT)
+    path = folder_of(form, tmp_path, layout=layout, lerobot_statistics=lerobot)
+    policy = build(form, path, value_dim=1)
+    policy.save(tmp_path / "saved")
+    before, after = (load_file(p / "model.safetensors") for p in (path, tmp_path / "saved"))
+    assert {k for k in after if "value_head" not in k} == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    again = build(form, tmp_path / "saved", value_dim=1, seed=9)
+    obs = observe(3)
+    for noise in (None, noise_for(policy, 3)):
+        one, other = policy.act(obs, noise=noise), again.act(obs, noise=noise)
+        assert np.array_equal(one.actions, other.actions)
+        assert np.array_equal(one.value, other.value)
+    bare = build(form, tmp_path / "saved")
+    assert np.array_equal(bare.act(obs, noise=None).actions, policy.act(obs, noise=None).actions)
+
+
+def trained_parts(policy):
+    names = {n.removeprefix("network.model.") for n, p in policy.module.named_parameters() if p.requires_grad}
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_trained(form, tmp_path):
+    path = folder_of(form, tmp_path)
+    obs = observe(3)
+    heads = {n.partition(".")[0] for n in build_model(form).state_dict()} - {*BACKBONE, "expert"}
+    expert = build(form, path)
+    assert trained_parts(expert) == heads | {"expert"}
+    assert trained_parts(build(form, path, train_expert_only=False)) == heads | {"expert", *BACKBONE}
+    out = expert.act(obs, noise=noise_for(expert, 3))
+    expert.score(obs, out.tokens).logprob.sum().backward()
+    grads = {n: p.grad for n, p in expert.module.named_parameters() if p.requires_grad}
+    assert all(grad is not None and grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_recomputed_activations_change_no_gradient(form, tmp_path):
+    path, found = folder_of(form, tmp_path), []
+    for recompute in (False, True):
+        policy = build(form, path, train_expert_only=False, recompute=recompute)
+        obs = observe(3)
+        out = policy.act(obs, noise=noise_for(policy, 3))
+        policy.score(obs, out.tokens).logprob.sum().backward()
+        found.append({n: p.grad for n, p in policy.module.named_parameters()})
+    for name, grad in found[0].items():
+        if grad is not None:
+            torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("only", [True, False], ids=["expert", "all"])
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_are_trained_saved_and_merged(form, only, tmp_path):
+    path, obs = folder_of(form, tmp_path), observe(3)
+    keys = {"is_lora": True, "lora": {"r": 2, "lora_alpha": 4}, "train_expert_only": only}
+    policy = build(form, path, value_dim=1, **keys)
+    plain = build(form, path).act(obs, noise=None).actions
+    np.testing.assert_allclose(policy.act(obs, noise=None).actions, plain, atol=1e-6)
+    adapted = {n for n, p in policy.module.named_parameters() if ".lora_" in n and p.requires_grad}
+    assert adapted
+    assert all(".expert." in n for n in adapted) == only
+    for name, parameter in policy.module.named_parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    policy.save(saved)
+    assert not any(saved.glob("model*.safetensors"))
+    moved = policy.act(obs, noise=None)
+    assert np.abs(moved.actions - plain).max() > 1e-3
+    resumed = build(form, path, value_dim=1, seed=8, **keys)
+    resumed.load_weights(saved)
+    assert np.array_equal(resumed.act(obs, noise=None).actions, moved.actions)
+    assert np.array_equal(resumed.act(obs, noise=None).value, moved.value)
+    export_policy(settings(form, path, **keys), ENV, saved, tmp_path / "whole")
+    merged = build(form, tmp_path / "whole").act(obs, noise=None).actions
+    np.testing.assert_allclose(merged, moved.actions, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_acts_in_half_and_keeps_what_is_trained(form, tmp_path):
+    path, obs = folder_of(form, tmp_path), observe(3)
+    exact = build(form, path).act(obs, noise=None).actions
+    for trainable in (False, True):
+        policy = build(form, path, precision="bf16", trainable=trainable)
+        kinds = {p.dtype for p in policy.module.parameters() if p.requires_grad or not trainable}
+        assert kinds == {torch.float32 if trainable else torch.bfloat16}
+        assert np.abs(policy.act(obs, noise=None).actions - exact).max() < 0.1
+
+
+def test_random_starts_need_no_statistics(tmp_path):
+    path = folder_of("pi0", tmp_path, random=True)
+    shutil.rmtree(path / "assets")
+    policy = build("pi0", path)
+    policy.save(tmp_path / "saved")
+    assert "embodyrl_init" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert np.isfinite(policy.act(observe(2), noise=None).actions).all()
+    with pytest.raises(CheckpointError, match="no statistics of states and actions"):
+        build("pi0", tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("keys", "change", "match"),
+    [
+        ({"num_action_chunks": 7}, None, "executes more than the 6 actions"),
+        ({"delta_dims": 6}, None, "5 in its state"),
+        ({}, lambda path: shutil.rmtree(path / "assets"), "no statistics of states and actions"),
+        ({}, lambda path: shutil.copytree(path / "assets/lab", path / "assets/second"), "statistics of 2 data sets"),
+        (
+            {"delta_dims": 2},
+            lambda path: (path / "dataset_statistics.json").write_text("{}"),
+            "dataset_statistics.json",
+        ),
+    ],
+    ids=["chunk", "delta", "statistics", "two", "own"],
+)
+def test_what_does_not_fit_is_refused(keys, change, match, tmp_path):
+    path = folder_of("pi0", tmp_path)
+    if change:
+        change(path)
+    with pytest.raises((ConfigError, CheckpointError), match=match):
+        build("pi0", path, **keys)
+
+
+def test_too_few_statistics_are_refused(tmp_path):
+    path = write_checkpoint(tmp_path / "pi0", "pi0", state_dim=4, action_dim=7)
+    with pytest.raises(CheckpointError, match="has 4 dimensions, the environment gives 5"):
+        build("pi0", path)
+
+
+def test_validation_names_what_is_missing(tmp_path):
+    path = folder_of("pi0", tmp_path)
+    factory = POLICIES.get("pi0")
+    assert "set model=pi0" in POLICIES.get("pi05").validate(settings("pi05", path))[0]
+    (path / "tokenizer.json").unlink()
+    assert "PaliGemma" in factory.validate(settings("pi0", path))[0]
+    (path / "model.safetensors").unlink()
+    assert any("no model*.safetensors" in line for line in factory.validate(settings("pi0", path)))
+    assert "does not exist" in factory.validate(settings("pi0", tmp_path / "none"))[0]
