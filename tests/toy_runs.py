@@ -42,13 +42,15 @@ TOY_COLLECT = tuple(word for word in TOY if word.startswith("env.") and not word
 
 
 def toy_words(folder: Path, *overrides: str, command: str = "train", name: str = "run") -> list[str]:
-    """Overrides of a run in <folder>/<name>; videos go to <folder>/videos/<name>."""
+    """Overrides of a run in <folder>/<name>; videos go to <folder>/videos/<name>. "~key=" leaves that one out."""
     places = (
         f"runner.output_dir={folder}",
         f"runner.experiment_name={name}",
         f"video_cfg.base_dir={folder}/videos",
     )
-    return [*(TOY_EVAL if command == "eval" else TOY), *places, *overrides]
+    dropped = tuple(word[1:] for word in overrides if word.startswith("~"))
+    words = [*(TOY_EVAL if command == "eval" else TOY), *places, *overrides]
+    return [word for word in words if not word.startswith(("~", *dropped))]
 
 
 def toy_config(folder: Path, *overrides: str, command: str = "train", name: str = "run") -> Any:
