@@ -28,6 +28,8 @@ COMPOSED = {
     "model=openvla_oft_simplevla": "download of a 7B checkpoint",
     "model=openvla_oft_official": "download of a 7B checkpoint",
     "model=openvla_oft ": "download of a 7B checkpoint",
+    "model=pi0": "download of a 3B checkpoint; tests/policies/flow runs tiny ones",
+    "model=smolvla": "download of a checkpoint; tests/policies/flow runs tiny ones",
     "model.path=Qwen": "download of a language model",
     "data.path=demos model=openvla_oft_tiny": "as the tabletop line below",
     "my_pkg": "a package of the reader's; own_env is run",

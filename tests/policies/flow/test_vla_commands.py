@@ -131,6 +131,12 @@ def test_adapters_are_trained_and_evaluated(tmp_path):
     assert evaluate(configure("eval", tmp_path / "eval", *words)).overall.episodes == 2
 
 
+def test_the_small_policy_trains_from_nothing(tmp_path):
+    small = ("model=flow_small", "model.num_action_chunks=4")
+    run = train(configure("train", tmp_path, *ENV, *TRAIN, *small, "env.kwargs.echo=true")).run
+    assert rows(run)[-1]["actor/loss"] != 0
+
+
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from tiny_vla import FORMS, build_model, write_checkpoint
 
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.plan.blueprint import mismatches
+from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES, export_policy
 from embodyrl.policies.flow.draws import START, TIMES, normals, uniforms
 from embodyrl.policies.flow.images import pad_centred, pad_left_top
@@ -328,3 +330,34 @@ def test_validation_names_what_is_missing(tmp_path):
     (path / "model.safetensors").unlink()
     assert any("no model*.safetensors" in line for line in factory.validate(settings("pi0", path)))
     assert "does not exist" in factory.validate(settings("pi0", tmp_path / "none"))[0]
+
+
+LIBERO = replace(
+    ENV,
+    name="libero_spatial",
+    cameras=("agentview", "robot0_eye_in_hand"),
+    image_size=(256, 256),
+    state_dim=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("preset", "executed", "horizon", "state", "tokens"),
+    [
+        # One step's index; the state before it, H x 12; what is executed of the one after it; two floats to a token.
+        ("pi0_libero", 5, 50, True, 1 + (50 * 12 + 5 * 7 + 1) // 2),
+        ("pi05_libero", 5, 10, False, 1 + (10 * 12 + 5 * 7 + 1) // 2),
+        ("smolvla_libero", 10, 50, True, 1 + (50 * 12 + 10 * 7) // 2),
+    ],
+)
+def test_presets_of_libero(preset, executed, horizon, state, tokens, tmp_path):
+    form = preset.removesuffix("_libero")
+    path = write_checkpoint(tmp_path / form, form, state_dim=8, action_dim=7)
+    length = () if form == "pi05" else (f"model.horizon={horizon}",)
+    cfg = load_config("eval", ["env=libero_spatial", f"model={preset}", f"model.path={path}", *length]).model
+    spec = POLICIES.get(cfg.model_type).spec(cfg, LIBERO, 0)
+    assert mismatches(LIBERO, spec) == []
+    assert (spec.name, spec.num_images, spec.num_action_chunks, spec.imitated) == (form, 2, executed, horizon)
+    assert (spec.uses_state, cfg.num_steps, cfg.delta_dims) == (state, 10, 6 if form == "pi0" else 0)
+    assert cfg.greedy_start == "random"
+    assert spec.tokens_per_chunk == -(-tokens // executed) * executed
