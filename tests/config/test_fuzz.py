@@ -8,7 +8,7 @@ import random
 import pytest
 
 from embodyrl.config import tree
-from embodyrl.config.settings import plain
+from embodyrl.config.settings import plain, spell
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
@@ -118,6 +118,8 @@ def word(rng: random.Random) -> str:
         name = rng.choice(["+", "++", "~", "@", "."]) + name
     elif kind < 0.4:
         name = name.rpartition(".")[0] or "env"
+    elif kind < 0.5:  # what the key is anyway; where the command reads it, that is fine
+        return f"{name}={spell(all_keys()[name].default)}"
     return f"{name}={rng.choice(VALUES)}"
 
 
