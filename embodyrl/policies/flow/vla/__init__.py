@@ -18,7 +18,7 @@ from embodyrl.policies.flow.vla.folder import (
 )
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.flow.vla.sizes import Sizes
-from embodyrl.policies.openvla_oft.adapter import adapter_problems
+from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
@@ -52,7 +52,7 @@ class VlaFactory:
             raise ConfigError(problems)
         read_units(folder, cfg, env.state_dim, env.action_dim)
         sizes, only = Sizes.of(model), cfg.train_expert_only
-        lora = sizes.adapters(cfg.lora.r, expert_only=only) if cfg.is_lora else None
+        lora = sizes.adapters(lora_spec(cfg).r, expert_only=only) if cfg.is_lora else None
         kept = sizes.activation_bytes(cfg.num_images_in_input, expert_only=only)
         return PolicySpec(
             name=cfg.model_type,

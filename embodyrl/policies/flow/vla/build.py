@@ -18,8 +18,7 @@ from embodyrl.policies.flow.vla.files import MODEL, VlaFiles
 from embodyrl.policies.flow.vla.folder import starts_random
 from embodyrl.policies.flow.vla.network import VlaNetwork, VlaReader
 from embodyrl.policies.flow.vla.settings import VlaSettings
-from embodyrl.policies.openvla_oft.adapter import find_adapter
-from embodyrl.policies.openvla_oft.policy import lora_spec
+from embodyrl.policies.openvla_oft.adapter import find_adapter, lora_spec
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import PolicySpec
 
