@@ -17,6 +17,7 @@ from embodyrl.commands.train import train
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
+pytestmark = pytest.mark.integration
 ENV = (
     "env=libero_10",
     "env.env_type=toy_env:FACTORY",
@@ -137,7 +138,6 @@ def test_the_small_policy_trains_from_nothing(tmp_path):
     assert rows(run)[-1]["actor/loss"] != 0
 
 
-@pytest.mark.integration
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("form", "more"),
