@@ -87,7 +87,11 @@ class Material:
         prompts = {str(text) for part in parts for text in part.demos.instruction}
         replies = {text for part in parts for text in part.replies}
         env = replace(self.env, prompt_bytes=max(len(text.encode()) for text in prompts))
-        policy = replace(self.policy, reply_bytes=max((len(text.encode()) for text in replies), default=0))
+        policy = replace(
+            self.policy,
+            num_action_chunks=self.policy.imitated or self.policy.num_action_chunks,
+            reply_bytes=max((len(text.encode()) for text in replies), default=0),
+        )
         return record_layout(env, policy)
 
 

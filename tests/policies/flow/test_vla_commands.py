@@ -50,8 +50,7 @@ def model_words(form, path, *more):
 
 
 def configure(command, folder, *words):
-    quiet = QUIET if command != "sft" else QUIET[1:]
-    cfg = load_config(command, [f"runner.output_dir={folder}", "runner.experiment_name=run", *quiet, *words])
+    cfg = load_config(command, [f"runner.output_dir={folder}", "runner.experiment_name=run", *QUIET, *words])
     check_components(cfg)
     return cfg
 
