@@ -77,6 +77,7 @@ class ChainLikelihood:
         self.record = ChunkRecord.of(cfg, shape)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
+        """Follow the flow from drawn noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
         place = (uniforms(seeds, PLACE, 1)[:, 0] * self._cfg.drawn_steps).astype(np.int64)
         chosen = torch.from_numpy(place).to(device)[:, None, None]
@@ -104,6 +105,7 @@ class ChainLikelihood:
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
+        """Score kept states (see `ChunkLikelihood`)."""
         whole, floats = self.record.layout.unpack(tokens)
         shape, values = self._shape, torch.from_numpy(floats).to(device)
         last = shape.executed * shape.action_dim

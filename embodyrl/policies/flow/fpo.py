@@ -29,6 +29,7 @@ class FpoLikelihood:
         self.record = ChunkRecord.of(cfg, shape)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
+        """Follow the ODE from drawn noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
         x = follow_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
         logprob = self._minus_loss(velocity, x, seeds)
@@ -38,6 +39,7 @@ class FpoLikelihood:
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
+        """Measure the losses again (see `ChunkLikelihood`)."""
         whole, floats = self.record.layout.unpack(tokens)
         values, shape = torch.from_numpy(floats).to(device), self._shape
         split = shape.horizon * shape.width

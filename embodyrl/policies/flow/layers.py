@@ -127,6 +127,7 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(spec.mlp, spec.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map tokens [..., width] to the same shape."""
         gate = self.gate_proj(x)
         gate = F.gelu(gate, approximate="tanh") if self.gemma else F.silu(gate)
         return self.down_proj(gate * self.up_proj(x))

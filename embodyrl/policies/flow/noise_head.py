@@ -17,6 +17,7 @@ class _Layer(nn.Module):
         self.linear_1 = nn.Linear(inputs, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs]."""
         return self.linear_1(x)
 
 
@@ -29,6 +30,7 @@ class _Layers(nn.Module):
         self.moduleList = nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs]; tanh between the layers."""
         *hidden, last = self.moduleList
         for layer in hidden:
             x = torch.tanh(layer(x))

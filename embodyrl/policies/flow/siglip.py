@@ -22,6 +22,7 @@ class SiglipEmbeddings(nn.Module):
         self.position_embedding = nn.Embedding(spec.patches, spec.width)
 
     def forward(self, pixels: Tensor) -> Tensor:
+        """Embed pixels [N, 3, S, S]."""
         patches = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype)).flatten(2).transpose(1, 2)
         return patches + self.position_embedding.weight
 
@@ -38,6 +39,7 @@ class SiglipAttention(nn.Module):
         self.out_proj = nn.Linear(spec.width, spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map tokens [N, T, width] to the same shape."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in layers)
         return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
@@ -52,6 +54,7 @@ class SiglipMlp(nn.Module):
         self.fc2 = nn.Linear(spec.mlp, spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map tokens [N, T, width] to the same shape."""
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
@@ -66,6 +69,7 @@ class SiglipBlock(nn.Module):
         self.mlp = SiglipMlp(spec)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map tokens [N, T, width] to the same shape."""
         x = x + self.self_attn(self.layer_norm1(x))
         return x + self.mlp(self.layer_norm2(x))
 
