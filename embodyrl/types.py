@@ -115,10 +115,12 @@ class EnvSpec:
 
     @property
     def action_kind(self) -> ActionKind:
+        """What kind of numbers an action is."""
         return self.action_space.kind if self.action_space else ActionKind.box
 
     @property
     def num_reset_ids(self) -> int:
+        """Initial states of all tasks together."""
         return sum(self.states_per_task)
 
     def task_of(self, reset_id: int) -> tuple[int, int]:
@@ -285,14 +287,17 @@ class Episode:
 
     @property
     def episode_return(self) -> float:
+        """Sum of the rewards of executed actions."""
         return float(self.reward[self.valid].sum())
 
     @property
     def success_once(self) -> bool:
+        """Whether any executed action reached the goal."""
         return bool(self.success[self.valid].any())
 
     @property
     def success_at_end(self) -> bool:
+        """Whether the goal held after the last executed action."""
         return bool(self.success[self.valid][-1]) if self.valid.any() else False
 
 

@@ -65,6 +65,7 @@ class Migration:
 
     @property
     def counts(self) -> dict[str, int]:
+        """Number of keys by verdict."""
         found = Counter(verdict.state for verdict in self.verdicts)
         return {state: found[state] for state in STATES}
 

@@ -26,6 +26,7 @@ class InlineLauncher:
         self._deadline = Deadline()
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        """See `Launcher.start`."""
         for key, value in spec.environ.items():
             os.environ.setdefault(key, value)
         try:
@@ -40,9 +41,11 @@ class InlineLauncher:
         self._events.append(Event(worker=spec.name, message=worker.ready()))
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
+        """See `Launcher.send`."""
         self._requests.append((worker, request, timeout_s))
 
     def wait(self, timeout_s: float) -> list[Event]:
+        """See `Launcher.wait`."""
         if not self._events and self._requests:
             self._run(*self._requests.popleft())
         events = list(self._events)
@@ -72,6 +75,7 @@ class InlineLauncher:
         self._events.append(Event(worker=name, message=died))
 
     def stop(self, *, grace_s: float = 10.0) -> None:
+        """See `Launcher.stop`."""
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()

@@ -64,6 +64,7 @@ class LocalLauncher:
         """Worker of each pipe and each process sentinel, by file descriptor."""
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        """See `Launcher.start`."""
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
         if spec.gpu is not None:
             spec = replace(spec, environ=spec.environ | {"CUDA_VISIBLE_DEVICES": spec.gpu})
@@ -96,6 +97,7 @@ class LocalLauncher:
             self._poll.register(descriptor, select.POLLIN)
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
+        """See `Launcher.send`."""
         handle = self._handles.get(worker)
         if handle is None:
             raise WorkerError(f"worker {worker} is not running.")
@@ -108,6 +110,7 @@ class LocalLauncher:
             pass  # its sentinel reports the death, with the reason, at the next wait
 
     def wait(self, timeout_s: float) -> list[Event]:
+        """See `Launcher.wait`."""
         now = self._clock.now()
         due = min((handle.due for handle in self._handles.values()), default=float("inf"))
         timeout = max(0.0, min(timeout_s, due - now, 1.0)) if not self._events else 0.0
@@ -171,6 +174,7 @@ class LocalLauncher:
         """Nothing to do: the driver only waits."""
 
     def stop(self, *, grace_s: float = 10.0) -> None:
+        """See `Launcher.stop`."""
         handles = list(self._handles.values())
         self._handles.clear()
         self._events.clear()

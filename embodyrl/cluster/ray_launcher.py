@@ -139,10 +139,12 @@ class RayLauncher:
 
     @property
     def host(self) -> str:
+        """Address at which workers reach the driver; loopback while all actors run beside it."""
         apart = {self._nodes[i] for i in self._placement["actor"]} - {self._driver_node}
         return ray.util.get_node_ip_address() if apart else LOOPBACK
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        """See `Launcher.start`."""
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
         number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
         chosen = self._placement[spec.component]
@@ -180,6 +182,7 @@ class RayLauncher:
         self._handles[spec.name] = handle
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
+        """See `Launcher.send`."""
         handle = self._handles.get(worker)
         if handle is None:
             raise WorkerError(f"worker {worker} is not running.")
@@ -190,6 +193,7 @@ class RayLauncher:
         handle.open.append(handle.actor.handle.remote(request, rows))
 
     def wait(self, timeout_s: float) -> list[Event]:
+        """See `Launcher.wait`."""
         now = self._clock.now()
         due = min((handle.since + handle.limits[0] for handle in self._handles.values() if handle.limits), default=now)
         oldest = {handle.open[0]: name for name, handle in self._handles.items() if handle.open}
@@ -261,6 +265,7 @@ class RayLauncher:
         """Nothing to do: the driver only waits."""
 
     def stop(self, *, grace_s: float = 10.0) -> None:
+        """See `Launcher.stop`."""
         for handle in self._handles.values():
             ray.kill(handle.actor, no_restart=True)
             _close(handle.pools)

@@ -27,6 +27,7 @@ class BackgroundMonitor(Monitor):
         self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
+        """Start the thread and let it open the logger; return as soon as that is done or given up."""
         opened = threading.Event()
         self._calls.put(partial(self._monitor.open, run_dir, info))
         self._calls.put(opened.set)
@@ -35,15 +36,19 @@ class BackgroundMonitor(Monitor):
             self._check()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Monitor.log`."""
         self._hand_on(partial(self._monitor.log, step, dict(metrics)))
 
     def video(self, step: int, path: Path) -> None:
+        """See `Monitor.video`."""
         self._hand_on(partial(self._monitor.video, step, path))
 
     def text(self, line: str) -> None:
+        """See `Monitor.text`."""
         self._hand_on(partial(self._monitor.text, line))
 
     def close(self) -> None:
+        """See `Monitor.close`."""
         if self._thread.ident is None:
             return
         if self._thread.is_alive():

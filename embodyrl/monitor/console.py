@@ -96,6 +96,7 @@ class ConsoleMonitor(Monitor):
         """Lines that were not shown because nobody read."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
+        """See `Monitor.open`."""
         self._total = info.total_steps
         self._quiet_since = self._clock()
         if self._live:
@@ -106,30 +107,35 @@ class ConsoleMonitor(Monitor):
             )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Monitor.log`."""
         if self._board is not None and self._total:
             self._board.log(step, metrics)
         else:
             self._write(step_line(step, self._total, metrics))
 
     def text(self, line: str) -> None:
+        """See `Monitor.text`."""
         if self._board is not None and self._total:
             self._board.event(f"{time.strftime('%H:%M:%S')} {line}")
         else:
             self._write(line)
 
     def banner(self, lines: Sequence[str]) -> None:
+        """See `Monitor.banner`."""
         for line in lines:
             self._write(_wrapped(line, self._console.width) if self._live else line)
         if self._picture is not None:
             self._picture.start()
 
     def progress(self, done: int, total: int, what: str) -> None:
+        """See `Monitor.progress`."""
         if self._board is not None:
             self._board.progress(done, total, what)
         elif self._clock() - self._quiet_since >= PROGRESS_PERIOD_S:
             self._write(f"{what}: {done}/{total}")
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
+        """See `Monitor.results`."""
         self._freeze()
         table = [("task", "first validation", "last validation", "change")]
         table += [(task, str(first), str(last), first.change(last)) for task, first, last in rows]
@@ -138,6 +144,7 @@ class ConsoleMonitor(Monitor):
             self._write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
     def close(self) -> None:
+        """See `Monitor.close`."""
         self._freeze()
 
     def _freeze(self) -> None:

@@ -72,24 +72,31 @@ class Fanout(Monitor):
             opened[name] = monitor
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass the metrics of a step on to every logger."""
         self._each(lambda monitor: monitor.log(step, metrics))
 
     def video(self, step: int, path: Path) -> None:
+        """Pass a recording on to every logger."""
         self._each(lambda monitor: monitor.video(step, path))
 
     def text(self, line: str) -> None:
+        """Pass a line on to every logger."""
         self._each(lambda monitor: monitor.text(masked(line)))
 
     def banner(self, lines: Sequence[str]) -> None:
+        """Pass the banner on to every screen."""
         self._each(lambda monitor: monitor.banner([masked(line) for line in lines]))
 
     def progress(self, done: int, total: int, what: str) -> None:
+        """Pass progress on to every screen."""
         self._each(lambda monitor: monitor.progress(done, total, what))
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
+        """Pass a table of results on to every screen."""
         self._each(lambda monitor: monitor.results(rows))
 
     def close(self) -> None:
+        """Close every logger."""
         self._each(lambda monitor: monitor.close())
 
     def _each(self, call: Callable[[Monitor], None]) -> None:

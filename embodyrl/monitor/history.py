@@ -80,6 +80,7 @@ class History:
 
     @property
     def name(self) -> str:
+        """Name of the run's folder."""
         return self.folder.name
 
     def text(self, name: str | Path) -> str:

@@ -21,6 +21,7 @@ class HostedMonitor(Monitor, ABC):
     _run: Any = None
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
+        """See `Monitor.open`."""
         file = run_dir / "config.yaml"
         settings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
         self._run = self._start(importlib.import_module(self.requires), run_dir, info, settings)
@@ -30,9 +31,11 @@ class HostedMonitor(Monitor, ABC):
         """Start a run, or go on with it where `info.resume_step` says so."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Monitor.log`."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
+        """See `Monitor.close`."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -57,6 +60,7 @@ class WandbMonitor(HostedMonitor):
         )
 
     def video(self, step: int, path: Path) -> None:
+        """See `Monitor.video`."""
         self._run.log({f"video/{path.stem}": self._video(str(path), format="mp4")}, step=step)
 
 
@@ -110,13 +114,16 @@ class MlflowMonitor(HostedMonitor):
         return client
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Monitor.log`."""
         for name, value in metrics.items():
             self._run.log_metric(self._id, name, value, step=step, synchronous=True)
 
     def video(self, step: int, path: Path) -> None:
+        """See `Monitor.video`."""
         self._run.log_artifact(self._id, str(path), "videos")
 
     def close(self) -> None:
+        """See `Monitor.close`."""
         if self._run is not None:
             self._run.set_terminated(self._id)
             self._run = None

@@ -107,6 +107,7 @@ class Rate:
 
     @property
     def value(self) -> float:
+        """Share of successes; 0 of no episodes."""
         return self.successes / self.episodes if self.episodes else 0.0
 
     @property
@@ -117,6 +118,7 @@ class Rate:
 
     @property
     def counts(self) -> str:
+        """Successes and episodes, with the number of states where some are repeated."""
         repeated = self.states is not None and self.states < self.episodes
         return f"{self.successes}/{self.episodes}" + (f", {self.states} states" if repeated else "")
 
@@ -158,6 +160,7 @@ class Mean:
 
     @property
     def counts(self) -> str:
+        """Episodes, with the number of states where some are repeated."""
         return f"{self.episodes} episodes" + (f", {self.states} states" if self.states < self.episodes else "")
 
     def __str__(self) -> str:

@@ -43,6 +43,7 @@ class JsonlMonitor(Monitor):
             self._file = path.open("x", buffering=1, encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Monitor.log`."""
         assert self._file is not None, "log before open"
         row: dict[str, float | int | None] = {"step": step}
         for name, value in metrics.items():
@@ -54,12 +55,14 @@ class JsonlMonitor(Monitor):
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def text(self, line: str) -> None:
+        """See `Monitor.text`."""
         assert self._events is not None, "text before open"
         self._events.parent.mkdir(exist_ok=True)
         with self._events.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def close(self) -> None:
+        """See `Monitor.close`."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -18,6 +18,7 @@ class TensorboardMonitor(Monitor):
         self._writer: EventFileWriter | None = None
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
+        """See `Monitor.open`."""
         from tensorboard.compat.proto.event_pb2 import SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -29,6 +30,7 @@ class TensorboardMonitor(Monitor):
             self._add(0, summary={"value": [_text("summary", f"| | |\n|---|---|\n{table}")]})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Monitor.log`."""
         assert self._writer is not None, "log before open"
         values = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
         self._add(step, summary={"value": values})
@@ -36,6 +38,7 @@ class TensorboardMonitor(Monitor):
         self._writer.flush()
 
     def close(self) -> None:
+        """See `Monitor.close`."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -229,6 +229,7 @@ class CommandKeys:
     command: str
 
     def choose(self, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
+        """See `KeyTree.choose`."""
         root, fields, unclear = ROOTS[self.command], {}, set()
         for group, (_, settings) in SELECTORS.items():
             base = selected(root, group)
@@ -250,12 +251,15 @@ class CommandKeys:
         return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
 
     def is_known(self, name: str) -> bool:
+        """See `KeyTree.is_known`."""
         return is_known(name)
 
     def suggest(self, name: str) -> str:
+        """See `KeyTree.suggest`."""
         return suggest(name)
 
     def reader(self, name: str, values: Mapping[str, Any]) -> str:
+        """See `KeyTree.reader`."""
         root, group = ROOTS[self.command], name.partition(".")[0]
         if group in TextTask.model_fields and selected(root, "env"):
             group = "env"  # whose kind decides whether there are rows

@@ -36,6 +36,7 @@ class Tally:
     inferred: int = 0
 
     def add(self, other: Tally) -> None:
+        """Add the counts and times of another tally."""
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
 
@@ -87,12 +88,14 @@ class Queue:
         self.head = next(self._remaining, None)
 
     def pop(self) -> EpisodeSpec:
+        """Take the next episode; there must be one."""
         spec = self.head
         assert spec is not None, "the queue is empty"
         self.head = next(self._remaining, None)
         return spec
 
     def put_back(self, spec: EpisodeSpec) -> None:
+        """Make an episode the next one again."""
         self._remaining = chain([] if self.head is None else [self.head], self._remaining)
         self.head = spec
 
@@ -164,6 +167,7 @@ class Rollout:
 
     @property
     def done(self) -> bool:
+        """Whether every episode of the list has ended or was given up."""
         return self._exhausted and not self._waves
 
     @property

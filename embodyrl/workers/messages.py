@@ -96,9 +96,11 @@ class EnvRequest(Request):
     resets: tuple[ResetRequest, ...] = ()
 
     def reads(self) -> tuple[Use, ...]:
+        """See `Request.reads`."""
         return Use(self._acted, (Record.action, Record.reply, Record.cut_off)), Use(self._observed)
 
     def writes(self) -> tuple[Use, ...]:
+        """See `Request.writes`."""
         # An expert acts in the simulator: its actions are a result.
         results = (Record.action, *STEP_RESULT, Record.components)
         return Use(self._acted, results), Use(self._observed, (*OBSERVATION, STATE))
@@ -159,9 +161,11 @@ class InferRequest(Request):
     """Fixed batch size; 0: as many rows as items."""
 
     def reads(self) -> tuple[Use, ...]:
+        """See `Request.reads`."""
         return (Use([item.ticket for item in self.items], OBSERVATION),)
 
     def writes(self) -> tuple[Use, ...]:
+        """See `Request.writes`."""
         return (Use([item.ticket for item in self.items], DECISION),)
 
 
@@ -173,9 +177,11 @@ class ValueRequest(Request):
     padded_size: int = 0
 
     def reads(self) -> tuple[Use, ...]:
+        """See `Request.reads`."""
         return (Use(self.tickets, OBSERVATION),)
 
     def writes(self) -> tuple[Use, ...]:
+        """See `Request.writes`."""
         return (Use(self.tickets, (Record.value,)),)
 
 
@@ -186,9 +192,11 @@ class ScoreRequest(Request):
     tickets: tuple[Ticket, ...]
 
     def reads(self) -> tuple[Use, ...]:
+        """See `Request.reads`."""
         return (Use(self.tickets, (*OBSERVATION, Record.tokens)),)
 
     def writes(self) -> tuple[Use, ...]:
+        """See `Request.writes`."""
         return (Use(self.tickets, (Record.ref_logprob,)),)
 
 
@@ -204,6 +212,7 @@ class UpdateRequest(Request):
     """Reply after each micro-batch and wait for a ContinueRequest, so that inferences get their turn."""
 
     def reads(self) -> tuple[Use, ...]:
+        """See `Request.reads`."""
         return (Use(self.tickets, None),)
 
 
@@ -219,6 +228,7 @@ class ImitateRequest(Request):
     """False: reply with the sums of loss and accuracy, and leave the weights as they are."""
 
     def reads(self) -> tuple[Use, ...]:
+        """See `Request.reads`."""
         return (Use(self.tickets, (*OBSERVATION, Record.action, Record.reply)),)
 
 
@@ -249,9 +259,11 @@ class PublishRequest(Request):
     parts: tuple[WeightPart, ...]
 
     def reads(self) -> tuple[Use, ...]:
+        """See `Request.reads`."""
         return (Use([self.ticket], pool=1),)
 
     def writes(self) -> tuple[Use, ...]:
+        """See `Request.writes`."""
         return (Use([self.ticket], (BUCKET, STATE), pool=1),)
 
 
@@ -263,6 +275,7 @@ class LoadWeightsRequest(Request):
     parts: tuple[WeightPart, ...]
 
     def reads(self) -> tuple[Use, ...]:
+        """See `Request.reads`."""
         return (Use([self.ticket], (BUCKET,), pool=1),)
 
 

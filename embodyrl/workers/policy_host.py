@@ -139,6 +139,7 @@ class PolicyHost:
                 return None
 
     def close(self) -> None:
+        """Leave the ranks and let go of the shared memory; idempotent."""
         self._ranks.close()
         if self._bucket_arena is not None:
             self._bucket_arena.close()

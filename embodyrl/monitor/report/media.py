@@ -24,6 +24,7 @@ class Card:
 
     @property
     def outcome(self) -> str:
+        """success, failure, or played where the environment does not say."""
         known = self.episode.success_once
         return "played" if known is None else "success" if known else "failure"
 

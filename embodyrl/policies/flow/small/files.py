@@ -22,11 +22,17 @@ class SmallFiles:
     config: SmallConfig
 
     def save(self, module: nn.Module, folder: Path) -> None:
+        """Write weights and config into a folder."""
         state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
         save_file(state, folder / WEIGHTS_FILE)
         self.config.save(folder)
 
     def load(self, module: nn.Module, folder: Path) -> None:
+        """Read the weights of a folder into a module.
+
+        Raises:
+            CheckpointError: they are missing, damaged or of another shape; names them.
+        """
         path = folder / WEIGHTS_FILE
         try:
             saved = load_file(path)

@@ -62,6 +62,7 @@ class EncoderBlock(nn.Module):
         self.attention, self.mlp = _Attention(width, heads), _mlp(width)
 
     def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return rows [B, N, width] after the block, and the keys and values [B, heads, N, d] of its attention."""
         q, k, v = self.attention.project(self.norm1(x))
         x = x + self.attention.attend(q, k, v, mask)
         return x + self.mlp(self.norm2(x)), k, v
@@ -82,6 +83,7 @@ class ExpertBlock(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, time: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """Return rows [B, H, width]; `time` [B, width], `keys` and `values` of the prefix [B, heads, N, d]."""
         scale1, shift1, gate1, scale2, shift2, gate2 = self.modulation(time)[:, None].chunk(6, dim=2)
         q, k, v = self.attention.project(self.norm(x) * (1 + scale1) + shift1)
         seen = torch.cat([keys, k], 2), torch.cat([values, v], 2)
@@ -153,6 +155,7 @@ class SmallFlow(nn.Module):
         return SmallPrefix(keys=tuple(keys), values=tuple(values), mask=mask, pooled=pooled)
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """See `FlowNetwork.velocity`."""
         width = self.config.width
         rows = self.action_in(x) + _waves(x.shape[1], width, x.device)
         time = self.time(_time_waves(t, width))
