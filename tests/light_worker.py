@@ -5,6 +5,15 @@ from __future__ import annotations
 import os
 
 
+class Word(str):
+    """A request to it; it is about no records."""
+
+    def reads(self) -> tuple[()]:
+        return ()
+
+    writes = reads
+
+
 class LightWorker:
     def __init__(self, init: str) -> None:
         pass

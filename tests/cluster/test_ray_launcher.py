@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from gates import gain, learn, train_gate
+from light_worker import Word
 from processes import wait_until
 from toy_runs import comparable, rows, toy_config, train_toy, weights
 
@@ -117,7 +118,7 @@ def test_each_actor_sees_its_own_gpu_and_simulators_one_in_turn(tmp_path, monkey
     blueprint = draw_blueprint(cfg, training=True)
     blind = replace(blueprint, env=replace(blueprint.env, on_gpu=False))
     arena = Arena.create(blueprint.layout, 1)
-    specs = plan_hosts(blueprint, arena, None, bucket_arena=None, seat=RankInfo())
+    specs = plan_hosts(blueprint, arena, None, bucket_arena=None, rank_info=RankInfo())
     specs += [env_spec(blueprint, arena, number) for number in range(4)]
     specs.append(replace(env_spec(blind, arena, 0), name="env_4"))
     head = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False}
@@ -128,7 +129,7 @@ def test_each_actor_sees_its_own_gpu_and_simulators_one_in_turn(tmp_path, monkey
         launcher, seen = RayLauncher(tmp_path, cfg.cluster), {}
         for spec in specs:
             launcher.start(replace(spec, entry="light_worker:LightWorker"), timeout_s=200)
-            launcher.send(spec.name, "gpus", timeout_s=200)
+            launcher.send(spec.name, Word("gpus"), timeout_s=200)
 
         def told() -> bool:
             seen.update({event.worker: event.message for event in launcher.wait(1.0) if event.message != "ready"})
