@@ -29,7 +29,7 @@ from embodyrl.workers.messages import (
     WorkerReady,
 )
 from embodyrl.workers.policy_init import PolicyHostInit
-from embodyrl.workers.ranks import OneRank, Ranks, halve, open_ranks
+from embodyrl.workers.ranks import OneRank, Ranks, halve
 from embodyrl.workers.rollout_worker import RolloutWorker
 from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, best_device, seed_everything
@@ -60,7 +60,7 @@ class PolicyHost:
             if algorithm is not None and algorithm.needs_reference:
                 reference = self._build()
                 reference.module.requires_grad_(False)
-            self._ranks = open_ranks(self.policy.module, init.rank_info, init.actor.fsdp, half=half, acts=init.acts)
+            self._ranks = self._open_ranks(half=half)
             self._trainer = Trainer(
                 self.policy,
                 init.actor,
@@ -81,6 +81,15 @@ class PolicyHost:
         if self._init.start_from is not None:
             policy.load_weights(Path(self._init.start_from))
         return policy
+
+    def _open_ranks(self, *, half: bool) -> Ranks:
+        """Bind the module to the ranks of the run; collective."""
+        init, fsdp = self._init, self._init.actor.fsdp
+        if init.rank_info.world == 1 and not fsdp.cpu_offload:
+            return OneRank(init.rank_info)
+        from embodyrl.workers.sharded import ShardedRanks  # FSDP takes more than a second to import
+
+        return ShardedRanks(self.policy.module, init.rank_info, fsdp, half=half, acts=init.acts)
 
     def ready(self) -> WorkerReady:
         """Introduce the worker."""

@@ -9,7 +9,6 @@ from torch import nn
 
 from embodyrl.types import ImitationScores, PolicyScores
 from embodyrl.workers.messages import RankInfo
-from embodyrl.workers.settings import FsdpSettings
 
 S = TypeVar("S", PolicyScores, ImitationScores)
 
@@ -95,15 +94,6 @@ class OneRank:
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """See `Ranks.shard`."""
         return state
-
-
-def open_ranks(module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> Ranks:
-    """Bind a policy's module to the ranks of the run; collective."""
-    if rank_info.world == 1 and not cfg.cpu_offload:
-        return OneRank(rank_info)
-    from embodyrl.workers.sharded import ShardedRanks  # FSDP takes more than a second to import
-
-    return ShardedRanks(module, rank_info, cfg, half=half, acts=acts)
 
 
 def halve(module: nn.Module, *, sharded: bool) -> None:
