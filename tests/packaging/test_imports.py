@@ -1,0 +1,80 @@
+"""The import graph of the package, function-level and type-only imports included."""
+
+import ast
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def imports() -> Mapping[str, frozenset[str]]:
+    """Modules of the package with the modules of the package that they import anywhere in their text."""
+    files = {}
+    for file in sorted((ROOT / "embodyrl").rglob("*.py")):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    found = {}
+    for module, file in files.items():
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= {name if name in files else node.module for name in whole}
+        found[module] = frozenset(names & set(files) - {module})
+    return found
+
+
+def folder(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def cycle(graph: Mapping[str, frozenset[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_a_circle_is_found():
+    assert cycle({"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a")})
+    assert not cycle({"a": frozenset("bc"), "b": frozenset("c")})
+
+
+@pytest.mark.parametrize("unit", ["modules", "folders"])
+def test_imports_have_no_circles(unit):
+    graph = imports()
+    if unit == "folders":
+        names = {folder(module) for module in graph}
+        graph = {
+            name: frozenset(folder(t) for m in graph if folder(m) == name for t in graph[m]) - {name} for name in names
+        }
+    assert len(graph) > 20 - 5 * (unit == "folders")
+    assert cycle(graph) == []
+
+
+def test_imports_go_down_only():
+    """The layers of the import contract, also for what it may leave out: type-only imports, single files."""
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    level = {name.strip(): i for i, row in enumerate(contract["layers"]) for name in row.split("|")}
+    level["embodyrl.clock"] = len(contract["layers"]) - 1
+    upwards = [
+        f"{module} -> {target}"
+        for module, targets in imports().items()
+        for target in targets
+        if (a := level.get(folder(module))) is not None
+        and (b := level.get(folder(target))) is not None
+        and folder(module) != folder(target)
+        and b <= a
+        and a < len(contract["layers"]) - 1
+    ]
+    assert upwards == []
+    assert {folder(module) for module in imports()} - set(level) <= {"embodyrl", "embodyrl.api", "embodyrl.sandboxed"}
