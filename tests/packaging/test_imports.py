@@ -1,6 +1,7 @@
 """The import graph of the package, function-level and type-only imports included."""
 
 import ast
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -78,3 +79,14 @@ def test_imports_go_down_only():
     ]
     assert upwards == []
     assert {folder(module) for module in imports()} - set(level) <= {"embodyrl", "embodyrl.api", "embodyrl.sandboxed"}
+
+
+def test_the_map_of_the_house_names_files_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml))`", text))
+    assert len(named) > 30
+    assert [
+        name for name in sorted(named) if not any((base / name).exists() for base in (ROOT / "embodyrl", ROOT))
+    ] == []
+    for room in re.findall(r"^    (?:\w+/  )*(\w+)/ ", text, flags=re.MULTILINE):
+        assert (ROOT / "embodyrl" / room).is_dir(), room
