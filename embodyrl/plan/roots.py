@@ -295,19 +295,14 @@ def keys_below(group: str) -> Mapping[str, Key]:
     found: dict[str, Key] = {}
     for section in _SECTIONS:
         found |= {name: key for name, key in keys_of(section).items() if name.partition(".")[0] == group}
-    for registry in _REGISTRIES.get(group, ()):
+    for registry in _PARTS.get(group, ()):
         for part in _installed(registry):
             found |= keys_of(part.settings, f"{group}.")
     return found | (keys_of(DemonstrationSettings, "data.") if group == "data" else {})
 
 
 _SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), RewardSection, TextTask, ClusterSection)
-_REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
-    "env": (ENVS,),
-    "model": (POLICIES,),
-    "launcher": (LAUNCHERS,),
-    "algorithm": (ADVANTAGES, LOSSES),
-}
+_PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
 
 
 def _installed(registry: Registry[Any]) -> Iterator[Any]:
@@ -340,8 +335,7 @@ def suggest(name: str) -> str:
     if slip := closest(name, _with_parents(keys_below(name.partition(".")[0])), cutoff=0.9):
         return slip
     names, tail = _with_parents(all_keys()), name.rpartition(".")[2]
-    same = [n for n in names if n.rpartition(".")[2] == tail]
-    if same:
+    if same := [n for n in names if n.rpartition(".")[2] == tail]:
         return closest(name, same, cutoff=0.0)
     if nearest := closest(name, names, cutoff=0.75):
         return nearest
