@@ -16,6 +16,9 @@ from embodyrl.registry import closest
 _YAML_LIMIT = 1 << 20
 """Characters of a saved config."""
 _YAML_DEPTH = 100
+_MOST_ROUNDS = 20
+_PACKAGE = re.compile(r"(?:#.*\n|[ \t]*\n)*#\s*@package\s+(\S+)")
+"""In the comments that a file begins with, as Hydra has it."""
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -153,13 +156,15 @@ def compose_files(root: str, groups: Mapping[str, str], folders: Sequence[Path])
         ConfigError: a file or group that is not there, an entry of another form.
     """
     choices = _Choices(dict(groups), folders)
-    while True:  # a file may choose other files, which may choose again
+    for _ in range(_MOST_ROUNDS):  # a file may choose other files, which may choose again
         before = dict(choices.chosen)
         choices.groups = {}
         parts = list(choices.read(root, ""))
         if choices.chosen == before and choices.resolved == choices.groups:
             break
         choices.resolved = choices.groups
+    else:
+        raise ConfigError(f"{root}.yaml: its groups choose each other in a circle (`${{group}}` in defaults).")
     if unused := [group for group in choices.chosen if group not in choices.groups]:
         raise ConfigError(
             f"{unused[0]}={choices.chosen[unused[0]]}: no such group.{closest(unused[0], choices.groups)}"
@@ -183,7 +188,7 @@ class _Choices:
         if name in above:
             raise ConfigError(f"{name}.yaml is among its own defaults.")
         raw = read_plain_yaml(file)
-        if match := re.match(r"#\s*@package\s+(\S+)", file.read_text(encoding="utf-8")):
+        if match := _PACKAGE.match(file.read_text(encoding="utf-8")):
             package = "" if match[1] == "_global_" else match[1]
         part = Part(file, name, package, {key: value for key, value in raw.items() if key != "defaults"})
         entries = raw.get("defaults") or []

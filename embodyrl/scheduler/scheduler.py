@@ -150,16 +150,16 @@ class RolloutScheduler(EventLoop):
             acted = [s for s in slots if s.phase is Phase.ACTED]
             if acted and any(s.phase is Phase.INFERRING or self._may_act(s) for s in slots):
                 acted = []
-            steps = tuple(self._step_order(s) for s in acted)
+            steps = tuple(self._step_request(s) for s in acted)
             starters = [s for s in slots if s.phase is Phase.IDLE]
-            resets = tuple(self._reset_order(s, rollout) for s in starters if (rollout := self._next_rollout(s)))
+            resets = tuple(self._reset_request(s, rollout) for s in starters if (rollout := self._next_rollout(s)))
             if not steps and not resets:
                 continue
             self._sequence += 1
-            requests = EnvRequest(sequence=self._sequence, stage=key[1], steps=steps, resets=resets)
-            self._busy[key] = requests
+            request = EnvRequest(sequence=self._sequence, stage=key[1], steps=steps, resets=resets)
+            self._busy[key] = request
             timeout = self._step_timeout_s * (len(steps) + len(resets))
-            self._supervisor.send(key[0], requests, timeout_s=timeout)
+            self._supervisor.send(key[0], request, timeout_s=timeout)
 
     def _next_rollout(self, slot: Slot) -> Rollout | None:
         """The first rollout whose next episode this slot can run now.
@@ -190,13 +190,13 @@ class RolloutScheduler(EventLoop):
         """Whether the policy may look at the slot's observation with the present weights."""
         return slot.phase is Phase.READY and slot.rollout is not None and slot.rollout.not_before <= self._version
 
-    def _step_order(self, slot: Slot) -> StepRequest:
+    def _step_request(self, slot: Slot) -> StepRequest:
         assert slot.current is not None
         slot.target = self._arena.allocate()
         slot.phase = Phase.STEPPING
         return StepRequest(slot=slot.local, source=slot.current, target=slot.target)
 
-    def _reset_order(self, slot: Slot, rollout: Rollout) -> ResetRequest:
+    def _reset_request(self, slot: Slot, rollout: Rollout) -> ResetRequest:
         target = self._arena.allocate()
         spec = slot.begin(rollout, target)
         choice = rollout.video(spec) if rollout.video is not None else None
@@ -260,9 +260,9 @@ class RolloutScheduler(EventLoop):
 
     def _on_report(self, worker: str, report: EnvReport) -> None:
         key = (worker, report.stage)
-        requests = self._busy.pop(key, None)
-        assert requests is not None, f"{worker} reports stage {report.stage}, which was not asked"
-        assert requests.sequence == report.sequence, f"{worker}: reply {report.sequence} to request {requests.sequence}"
+        request = self._busy.pop(key, None)
+        assert request is not None, f"{worker} reports stage {report.stage}, which was not asked"
+        assert request.sequence == report.sequence, f"{worker}: reply {report.sequence} to request {request.sequence}"
         self._tally.sim_s += report.sim_s
         self._tally.render_s += report.render_s
         self._tally.reset_s += report.reset_s
@@ -275,17 +275,17 @@ class RolloutScheduler(EventLoop):
         for local, why in report.unjudged:
             if (rollout := slots[local].rollout) is not None:
                 rollout.out.unjudged.append(why)
-        if requests.steps:
-            rows = [step.source.record for step in requests.steps]
+        if request.steps:
+            rows = [step.source.record for step in request.steps]
             kept = {name: self._arena[name][rows] for name in KEPT}
             terminated, truncated = (
                 [bool(ends.any()) for ends in self._arena[name][rows]] for name in (Record.terminated, Record.truncated)
             )
-            for i, step in enumerate(requests.steps):
+            for i, step in enumerate(request.steps):
                 chunk = {name: values[i] for name, values in kept.items()}
                 self._on_stepped(slots[step.slot], chunk, terminated[i], truncated[i], recordings.get(step.slot))
-        for request in requests.resets:
-            slots[request.slot].advance()
+        for reset in request.resets:
+            slots[reset.slot].advance()
 
     def _on_stepped(
         self, slot: Slot, chunk: ChunkFields, terminated: bool, truncated: bool, recording: Recording | None
@@ -323,7 +323,7 @@ class RolloutScheduler(EventLoop):
 
     def _on_death(self, worker: str) -> None:
         """Play the running episodes of a dead worker again; the policy may still be reading some of their records."""
-        self._busy = {key: requests for key, requests in self._busy.items() if key[0] != worker}
+        self._busy = {key: request for key, request in self._busy.items() if key[0] != worker}
         for slot in self._slots:
             if slot.worker != worker or slot.rollout is None or slot.stale:
                 continue

@@ -288,12 +288,12 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
     """
     if budget is None:
         return [np.arange(start, min(start + size, len(cost))) for start in range(0, len(cost), size)]
-    request = np.argsort(-cost, kind="stable")
+    order = np.argsort(-cost, kind="stable")
     batches: list[IntArray] = []
-    while request.size:
-        count = max(1, budget // max(1, int(cost[request[0]])))
-        batches.append(request[:count])
-        request = request[count:]
+    while order.size:
+        count = max(1, budget // max(1, int(cost[order[0]])))
+        batches.append(order[:count])
+        order = order[count:]
     return batches
 
 
@@ -311,8 +311,8 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
         all ranks must take part in every collective.
     """
     # Neighbours in length go to different ranks, so that the micro-batches which run side by side are alike.
-    request = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
-    shares = [request[rank :: rank_info.world] for rank in range(rank_info.world)]
+    order = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
+    shares = [order[rank :: rank_info.world] for rank in range(rank_info.world)]
     ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in shares]
     mine = [(rows, True) for rows in ranks[rank_info.rank]]
     return mine + [(np.zeros(1, np.int64), False)] * (max(map(len, ranks)) - len(mine))

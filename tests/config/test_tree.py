@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 
 from embodyrl.config import tree
 from embodyrl.config.load import parse_word
+from embodyrl.config.paths import conf_dir
 from embodyrl.errors import ConfigError
 
 FILES = {
@@ -22,6 +26,8 @@ FILES = {
     "extra/circle": "defaults: [circle]",
     "extra/missing": "defaults: [other]",
     "extra/form": "defaults: [{env@x: b}]",
+    "extra/said": "# What it is for\n# @package _global_\nseed: 5",
+    "round": "defaults: [{optional env: '${model}'}, {optional model: 'n${env}'}]",
 }
 
 
@@ -65,6 +71,31 @@ def test_files_are_read_in_the_order_of_their_defaults(folder: Path, groups: dic
 def test_what_cannot_be_composed_is_said(folder: Path, option: str, fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment.replace("?", r"\?")):
         tree.compose_files("root", {"extra": option}, [folder])
+
+
+def test_the_package_may_stand_below_what_a_file_says_about_itself(folder: Path) -> None:
+    assert tree.compose_files("root", {"extra": "said"}, [folder])[-1].package == ""
+
+
+def test_groups_that_choose_each_other_without_end_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="choose each other in a circle"):
+        tree.compose_files("round", {}, [folder])
+
+
+def _by_hydra(command: str, groups: dict[str, str]) -> list[str]:
+    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        words = [f"{group}={option}" for group, option in groups.items()]
+        found = loader.compute_defaults_list(tree.root_file(command), words, run_mode=RunMode.RUN).defaults
+    names = (one.config_path for one in found)
+    return [name for name in names if name and (conf_dir() / f"{name}.yaml").is_file()]
+
+
+@pytest.mark.parametrize("group", sorted(tree.default_options("train")))
+def test_what_ships_is_composed_as_hydra_does(group: str) -> None:
+    for option in tree.options(group):
+        parts = tree.compose_files(tree.root_file("train"), {group: option}, [conf_dir()])
+        assert [part.name for part in parts] == _by_hydra("train", {group: option}), option
 
 
 def test_yaml_of_settings(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class SmallFlowFactory:
     settings: ClassVar = SmallFlowSettings
 
     def validate(self, cfg: SmallFlowSettings) -> list[str]:
-        """Return config problems, one line each with the cure."""
+        """Return config problems, one line each with the fix."""
         if cfg.precision is Precision.fp32:
             return []
         return [f"model.precision={cfg.precision.value}: flow_small computes in fp32 only; set model.precision=fp32."]
