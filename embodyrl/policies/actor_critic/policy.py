@@ -5,15 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import CheckpointError
 from embodyrl.policies.actor_critic.heads import build_head
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 WEIGHTS_FILE = "model.safetensors"
@@ -120,22 +119,8 @@ class ActorCriticPolicy:
         A value head that only one side has is left out: GRPO starts from PPO's weights, and the other way round.
         """
         self._shape.check(folder)
-        path = folder / WEIGHTS_FILE
-        try:
-            saved = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. It is incomplete or damaged.") from error
-        mine = self._net.state_dict()
-        wrong = {key for key in mine.keys() & saved.keys() if mine[key].shape != saved[key].shape}
-        wrong |= {key for key in mine.keys() ^ saved.keys() if not key.startswith(f"{VALUE_HEAD}.")}
-        if wrong:
-            raise CheckpointError(
-                f"{path} does not fit this model in {', '.join(sorted(wrong))}: missing, surplus or of another shape. "
-                "Use the same environment and model settings as then."
-            )
-        with torch.no_grad():
-            for key in mine.keys() & saved.keys():
-                mine[key].copy_(saved[key])
+        fix = "Use the same environment and model settings as then."
+        fill_weights(self._net.state_dict(), folder / WEIGHTS_FILE, optional=(f"{VALUE_HEAD}.",), fix=fix)
 
     def _features(self, obs: Observation) -> Tensor:
         images = torch.from_numpy(obs.images[:, : self._shape.num_images]).to(self._device)

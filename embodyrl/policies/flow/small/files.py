@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.policy import RL_HEADS
 from embodyrl.policies.flow.small.config import CONFIG_FILE, SmallConfig
+from embodyrl.policies.weights import fill_weights
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -33,19 +31,5 @@ class SmallFiles:
         Raises:
             CheckpointError: they are missing, damaged or of another shape; names them.
         """
-        path = folder / WEIGHTS_FILE
-        try:
-            saved = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. It is incomplete or damaged.") from error
-        mine = module.state_dict()
-        wrong = {key for key in mine.keys() & saved.keys() if mine[key].shape != saved[key].shape}
-        wrong |= {key for key in mine.keys() ^ saved.keys() if not key.startswith(RL_HEADS)}
-        if wrong:
-            raise CheckpointError(
-                f"{path} does not fit in {', '.join(sorted(wrong)[:8])}: missing, surplus or of another shape. Use the "
-                f"{CONFIG_FILE} and the model settings that it was saved with."
-            )
-        with torch.no_grad():
-            for key in mine.keys() & saved.keys():
-                mine[key].copy_(saved[key])
+        fix = f"Use the {CONFIG_FILE} and the model settings that it was saved with."
+        fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=RL_HEADS, fix=fix)

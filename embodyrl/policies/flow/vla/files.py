@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -14,7 +13,8 @@ from embodyrl.policies.flow.specs import Pi0Spec
 from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.network import VlaNetwork
 from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter
-from embodyrl.policies.openvla_oft.checkpoint import base_state, map_weights, weight_files
+from embodyrl.policies.openvla_oft.checkpoint import base_state, weight_files
+from embodyrl.policies.weights import fill_weights
 
 MODEL = "network.model."
 """Where the model lies inside of a `FlowModule`."""
@@ -101,14 +101,5 @@ def _beside(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _load_beside(module: nn.Module, folder: Path) -> None:
-    mine, saved = _beside(module), map_weights(folder / BESIDE_FILE)
-    wrong = {k for k in mine.keys() & saved.keys() if mine[k].shape != saved[k].shape}
-    wrong |= {k for k in mine.keys() ^ saved.keys() if not k.startswith(HEADS)}
-    if wrong:
-        raise CheckpointError(
-            f"{folder / BESIDE_FILE} does not fit in {', '.join(sorted(wrong)[:5])}: missing, surplus or of another "
-            f"shape. Use the model.path that it was trained with."
-        )
-    with torch.no_grad():
-        for key in mine.keys() & saved.keys():
-            mine[key].copy_(saved[key])
+    fix = "Use the model.path that it was trained with."
+    fill_weights(_beside(module), folder / BESIDE_FILE, optional=HEADS, fix=fix)
