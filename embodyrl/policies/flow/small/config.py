@@ -62,7 +62,7 @@ class SmallConfig:
         attention, mlp = w * 3 * w + 3 * w + w * w + w, 6 * w * w + 4 * w
         blocks = self.layers * (2 * (attention + mlp) + 4 * w + w * 6 * w + 6 * w)
         planes = (3, *self.stem, w) if self.num_images else ()
-        seen = sum(9 * a * b + b for a, b in pairwise(planes)) + self.num_images * w
+        seen = sum(9 * a * b + b for a, b in pairwise(planes)) + self.num_images * w + (2 * w if planes else 0)
         state = self.state_dim * w + w if self.state_dim else 0
-        around = self.vocabulary * w + 2 * (w * w + w) + 2 * 2 * w
+        around = self.vocabulary * w + (w + 1) * 2 * w * self.layers + 2 * (w * w + w) + 2 * 2 * w
         return blocks + seen + state + around + self.action_width * w + w + w * self.action_width + self.action_width

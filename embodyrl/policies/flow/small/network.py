@@ -1,4 +1,4 @@
-"""A small network of its own for a flow policy: convolutions, words and state in, pi0.5's joint attention, flow out."""
+"""A small network of its own for a flow policy: convolutions, words, state, and an expert with pi0.5's kind of time."""
 
 import math
 import zlib
@@ -21,10 +21,13 @@ from embodyrl.policies.flow.small.units import Units
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, Observation, PolicySpec
 
+PLACE_SCALE = 0.3
+"""Size of the places beside what stands there, whose numbers have size 1 at first."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallPrefix:
-    """Keys and values of each encoder layer, [B, heads, N, W / heads], and what a value head reads."""
+    """Keys and values for each layer of the expert, [B, heads, N, W / heads], and what a value head reads."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -54,24 +57,24 @@ def _mlp(width: int) -> nn.Sequential:
 
 
 class EncoderBlock(nn.Module):
-    """Pre-norm transformer block of the prefix; also gives its keys and values."""
+    """Pre-norm transformer block of the prefix."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.mlp = _Attention(width, heads), _mlp(width)
 
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rows [B, N, width] after the block, and the keys and values [B, heads, N, d] of its attention."""
-        q, k, v = self.attention.project(self.norm1(x))
-        x = x + self.attention.attend(q, k, v, mask)
-        return x + self.mlp(self.norm2(x)), k, v
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Return rows [B, N, width] after the block."""
+        x = x + self.attention.attend(*self.attention.project(self.norm1(x)), mask)
+        return x + self.mlp(self.norm2(x))
 
 
 class ExpertBlock(nn.Module):
-    """Block of the action rows: they attend to the prefix of the same layer and to each other (pi0, pi0.5).
+    """Block of the action rows: they attend to each other and to the whole prefix in one attention.
 
-    Time enters as scale, shift and gate of each half (adaptive norm, arXiv 2212.09748), whose layer starts at 0.
+    Unlike pi0's, every layer sees the last layer of the prefix: of two or three layers none is to be wasted. Time
+    enters as scale, shift and gate of each half (adaptive norm, arXiv 2212.09748), whose layer starts at 0.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -117,13 +120,14 @@ class SmallFlow(nn.Module):
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(units, name))))
         if config.num_images:
             self.stem = _convolutions((3, *config.stem), width)
+            self.stem_norm = nn.LayerNorm(width)
             self.camera = nn.Parameter(0.02 * torch.randn(config.num_images, 1, width))
         if config.state_dim:
             self.state = nn.Linear(config.state_dim, width)
         self.word = nn.Embedding(config.vocabulary, width)
-        nn.init.normal_(self.word.weight, std=0.1)
         self.encoder = nn.ModuleList(EncoderBlock(width, config.heads) for _ in range(config.layers))
         self.norm = nn.LayerNorm(width)
+        self.memory = nn.Linear(width, 2 * width * config.layers)
         self.action_in = nn.Linear(shape.width, width)
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
         self.expert = nn.ModuleList(ExpertBlock(width, config.heads) for _ in range(config.layers))
@@ -139,20 +143,19 @@ class SmallFlow(nn.Module):
             parts.append(self._see(obs, ids.device))
         if self.config.state_dim:
             state = torch.from_numpy(np.ascontiguousarray(obs.state)).to(ids.device)
-            span = (self.state_high - self.state_low).clamp(min=1e-6)
-            parts.append(self.state(2.0 * (state - self.state_low) / span - 1.0)[:, None])
+            parts.append(self.state(self._state(state))[:, None])
         tokens = torch.cat(parts, 1)
         rest = torch.ones(len(ids), tokens.shape[1] - ids.shape[1], dtype=torch.bool, device=ids.device)
         seen = torch.cat([*seen, rest], 1)[:, None, None]
-        keys, values = [], []
         for block in self.encoder:
-            tokens, k, v = block(tokens, seen)
-            keys.append(k)
-            values.append(v)
+            tokens = block(tokens, seen)
+        tokens = self.norm(tokens)
+        both = self.memory(tokens).unflatten(2, (2, self.config.layers, self.config.heads, -1))
+        keys, values = both.permute(2, 3, 0, 4, 1, 5).unbind()
         mask = F.pad(seen, (0, self.shape.horizon), value=True)
         shares = seen[:, 0, 0, :, None] / seen.sum(3, keepdim=True)[:, 0]
-        pooled = (self.norm(tokens) * shares).sum(1)
-        return SmallPrefix(keys=tuple(keys), values=tuple(values), mask=mask, pooled=pooled)
+        pooled = (tokens * shares).sum(1)
+        return SmallPrefix(keys=keys.unbind(), values=values.unbind(), mask=mask, pooled=pooled)
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """See `FlowNetwork.velocity`."""
@@ -180,6 +183,12 @@ class SmallFlow(nn.Module):
         rows = 2.0 * (actions[..., moving] - low[moving]) / (high - low)[moving] - 1.0
         return np.clip(rows, -1.0, 1.0).astype(np.float32)
 
+    def _state(self, state: Tensor) -> Tensor:
+        """To -1..1, and at most twice as far; what never changed in the data says nothing, whatever it does now."""
+        span = self.state_high - self.state_low
+        scaled = 2.0 * (state - self.state_low) / span.clamp(min=1e-6) - 1.0
+        return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))
+
     def _see(self, obs: Observation, device: torch.device) -> Tensor:
         images = torch.from_numpy(np.ascontiguousarray(obs.images[:, : self.config.num_images])).to(device)
         pixels = images.permute(0, 1, 4, 2, 3).flatten(0, 1).float() / 127.5 - 1.0
@@ -188,7 +197,7 @@ class SmallFlow(nn.Module):
         places = torch.cat([_waves(n, self.config.width // 2, device) for n in (height, width)])
         rows, columns = places.split([height, width])
         place = torch.cat([rows[:, None].expand(-1, width, -1), columns[None].expand(height, -1, -1)], 2).flatten(0, 1)
-        tokens = grid.flatten(2).transpose(1, 2) + place
+        tokens = self.stem_norm(grid.flatten(2).transpose(1, 2)) + place
         return (tokens.unflatten(0, (len(obs), -1)) + self.camera).flatten(1, 2)
 
     def _word_ids(self, instructions: tuple[str, ...]) -> np.ndarray:
@@ -212,10 +221,10 @@ def _convolutions(planes: tuple[int, ...], width: int) -> nn.Sequential:
 
 
 def _waves(count: int, width: int, device: torch.device) -> Tensor:
-    """Sinusoidal places [count, width] (arXiv 1706.03762)."""
+    """Sinusoidal places [count, width] (arXiv 1706.03762), scaled down."""
     place = torch.arange(count, device=device)[:, None]
     angle = place * torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(1e4) / width))
-    return torch.cat([angle.sin(), angle.cos()], 1)
+    return PLACE_SCALE * torch.cat([angle.sin(), angle.cos()], 1)
 
 
 def _time_waves(t: Tensor, width: int) -> Tensor:
