@@ -131,8 +131,8 @@ def test_log_probabilities_belong_to_their_action(folder):
     policy = build(folder)
     out = policy.act(observe(4), noise=noise_for(policy, 4))
     shares = out.logprob.reshape(4, 3, -1)
-    assert (shares[..., :3] != 0).all()  # of four numbers one is constant
-    assert not shares[..., 3:].any()
+    assert (shares[..., :4] != 0).all()
+    assert not shares[..., 4:].any()
 
 
 def test_an_action_has_the_units_of_its_data(folder):
@@ -143,7 +143,7 @@ def test_an_action_has_the_units_of_its_data(folder):
     obs = observe(2)
     given = np.array([[[-2.0, 0.0, 0.5, -1.0], [2.0, 1.0, 0.5, 1.0], [0.0, 0.5, 0.5, 1.0]]] * 2, np.float32)
     flowing = policy._scale.from_actions(given, obs)
-    assert flowing[0].tolist() == [[-1, -1, -1], [1, 1, 1], [0, 0, 1]]
+    assert flowing[0].tolist() == [[-1, -1, 0, -1], [1, 1, 0, 1], [0, 0, 0, 1]]
     np.testing.assert_allclose(policy._scale.to_actions(flowing, obs), given, atol=1e-6)
 
 
@@ -194,7 +194,7 @@ def test_imitation_is_flow_matching_with_fixed_draws_in_validation(folder):
         found = policy.imitate(obs, actions)
         assert torch.equal(policy.imitate(obs, actions).loss, found.loss)
         a = torch.from_numpy(policy._scale.from_actions(actions, obs))
-        noise = normals(np.arange(8), START, (3, 3), torch.device("cpu"))
+        noise = normals(np.arange(8), START, (3, 4), torch.device("cpu"))
         t = torch.from_numpy(uniforms(np.arange(8), TIMES, 1)[:, 0] ** (2 / 3) * 0.999 + 0.001).float()
         at = t[:, None, None]
         v, _ = policy._velocity(policy._prefix(obs), at * noise + (1 - at) * a, t)
@@ -278,13 +278,20 @@ def test_the_spec_says_the_truth(folder):
 
 
 def test_a_record_is_little_more_than_the_two_states(folder):
-    """Mixed form of 3 x 3 numbers: index and 18 floats in 10 tokens, rounded up to a multiple of K."""
+    """Mixed form of 3 x 4 numbers: index and 24 floats in 13 tokens, rounded up to a multiple of K."""
     policy = build(folder)
-    assert policy.spec.tokens_per_chunk == 12
+    assert policy.spec.tokens_per_chunk == 15
     sizes = {field.name: field.record_bytes for field in record_layout(ENV, policy.spec).fields}
-    assert sizes["tokens"] == 96
-    assert build(folder, stochastic_steps="all", num_steps=4).spec.tokens_per_chunk == 21  # 1 + (3 * 9 + 9) / 2 = 19
-    assert build(folder, likelihood="fpo").spec.tokens_per_chunk == 6  # 1 + 9 / 2
+    assert sizes["tokens"] == 120
+    assert build(folder, stochastic_steps="all", num_steps=4).spec.tokens_per_chunk == 27  # 1 + (3 * 12 + 12) / 2 = 25
+    assert build(folder, likelihood="fpo").spec.tokens_per_chunk == 9  # 1 + 12 / 2
+
+
+def test_records_do_not_depend_on_statistics(folder):
+    """`eval ckpt=RUN` plans with the folder that training began with, which has none; the weights bring theirs."""
+    policy = build(folder)
+    (folder / "dataset_statistics.json").unlink()
+    assert build(folder).spec == policy.spec
 
 
 def test_statistics_of_another_size_are_refused(folder):

@@ -84,15 +84,15 @@ class SmallFlowFactory:
 
 def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
     config, random = SmallConfig.read(_folder(cfg))
-    units = units_of(env, _gripper(env), _folder(cfg), config.action_width)
-    width = int(units.moving.sum())
+    units = units_of(env, _gripper(env), _folder(cfg))
     config = replace(
         config,
         num_images=cfg.num_images_in_input,
         state_dim=env.state_dim if cfg.use_proprio else 0,
-        action_width=width,
+        action_width=env.action_dim,
     )
-    shape = ChunkShape(horizon=cfg.num_action_chunks, width=width, executed=cfg.num_action_chunks, action_dim=width)
+    chunk, width = cfg.num_action_chunks, env.action_dim
+    shape = ChunkShape(horizon=chunk, width=width, executed=chunk, action_dim=width)
     return _Plan(config=config, units=units, shape=shape, random=random)
 
 

@@ -97,8 +97,7 @@ class ExpertBlock(nn.Module):
 class LookedFor(nn.Module):
     """Where in an image is what the instruction speaks of: expected places of feature maps (arXiv 1504.00702).
 
-    The instruction scales and shifts the features (FiLM, arXiv 1709.07871), from no change at first. On tabletop's
-    touch tasks a grid of image tokens, with or without FiLM, and places without FiLM stay below 15 % where both find 97.
+    The instruction scales and shifts the features (FiLM, arXiv 1709.07871), from no change at first.
     """
 
     def __init__(self, planes: tuple[int, ...], maps: int, width: int) -> None:
@@ -137,7 +136,6 @@ class SmallFlow(nn.Module):
 
     action_low: Tensor
     action_high: Tensor
-    moving: Tensor
     state_low: Tensor
     state_high: Tensor
 
@@ -154,7 +152,7 @@ class SmallFlow(nn.Module):
         self.config, self.shape = config, shape
         self.prefix_width = self.hidden_width = width = config.width
         self._words = words
-        for name in ("action_low", "action_high", "moving", "state_low", "state_high"):
+        for name in ("action_low", "action_high", "state_low", "state_high"):
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(units, name))))
         if config.num_images:
             self.eye = LookedFor(config.planes, config.maps, width)
@@ -206,17 +204,15 @@ class SmallFlow(nn.Module):
         return self.action_out(hidden), hidden
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Actions [B, K, A] of rows [B, K, D]."""
-        low, high, moving = (b.cpu().numpy() for b in (self.action_low, self.action_high, self.moving))
-        actions = np.broadcast_to(low, (*x.shape[:2], len(low))).copy()
-        actions[..., moving] = low[moving] + 0.5 * (x + 1.0) * (high - low)[moving]
-        return actions
+        """Actions [B, K, A] of rows [B, K, A]; what was constant in the data stays so, whatever flows there."""
+        low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
+        return low + 0.5 * (x + 1.0) * (high - low)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Rows [B, K, D] of actions [B, K, A], clipped to -1..1."""
-        low, high, moving = (b.cpu().numpy() for b in (self.action_low, self.action_high, self.moving))
-        rows = 2.0 * (actions[..., moving] - low[moving]) / (high - low)[moving] - 1.0
-        return np.clip(rows, -1.0, 1.0).astype(np.float32)
+        """Rows [B, K, A] of actions [B, K, A], clipped to -1..1; 0 for what is constant."""
+        low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
+        rows = 2.0 * (actions - low) / np.maximum(high - low, 1e-6) - 1.0
+        return np.where(high > low, np.clip(rows, -1.0, 1.0), 0.0).astype(np.float32)
 
     def _state(self, state: Tensor) -> Tensor:
         """To -1..1, and at most twice as far; what never changed in the data says nothing, whatever it does now."""

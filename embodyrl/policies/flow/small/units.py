@@ -7,33 +7,31 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.errors import CheckpointError
-from embodyrl.types import BoolArray, EnvSpec, FloatArray, GripperConvention
+from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 
 STATISTICS_FILE = "dataset_statistics.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Bounds of actions and states, and which numbers of an action flow: the others are constant in the data."""
+    """Bounds of actions and states; equal ones say that a number is constant in the data."""
 
     action_low: FloatArray
     """[A]"""
     action_high: FloatArray
-    moving: BoolArray
     """[A]"""
     state_low: FloatArray
     """[S]"""
     state_high: FloatArray
 
 
-def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None, width: int) -> Units:
+def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> Units:
     """The bounds q01 and q99 of the folder's only statistics; without them those of the action space, or -1 and 1.
 
     Args:
         env: says how many numbers there are.
         gripper: of the policy; its ends are the bounds of that number.
         folder: may hold statistics.
-        width: how many numbers flow in weights that bring their own units, where there are no statistics; 0: none do.
 
     Raises:
         CheckpointError: the statistics are malformed, or of another number of dimensions.
@@ -50,10 +48,7 @@ def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | Non
     if gripper is not None:
         ends = sorted((gripper.open, gripper.closed))
         low[gripper.index], high[gripper.index] = ends
-    moving = high > low
-    if width and (folder is None or not (folder / STATISTICS_FILE).exists()):
-        moving = np.arange(env.action_dim) < width
-    return Units(action_low=low, action_high=high, moving=moving, state_low=state[0], state_high=state[1])
+    return Units(action_low=low, action_high=high, state_low=state[0], state_high=state[1])
 
 
 def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]:
