@@ -107,10 +107,10 @@ class ActorWorker:
     def _samples(self, count: int, step: int) -> Iterator[list[int]]:
         """Yield the samples of each optimizer step of an update."""
         for epoch in range(self._rules.update_epoch):
-            request = _shuffle(count, self._seed, step, epoch)
+            order = _shuffle(count, self._seed, step, epoch)
             start = 0
             for size in even_parts(count, self._cfg.global_batch_size):
-                yield request[start : start + size].tolist()
+                yield order[start : start + size].tolist()
                 start += size
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:

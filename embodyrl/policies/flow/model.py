@@ -5,7 +5,6 @@ Convention of openpi: x_t = t * noise + (1 - t) * actions, velocity u = noise - 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,19 +47,6 @@ class Prefix:
     """[B, S] as in the inputs."""
     hidden: Tensor | None = None
     """[B, P, D] after the language model's final norm, where it was asked for (values)."""
-
-    def repeat(self, times: int) -> "Prefix":
-        """Each row `times` times, next to each other: several chunks of one observation in one batch."""
-        return self._map(lambda x: x.repeat_interleave(times, dim=0))
-
-    def rows(self, index: Tensor) -> "Prefix":
-        """The rows that `index` [R] names."""
-        return self._map(lambda x: x[index])
-
-    def _map(self, change) -> "Prefix":
-        layers = tuple((change(k), change(v)) for k, v in self.layers)
-        hidden = None if self.hidden is None else change(self.hidden)
-        return Prefix(layers=layers, valid=change(self.valid), state=change(self.state), hidden=hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,29 +145,6 @@ class FlowModel(nn.Module, ABC):
         tokens, condition = self.embed_suffix(memory, x.to(self.action_in_proj.weight.dtype), time)
         hidden = self.expert(tokens, memory.views, condition)[:, -self.spec.horizon :]
         return Denoised(velocity=self.action_out_proj(hidden).float(), hidden=hidden)
-
-    def sample(self, prefix: Prefix, noise: Tensor, steps: int) -> Tensor:
-        """Integrate from noise [B, H, A] to actions in `steps` Euler steps, without gradients."""
-        with torch.no_grad():
-            memory, x = self.memory(prefix), noise
-            for time in self.times(steps):
-                x = x + self.denoise(memory, x, torch.tensor([time], device=x.device)).velocity * (-1.0 / steps)
-        return x
-
-    def times(self, steps: int) -> list[float]:
-        """Times at which `steps` Euler steps ask for the velocity: 1, 1 - 1/K, ..., 1/K."""
-        return [1.0 - i / steps for i in range(steps)]
-
-    def loss(self, prefix: Prefix, actions: Tensor, noise: Tensor, time: Tensor) -> Tensor:
-        """Squared error [B, H, A] of the velocity at x_t, for normalised actions and noise [B, H, A], times [B]."""
-        t = time[:, None, None]
-        found = self.denoise(self.memory(prefix), t * noise + (1 - t) * actions, time).velocity
-        return F.mse_loss(found, noise - actions, reduction="none")
-
-    def backbone_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the vision-language model."""
-        for name in BACKBONE:
-            yield from getattr(self, name).parameters()
 
     def recompute_activations(self) -> None:
         """Store only the layers' inputs in the forward pass, and recompute the rest in the backward pass."""

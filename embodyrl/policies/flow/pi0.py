@@ -1,6 +1,5 @@
 """pi0 and pi0.5: PaliGemma, and an expert that shares its attention in every layer."""
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -44,10 +43,6 @@ class Pi0(FlowModel):
         positions = prefix.valid.sum(1, keepdim=True) + torch.arange(size, device=device)
         view = View(rotary(positions, self.spec.expert), mask)
         return Memory(views=with_memory(view, prefix.layers), state=prefix.state)
-
-    def times(self, steps: int) -> list[float]:
-        """The same, added up in float32 as openpi does: the fastest sine of the embedding turns by 2e-4 for 1e-7."""
-        return np.cumsum([1.0, *[-1.0 / steps] * (steps - 1)], dtype=np.float32).tolist()
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
         """State and actions, or actions and the condition of the norms."""

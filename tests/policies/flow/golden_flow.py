@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from embodyrl.policies.flow.chain import follow_ode
+from embodyrl.policies.flow.fpo import flow_matching_error
 from embodyrl.policies.flow.layouts import to_ours
-from embodyrl.policies.flow.model import FlowInputs
+from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.pi0 import Pi0
 from embodyrl.policies.flow.smolvla import SmolVla
 from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec, expert_mlp
@@ -119,3 +121,29 @@ def inputs_of(data):
         token_mask=data["token_mask"],
         state=data["state"],
     )
+
+
+def velocity_of(model, prefix):
+    """The model as the policy's code takes it."""
+    memory = model.memory(prefix)
+
+    def velocity(x, t):
+        out = model.denoise(memory, x, t)
+        return out.velocity, out.hidden
+
+    return velocity
+
+
+def sample(model, prefix, noise, steps):
+    """Actions [B, H, A] of noise, by the integrator that acts."""
+    with torch.no_grad():
+        return follow_ode(velocity_of(model, prefix), noise, steps)
+
+
+def loss_of(model, prefix, actions, noise, time):
+    """The loss [B, H, A] that `sft` takes the mean of."""
+    return flow_matching_error(velocity_of(model, prefix), actions, noise, time)
+
+
+def backbone_of(model):
+    return [p for name, p in model.named_parameters() if name.startswith(BACKBONE)]

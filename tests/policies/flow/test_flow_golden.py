@@ -6,7 +6,7 @@ leaves room for other processors. That nothing is compared in vain is shown by c
 
 import pytest
 import torch
-from golden_flow import NAMES, about, inputs_of, model_of, recorded
+from golden_flow import NAMES, about, inputs_of, loss_of, model_of, recorded, sample
 
 from embodyrl.policies.flow.layouts import OPENPI, SMOLVLA_LEROBOT
 
@@ -35,7 +35,7 @@ def pi0(model, data):
     embeddings, _ = model.embed_prefix(inputs)
     prefix = model.prefix(inputs)
     velocity = model.denoise(model.memory(prefix), data["noise"], data["time"]).velocity
-    actions = model.sample(prefix, data["noise"], 10)
+    actions = sample(model, prefix, data["noise"], 10)
     return {
         "prefix_embeddings": (relative(embeddings, data["prefix_embeddings"]), ONE_PASS),
         "velocity_of_noise_at_time": (relative(velocity, data["velocity_of_noise_at_time"]), ONE_PASS),
@@ -51,13 +51,13 @@ def smolvla(model, data):
         prefix = model.prefix(inputs)
         velocity = model.denoise(model.memory(prefix), data["noise"], torch.ones(1)).velocity
         for steps in (1, 4, 10):
-            actions = model.sample(prefix, data["noise"], steps)
+            actions = sample(model, prefix, data["noise"], steps)
             found[f"sampled_{steps}"] = relative(actions, data[f"sampled_{steps}"]), TEN_STEPS
     valid = torch.cat([valid, valid.new_ones(2, 1)], dim=1)
     found["prefix_mask"] = float((valid != data["prefix_mask"]).sum()), 0.0
     found["prefix_embeddings"] = relative(embeddings, data["prefix_embeddings"]), ONE_PASS
     found["velocity_of_noise_at_1"] = relative(velocity, data["velocity_of_noise_at_1"]), ONE_PASS
-    loss = model.loss(model.prefix(inputs), data["actions"], data["noise"], data["time"])
+    loss = loss_of(model, model.prefix(inputs), data["actions"], data["noise"], data["time"])
     found["loss"] = relative(loss.detach(), data["loss"]), ONE_PASS
     model.zero_grad()
     loss.mean().backward()
@@ -80,7 +80,7 @@ def test_parameters_without_gradient_are_the_recorded_ones(name, models):
     model, data = models[name], recorded(name)
     model.zero_grad()
     noise, time = data["noise"], data["time"]
-    model.loss(model.prefix(inputs_of(data)), torch.zeros_like(noise), noise, time).mean().backward()
+    loss_of(model, model.prefix(inputs_of(data)), torch.zeros_like(noise), noise, time).mean().backward()
     layout = SMOLVLA_LEROBOT if name == "smolvla" else OPENPI
     without = {layout.theirs(key) for key, parameter in model.named_parameters() if parameter.grad is None}
     if name == "smolvla":

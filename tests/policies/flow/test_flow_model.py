@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from golden_flow import NAMES, build, inputs_of, model_of, recorded, spec_of
+from golden_flow import NAMES, backbone_of, build, inputs_of, loss_of, model_of, recorded, sample, spec_of
 
 from embodyrl.policies.flow.model import time_embedding
 from embodyrl.policies.flow.specs import PI0, PI05, SMOLVLA
@@ -33,25 +33,11 @@ def close(actual, expected, tolerance=2e-5):
 def test_rows_do_not_depend_on_their_batch(model, data):
     inputs = inputs_of(data)
     prefix = model.prefix(inputs)
-    both = model.sample(prefix, data["noise"], 3)
+    both = sample(model, prefix, data["noise"], 3)
     for row in range(2):
         index = torch.tensor([row])
-        close(model.sample(prefix.rows(index), data["noise"][index], 3), both[index])
         alone = type(inputs)(**{key: getattr(inputs, key)[index] for key in inputs.__slots__})
-        close(model.sample(model.prefix(alone), data["noise"][index], 3), both[index])
-
-
-@torch.no_grad()
-def test_several_chunks_of_one_observation_share_a_prefix(model, data):
-    prefix = model.prefix(inputs_of(data), output=True)
-    noise, time = torch.randn(6, *data["noise"].shape[1:]), torch.linspace(0.1, 1, 6)
-    repeated = prefix.repeat(3)
-    assert torch.equal(repeated.hidden[:3], prefix.hidden[:1].expand(3, -1, -1))
-    found = model.denoise(model.memory(repeated), noise, time).velocity
-    memory = model.memory(prefix)
-    for i in range(3):
-        pick = torch.tensor([i, i + 3])
-        close(found[pick], model.denoise(memory, noise[pick], time[pick]).velocity)
+        close(sample(model, model.prefix(alone), data["noise"][index], 3), both[index])
 
 
 @torch.no_grad()
@@ -73,7 +59,7 @@ def test_what_is_masked_influences_nothing(model, data):
     changed = replace(inputs, images=images, tokens=tokens)
     assert not torch.equal(images, inputs.images)
     assert not torch.equal(tokens, inputs.tokens)
-    first, second = (model.sample(model.prefix(x), data["noise"], 2) for x in (inputs, changed))
+    first, second = (sample(model, model.prefix(x), data["noise"], 2) for x in (inputs, changed))
     assert torch.equal(first, second)
 
 
@@ -85,14 +71,14 @@ def test_padding_on_the_right_changes_nothing(model, data):
         tokens=torch.nn.functional.pad(inputs.tokens, (0, 5)),
         token_mask=torch.nn.functional.pad(inputs.token_mask, (0, 5)),
     )
-    close(model.sample(model.prefix(wide), data["noise"], 2), model.sample(model.prefix(inputs), data["noise"], 2))
+    close(sample(model, model.prefix(wide), data["noise"], 2), sample(model, model.prefix(inputs), data["noise"], 2))
 
 
 @torch.no_grad()
 def test_the_state_is_read_but_by_pi05(model, data, name):
     inputs = inputs_of(data)
     moved = replace(inputs, state=inputs.state + 0.5)
-    first, second = (model.sample(model.prefix(x), data["noise"], 1) for x in (inputs, moved))
+    first, second = (sample(model, model.prefix(x), data["noise"], 1) for x in (inputs, moved))
     assert torch.equal(first, second) is (name == "pi05")
 
 
@@ -149,11 +135,11 @@ def saved_bytes(run):
 
 def test_a_frozen_backbone_keeps_no_activations(model, data, name):
     """And in SmolVLA the state's projection learns all the same."""
-    for parameter in model.backbone_parameters():
+    for parameter in backbone_of(model):
         parameter.requires_grad_(False)
     kept, prefix = saved_bytes(lambda: model.prefix(inputs_of(data)))
     assert kept == 0
-    model.loss(prefix, torch.zeros_like(data["noise"]), data["noise"], data["time"]).mean().backward()
+    loss_of(model, prefix, torch.zeros_like(data["noise"]), data["noise"], data["time"]).mean().backward()
     trained = {key for key, parameter in model.named_parameters() if parameter.grad is not None}
     assert {"action_in_proj.weight", "action_out_proj.bias", "expert.layers.1.mlp.up_proj.weight"} <= trained
     assert ("state_proj.weight" in trained) is (name != "pi05")
@@ -162,13 +148,13 @@ def test_a_frozen_backbone_keeps_no_activations(model, data, name):
 
 def test_the_same_gradients_with_a_prefix_made_before(model, data):
     """The prefix of a frozen backbone serves any number of updates."""
-    for parameter in model.backbone_parameters():
+    for parameter in backbone_of(model):
         parameter.requires_grad_(False)
     with torch.no_grad():
         stored = model.prefix(inputs_of(data))
     for prefix in (stored, model.prefix(inputs_of(data))):
         model.zero_grad()
-        model.loss(prefix, torch.zeros_like(data["noise"]), data["noise"], data["time"]).mean().backward()
+        loss_of(model, prefix, torch.zeros_like(data["noise"]), data["noise"], data["time"]).mean().backward()
         found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         if prefix is stored:
             first = found
@@ -179,7 +165,9 @@ def test_the_same_gradients_with_a_prefix_made_before(model, data):
 def test_recomputed_activations_give_the_same_gradients(model, data):
     def gradients():
         model.zero_grad()
-        loss = model.loss(model.prefix(inputs_of(data)), torch.zeros_like(data["noise"]), data["noise"], data["time"])
+        loss = loss_of(
+            model, model.prefix(inputs_of(data)), torch.zeros_like(data["noise"]), data["noise"], data["time"]
+        )
         loss.mean().backward()
         return {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
 
@@ -195,12 +183,12 @@ def test_recomputed_activations_give_the_same_gradients(model, data):
 @torch.no_grad()
 @pytest.mark.parametrize("cast", [True, False], ids=["weights", "autocast"])
 def test_bfloat16_is_close(model, data, cast):
-    expected = model.sample(model.prefix(inputs_of(data)), data["noise"], 4)
+    expected = sample(model, model.prefix(inputs_of(data)), data["noise"], 4)
     if cast:
         model.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=not cast):
         prefix = model.prefix(inputs_of(data), output=True)
-        actions = model.sample(prefix, data["noise"], 4)
+        actions = sample(model, prefix, data["noise"], 4)
     assert actions.dtype == torch.float32
     assert prefix.hidden.isfinite().all()
     error = (actions - expected).abs()
@@ -229,7 +217,7 @@ def test_layers_serve_sharded_training_through_their_forward_only(model, data):
         for part in unit.modules():
             if part is not unit:
                 part.register_forward_pre_hook(used)
-    model.sample(model.prefix(inputs_of(data), output=True), data["noise"], 2)
+    sample(model, model.prefix(inputs_of(data), output=True), data["noise"], 2)
     assert strays == []
 
 
@@ -249,14 +237,8 @@ def test_fresh_weights_are_a_function_of_the_seed(model, name):
         assert not one.expert.norm.dense.weight.any()
     data = recorded(name)
     with torch.no_grad():
-        actions = one.sample(one.prefix(inputs_of(data)), data["noise"], 2)
+        actions = sample(one, one.prefix(inputs_of(data)), data["noise"], 2)
     assert actions.isfinite().all()
-
-
-def test_times_of_the_steps():
-    assert model_of("smolvla").times(4) == [1.0, 0.75, 0.5, 0.25]
-    assert model_of("pi0").times(4) == pytest.approx([1.0, 0.75, 0.5, 0.25], abs=1e-6)
-    assert len(model_of("pi05").times(10)) == 10
 
 
 def test_time_embedding_by_hand():
@@ -280,5 +262,5 @@ def test_published_sizes(spec, backbone, expert):
     """PaliGemma; adaRMS adds a layer to each of 37 norms; SmolVLA has 450.0 M with an output matrix of 47.3 M."""
     with torch.device("meta"):
         model = build(spec)
-    assert sum(p.numel() for p in model.backbone_parameters()) == backbone
+    assert sum(p.numel() for p in backbone_of(model)) == backbone
     assert sum(p.numel() for p in model.expert.parameters()) == expert

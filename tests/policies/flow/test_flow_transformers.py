@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from golden_flow import build, inputs_of, model_of, recorded, spec_of
+from golden_flow import build, inputs_of, loss_of, model_of, recorded, sample, spec_of
 from safetensors.torch import load_file
 from transformers import PI0Config, PI0ForConditionalGeneration
 
@@ -104,13 +104,13 @@ def test_velocities_and_actions_agree(setup, loaded):
     found = loaded(**batch, noise=data["noise"], timestep=data["time"]).logits
     torch.testing.assert_close(velocity, found, atol=1e-4, rtol=0.0)
     actions = loaded.sample_actions(**batch, noise=data["noise"].clone(), num_steps=STEPS)
-    torch.testing.assert_close(ours.sample(prefix, data["noise"], STEPS), actions, atol=3e-4, rtol=0.0)
+    torch.testing.assert_close(sample(ours, prefix, data["noise"], STEPS), actions, atol=3e-4, rtol=0.0)
 
 
 def test_gradients_agree(setup, loaded):
     data, inputs, _, batch = setup
     ours, actions = model_of("pi0"), torch.randn(data["noise"].shape, generator=torch.Generator().manual_seed(1))
-    loss = ours.loss(ours.prefix(inputs), actions, data["noise"], data["time"]).mean()
+    loss = loss_of(ours, ours.prefix(inputs), actions, data["noise"], data["time"]).mean()
     loss.backward()
     loaded.zero_grad()
     found = loaded(**batch, noise=data["noise"], timestep=data["time"], actions=actions).loss
