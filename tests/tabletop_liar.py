@@ -13,8 +13,8 @@ from embodyrl.types import EnvSpec
 class LiarFactory(TabletopFactory):
     """Tells of the next block."""
 
-    def spec(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
-        spec = super().spec(cfg, context)
+    def describe(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
+        spec = super().describe(cfg, context)
         return replace(spec, tasks=tuple(_lie(task) for task in spec.tasks))
 
 

@@ -196,13 +196,18 @@ def test_starting_and_stopping_leaks_nothing(tmp_path):
 
     use_memory()
     _cycle(tmp_path, "stop")
+    gc.collect()
     before, memory = held(), resident()
     for end in ("kill", "exit", "stop"):
         _cycle(tmp_path, end)
     for _ in range(50):
         use_memory()
     gc.collect()
-    assert held() == before
+    # What an earlier test of this process left may end meanwhile; nothing may be added.
+    after = held()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+    assert after[2] <= before[2]
     assert resident() - memory < 5 * 2**20
 
 
