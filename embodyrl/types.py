@@ -163,8 +163,8 @@ class PolicySpec:
     """What one sample's forward pass keeps in memory for its backward pass, about."""
     recomputed_bytes: int = 0
     """The same with actor.gradient_checkpointing."""
-    has_logprobs: bool = True
-    """Actions are sampled tokens with probabilities; RL needs them."""
+    untrainable: str = ""
+    """Why RL cannot train it; empty: it can, for its actions are drawn with probabilities."""
     takes_noise: bool = True
     """Sampling differs from acting greedily."""
     scripted: bool = False

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from embodyrl.cli.runs import find_run, newest_run
 from embodyrl.config.trust import TRUST
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
         return sweep(args.command, args.words, args.config_dir)
     cfg, more = _compose(args)
-    if _only_look(args, cfg):
+    if only_look(args, cfg):
         return 0
     name = (
         "evaluate"
@@ -58,7 +59,12 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
                 f"Evaluate what it learned: embodyrl eval ckpt={found}."
             )
         return load_saved_config(found, words, command="eval"), {"resume": found}
-    return load_config(args.command, words, config_dirs=folders, base=_config_of_ckpt(words)), {}
+    return compose_with_ckpt(args), {}
+
+
+def compose_with_ckpt(args: argparse.Namespace) -> Any:
+    """Compose the config of a command that uses weights; the run that `ckpt=` names says which parts these fit."""
+    return load_config(args.command, args.words, config_dirs=args.config_dir, base=_config_of_ckpt(args.words))
 
 
 def _config_of_ckpt(words: Sequence[str]) -> Path | None:
@@ -96,7 +102,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
-def _only_look(args: argparse.Namespace, cfg: Root) -> bool:
+def only_look(args: argparse.Namespace, cfg: Root) -> bool:
     """Check the config against its components and serve the flags that stop before anything runs."""
     from embodyrl.plan.checks import check_components
 

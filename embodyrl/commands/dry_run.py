@@ -4,12 +4,12 @@ from embodyrl.commands.facts import facts, training_facts
 from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.held_out import evaluation_facts
-from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
+from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, Root, ServeConfig, SftConfig, TrainConfig
 
 
 def describe(cfg: Root) -> str:
     """Return the derived sizes of a run, a line each."""
-    if isinstance(cfg, ActingConfig) and cfg.ckpt is not None:
+    if isinstance(cfg, ActingConfig | ServeConfig) and cfg.ckpt is not None:
         resolve_weights(cfg.ckpt)
     if isinstance(cfg, CollectConfig):
         from embodyrl.commands.collect import draw_collection
@@ -21,6 +21,11 @@ def describe(cfg: Root) -> str:
         from embodyrl.commands.sft_setup import sft_facts
 
         return _layout(sft_facts(cfg))
+    if isinstance(cfg, ServeConfig):
+        from embodyrl.commands.serve import describe as describe_served
+        from embodyrl.commands.serve import serving_facts
+
+        return _layout(serving_facts(cfg, *describe_served(cfg)))
     assert isinstance(cfg, EvalConfig)
     training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
     blueprint = draw_blueprint(cfg, training=training)

@@ -173,10 +173,9 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
 def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, policy: PolicySpec) -> list[str]:
     """What the algorithm asks of environment and policy that they cannot do."""
     problems = []
-    if not policy.has_logprobs:
+    if policy.untrainable:
         problems.append(
-            f"model '{policy.name}' gives no action probabilities, so RL cannot train it; choose a model with discrete "
-            "action tokens (model.action_head=discrete), or run `embodyrl sft` or `embodyrl eval`."
+            f"model '{policy.name}' cannot be trained: {policy.untrainable}. Fix: another model, or `embodyrl eval`."
         )
     if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
         problems.append(

@@ -4,7 +4,17 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.reward import RewardSection, reward_problems
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.fanout import missing_loggers
-from embodyrl.plan.roots import ActingConfig, CheckConfig, CollectConfig, Root, RunConfig, SftConfig, TextTask
+from embodyrl.plan.roots import (
+    ActingConfig,
+    CheckConfig,
+    CollectConfig,
+    PolicyConfig,
+    Root,
+    RunConfig,
+    ServeConfig,
+    SftConfig,
+    TextTask,
+)
 from embodyrl.plan.texts import text_problems
 from embodyrl.policies import POLICIES
 
@@ -21,14 +31,17 @@ def check_components(cfg: Root) -> None:
             f"env.env_type={cfg.env.env_type}: `embodyrl check-env` plays simulators with random actions, and this "
             "environment judges written answers. `embodyrl train env=... --dry-run` checks its rows and rewards."
         )
+    if isinstance(cfg, ServeConfig) and isinstance(cfg, TextTask):
+        raise ConfigError(f"env.env_type={cfg.env.env_type}: `embodyrl serve` answers with actions, not with words.")
     if isinstance(cfg, CollectConfig) and cfg.collect.out is None:
         problems.append("collect.out is not set: it wants a folder to write demonstrations to, for example demos/a.")
     if isinstance(cfg, SftConfig) and cfg.data.path is None:
         problems.append("data.path is not set: it wants a folder with demonstrations; `embodyrl collect` writes one.")
     if isinstance(cfg, RunConfig):
         problems += missing_loggers(cfg.runner.logger.backends)
+    if isinstance(cfg, PolicyConfig):
         problems += POLICIES.get(cfg.model.model_type).validate(cfg.model)
-    if isinstance(cfg, ActingConfig | CheckConfig):
+    if isinstance(cfg, ActingConfig | CheckConfig | ServeConfig):
         if isinstance(cfg, TextTask):
             assert isinstance(cfg, ActingConfig)
             problems += text_problems(cfg, cfg.algorithm.sampling_params.max_new_tokens)

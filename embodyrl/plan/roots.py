@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, create_model
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
 from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ClusterSection, LauncherSettings, ProcessSettings
+from embodyrl.cluster.protocol import ClusterSection, LauncherSettings
 from embodyrl.cluster.settings import ActingFaults, StepTimeout
 from embodyrl.config.placement import parse_placement
 from embodyrl.config.settings import Index, Key, Path, Settings, join, keys_of, parents_of, spell
@@ -35,10 +35,12 @@ from embodyrl.plan.settings import (
     RolloutMode,
     RolloutSettings,
     RunnerSettings,
+    ServeSettings,
     SupervisedFaults,
     SupervisedRunSettings,
     VideoChoice,
 )
+from embodyrl.plan.slots import slot_problems
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.registry import Registry, closest
@@ -69,14 +71,19 @@ class CheckConfig(Root):
     faults: StepTimeout = StepTimeout()
 
 
-class RunConfig(Root):
-    """A command that makes a run folder."""
+class PolicyConfig(Root):
+    """A command that uses a policy."""
 
     trust: bool = False
     """The config of the run that is resumed or whose weights are used may name code (package.module:attr) and servers;
     counts only where it is typed."""
-    runner: Any
     model: ModelSettings
+
+
+class RunConfig(PolicyConfig):
+    """A command that makes a run folder."""
+
+    runner: Any
 
 
 class ActingConfig(RunConfig):
@@ -139,7 +146,7 @@ class TrainConfig(EvalConfig):
     def problems(self) -> Iterator[str]:
         """Say what does not fit together, one line each with the fix."""
         yield from super().problems()
-        yield from _slots(self)
+        yield from slot_problems(self.env.train, self.algorithm.group_size, self.launcher)
         yield from _asynchronous(self)
         yield from _ranks(self)
         if self.runner.resume_dir is not None and self.ckpt is not None:
@@ -168,6 +175,15 @@ class SftConfig(RunConfig):
         yield "launcher.env_workers", "supervised training runs no simulators"
 
 
+class ServeConfig(PolicyConfig):
+    """`embodyrl serve`."""
+
+    ckpt: Path | None = None
+    """Weights to serve: a run, a checkpoint folder, or assets/<name>; default: the model's own."""
+    env: EnvSettings
+    serve: ServeSettings = ServeSettings()
+
+
 class TextTask(Settings):
     """What an environment of rows brings along."""
 
@@ -180,6 +196,7 @@ ROOTS: dict[str, type[Root]] = {
     "eval": EvalConfig,
     "collect": CollectConfig,
     "sft": SftConfig,
+    "serve": ServeConfig,
     "check-env": CheckConfig,
 }
 
@@ -346,29 +363,6 @@ def suggest(name: str) -> str:
 
 def _with_parents(keys: Mapping[str, Key]) -> list[str]:
     return [*keys, *{parent for key in keys for parent in parents_of(key)}]
-
-
-def _slots(cfg: TrainConfig) -> Iterator[str]:
-    slots, size = cfg.env.train.total_num_envs, cfg.algorithm.group_size
-    if slots % size:
-        near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
-        best = min((g for g in range(1, slots + 1) if slots % g == 0), key=lambda g: (abs(g - size), g))
-        yield (
-            f"env.train.total_num_envs={slots} is not divisible by algorithm.group_size={size}: every group needs a "
-            f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near))}, "
-            f"or algorithm.group_size={best}."
-        )
-    elif size > 1 and not cfg.env.train.use_fixed_reset_state_ids:
-        yield (
-            f"algorithm.group_size={size} compares episodes of one initial state, but "
-            "env.train.use_fixed_reset_state_ids=false gives each its own; set it to true."
-        )
-    workers = cfg.launcher.env_workers if isinstance(cfg.launcher, ProcessSettings) else "auto"
-    if workers != "auto" and workers > slots:
-        yield (
-            f"launcher.env_workers={workers} but only env.train.total_num_envs={slots} slots: some workers would idle. "
-            f"Use launcher.env_workers={slots}."
-        )
 
 
 def _asynchronous(cfg: TrainConfig) -> Iterator[str]:

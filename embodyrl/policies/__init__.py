@@ -12,6 +12,7 @@ POLICIES.add("openvla", "embodyrl.policies.openvla_oft:OPENVLA")
 POLICIES.add("pi0", "embodyrl.policies.flow.vla:FACTORY")
 POLICIES.add("pi05", "embodyrl.policies.flow.vla:PI05")
 POLICIES.add("random", "embodyrl.policies.untrained:RANDOM")
+POLICIES.add("remote", "embodyrl.policies.remote:FACTORY")
 POLICIES.add("scripted", "embodyrl.policies.untrained:SCRIPTED")
 POLICIES.add("smolvla", "embodyrl.policies.flow.vla:FACTORY")
 

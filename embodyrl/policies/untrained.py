@@ -98,7 +98,7 @@ class UntrainedFactory:
             gripper=env.gripper,
             scripted=self.scripted,
             takes_noise=not self.scripted or (isinstance(cfg, ScriptedSettings) and cfg.expert_noise > 0),
-            has_logprobs=False,
+            untrainable="it has no weights",
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )
 

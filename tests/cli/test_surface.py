@@ -29,6 +29,7 @@ SURFACE = {
     "eval": RUN | {"--resume"},
     "collect": RUN,
     "sft": RUN | {"--resume"},
+    "serve": RUN,
     "report": {"--out", "--open", "--json"},
     "view": {"--follow"},
     "replay": {"--step", "--json"},

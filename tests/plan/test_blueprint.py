@@ -26,7 +26,7 @@ def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
 
 @pytest.mark.parametrize("model", ["scripted", "random"])
 def test_rl_refuses_policies_without_probabilities(model):
-    with pytest.raises(ConfigError, match="no action probabilities"):
+    with pytest.raises(ConfigError, match=rf"model '{model}' cannot be trained: it has no weights"):
         blueprint(f"model={model}", training=True)
 
 

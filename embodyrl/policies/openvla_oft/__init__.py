@@ -79,7 +79,7 @@ class OpenVlaOftFactory:
             num_trained=_trained(cfg, config, options) if cfg.is_lora else None,
             activation_bytes=activation_bytes(config, images=images, tokens_per_chunk=tokens),
             recomputed_bytes=activation_bytes(config, images=images, tokens_per_chunk=tokens, recompute=True),
-            has_logprobs=cfg.action_head == "discrete",
+            untrainable="" if cfg.action_head == "discrete" else f"its {cfg.action_head} head gives no probabilities",
             takes_noise=cfg.action_head != "l1",
         )
 

@@ -79,7 +79,7 @@ class OpenVlaOftPolicy:
         inputs = self._inputs(obs)
         uniform = None if noise is None else torch.tensor(noise, device=self._device)
         with self._autocast:
-            if not self.spec.has_logprobs:
+            if self.spec.untrainable:
                 return self._continuous(inputs, uniform)
             logits, choice, value = self._sample(inputs, uniform, temperature or self._temperature)
         logprob, _ = categorical_scores(logits / (temperature or self._temperature), choice)
@@ -100,7 +100,7 @@ class OpenVlaOftPolicy:
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
-        assert self.spec.has_logprobs, "continuous actions have no probabilities"
+        assert not self.spec.untrainable, "continuous actions have no probabilities"
         logits, value = self._run(obs, tokens)
         choice = torch.tensor(tokens, device=self._device) - self._config.action_vocab_start
         logprob, entropy = categorical_scores(logits / self._temperature, choice)

@@ -1,0 +1,35 @@
+"""The command `serve`: a policy for other programs."""
+
+import argparse
+import json
+import sys
+from functools import partial
+
+from embodyrl.cli.run import compose_with_ckpt, only_look
+from embodyrl.errors import ConfigError
+from embodyrl.plan.roots import ServeConfig
+from embodyrl.version import __version__
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run `embodyrl serve`; with `--json` the address is all that goes to standard output."""
+    if args.json and args.dry_run:
+        raise ConfigError("--json goes with --print-config or with a server; leave out --dry-run.")
+    if args.words and "=" not in args.words[0]:
+        args.words[0] = f"ckpt={args.words[0]}"
+    cfg = compose_with_ckpt(args)
+    assert isinstance(cfg, ServeConfig)
+    if only_look(args, cfg):
+        return 0
+    from embodyrl.commands.serve import serve as start
+
+    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
+    say(f"embodyrl {__version__} · serve · Ctrl-C ends it")
+
+    def ready(url: str) -> None:
+        if args.json:
+            print(json.dumps({"url": url, "protocol": cfg.serve.protocol}), flush=True)
+        say(f"  listening  {url}")
+
+    start(cfg, say=say, ready=ready)
+    return 0

@@ -1,0 +1,204 @@
+"""The server's side of both protocols: answers errors, waits for nothing without a deadline, ends on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from embodyrl.commands.serve.answering import Answering, PolicyThread
+from embodyrl.errors import EmbodyError, Interrupted
+from embodyrl.plan.settings import ServeSettings
+from embodyrl.policies.remote.encoding import MessageError, bytes_keyed, need, pack, text_keyed, unpack
+from embodyrl.types import FloatArray
+from embodyrl.version import __version__
+
+_CLOSING_S = 5.0
+"""How long clients have to leave politely when the server ends."""
+_UNFIT = "does not fit what the policy was built for"
+
+
+class PolicyServer:
+    """Serves one policy to any number of clients; their questions are answered one after the other."""
+
+    def __init__(self, answering: Answering, cfg: ServeSettings, say: Callable[[str], None]) -> None:
+        self._answering, self._cfg, self._say = answering, cfg, say
+        self._thread = PolicyThread()
+        self._clients = 0
+
+    async def run(self, ready: Callable[[str], None]) -> None:
+        """Listen until SIGINT, SIGTERM or SIGHUP.
+
+        Args:
+            ready: called with the address once clients can connect.
+
+        Raises:
+            Interrupted: always, at the end.
+            EmbodyError: the address cannot be listened at.
+        """
+        cfg, loop = self._cfg, asyncio.get_running_loop()
+        ended: asyncio.Future[int] = loop.create_future()
+
+        def end(signum: int) -> None:
+            if not ended.done():
+                ended.set_result(signum)
+
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                loop.add_signal_handler(signum, end, signum)
+        try:
+            server = await need("websockets.asyncio.server").serve(
+                self._meet,
+                cfg.host,
+                cfg.port,
+                # A browser names the page it shows; no page has any business here, not even with this machine.
+                origins=[None],
+                compression=None,
+                max_size=cfg.max_message_mib * 2**20,
+                ping_interval=None,  # a client that simulates may not answer them
+                process_request=_health,
+                logger=_silent(),
+            )
+        except OSError as error:
+            raise EmbodyError(
+                f"Cannot listen at {cfg.host}:{cfg.port}: {error.strerror or error}. Fix: another serve.port (0 takes "
+                "any free one), or an address of this machine as serve.host."
+            ) from error
+        ready(f"ws://{cfg.host}:{next(iter(server.sockets)).getsockname()[1]}")
+        signum = await ended
+        server.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(server.wait_closed(), _CLOSING_S)
+        raise Interrupted(signum)
+
+    async def _meet(self, socket: Any) -> None:
+        """One client, from its first to its last message."""
+        closed = need("websockets.exceptions").ConnectionClosed
+        self._clients += 1
+        number, answered = self._clients, 0
+        self._say(f"client {number} connected")
+        client = _Client(socket, self._cfg.idle_timeout_s)
+        talk = {"openpi": self._openpi, "vla_eval": self._vla_eval}[self._cfg.protocol]
+        ending = "left"
+        try:
+            async for problem in talk(client):
+                answered += not problem
+                if problem:
+                    self._say(f"client {number}: answered with an error: {problem}")
+        except closed as error:
+            ending = "left" if error.rcvd else f"is gone ({error})"
+        except TimeoutError:
+            ending = f"said nothing for {self._cfg.idle_timeout_s:g} s (serve.idle_timeout_s)"
+        self._say(f"client {number} {ending} after {answered} answers")
+
+    async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
+        """Metadata first, then a chunk for each observation; an error is a text."""
+        await client.send(pack(self._answering.describe(), bytes_keyed))
+        while True:
+            data = await client.receive()
+            started = time.perf_counter()
+            try:
+                actions = await self._ask(unpack(data))
+            except EmbodyError as error:
+                await client.send(str(error))
+                yield error
+                continue
+            timing = {"infer_ms": 1000 * (time.perf_counter() - started)}
+            await client.send(pack({"actions": actions, "server_timing": timing}, bytes_keyed))
+            yield None
+
+    async def _vla_eval(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
+        """Messages about episodes; each observation is answered with one action, of a chunk as long as it lasts."""
+        chunk: list[FloatArray] = []
+        while True:
+            kind, payload, sequence, problem = "error", {}, 0, None
+            try:
+                said = _envelope(unpack(await client.receive()))
+                kind, payload, sequence = said["type"], said["payload"], said["seq"]
+                if kind == "observation":
+                    chunk = chunk or list(await self._ask(payload))
+                elif kind in ("episode_start", "episode_end"):
+                    chunk = []
+                elif kind == "hello":
+                    await client.send(_message("hello", self._hello(), sequence))
+                elif kind != "error":
+                    raise MessageError(f"'{kind}' is no message of this protocol.")
+            except EmbodyError as error:
+                problem = error
+                await client.send(_message("error", {"error": str(error)}, sequence))
+            if kind == "observation" and problem is None:
+                await client.send(_message("action", {"actions": chunk.pop(0)}, sequence))
+            if kind == "observation" or problem:
+                yield problem
+
+    def _hello(self) -> dict[str, Any]:
+        described = self._answering.describe()
+        # vla-eval hands these to the benchmark. Its LIBERO turns quaternions to the shorter way round unless told
+        # otherwise; the demonstrations' states, which policies know, do not.
+        wanted = {
+            "send_wrist_image": len(described["images"]) > 1,
+            "send_state": bool(described["state_dim"]),
+            "quat_no_antipodal": True,
+        }
+        own = {"harness_version": f"embodyrl {__version__}", "protocol_version": 1, "model_server": "embodyrl"}
+        return own | {"capabilities": {}, "observation_params": wanted, "embodyrl": described}
+
+    async def _ask(self, message: object) -> FloatArray:
+        """A chunk for one observation.
+
+        Raises:
+            EmbodyError: the observation does not fit, or the policy takes too long.
+        """
+        limit = self._cfg.answer_timeout_s
+        answer = asyncio.wrap_future(self._thread.submit(partial(self._answering, message)))
+        try:
+            return await asyncio.wait_for(answer, limit)
+        except EmbodyError:
+            raise
+        except TimeoutError as error:
+            raise EmbodyError(f"The policy gave no answer for {limit:g} s (serve.answer_timeout_s).") from error
+        except Exception as error:  # whatever a network says of an image it cannot take
+            raise MessageError(f"the observation {_UNFIT}: {type(error).__name__}: {error}") from error
+
+
+class _Client:
+    """A connection on which every wait has a deadline."""
+
+    def __init__(self, socket: Any, limit_s: float) -> None:
+        self._socket, self._limit_s = socket, limit_s
+
+    async def receive(self) -> bytes | str:
+        """The next message; raises TimeoutError."""
+        return await asyncio.wait_for(self._socket.recv(), self._limit_s)
+
+    async def send(self, data: bytes | str) -> None:
+        """Send a message; raises TimeoutError where nobody reads."""
+        await asyncio.wait_for(self._socket.send(data), self._limit_s)
+
+
+def _envelope(said: Any) -> dict[str, Any]:
+    wanted = {"type": str, "payload": dict, "seq": int}
+    if not isinstance(said, dict) or any(not isinstance(said.get(key), kind) for key, kind in wanted.items()):
+        raise MessageError("a message is a mapping with type, payload and seq. Fix: serve.protocol=openpi.")
+    return said
+
+
+def _message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
+    return pack({"type": kind, "payload": payload, "seq": sequence, "timestamp": time.time()}, text_keyed)
+
+
+def _health(connection: Any, request: Any) -> Any:
+    """Answer probes (openpi: /healthz, vla-eval: /health) without a websocket."""
+    return connection.respond(200, "OK\n") if request.path in ("/healthz", "/health") else None
+
+
+def _silent() -> logging.Logger:
+    """The library logs a traceback for everything at this port that is no websocket; clients are reported by `say`."""
+    logger = logging.Logger("embodyrl.serve")
+    logger.addHandler(logging.NullHandler())
+    return logger

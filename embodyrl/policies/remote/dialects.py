@@ -1,0 +1,128 @@
+"""What the two protocols call the parts of an observation, as data, and how an observation is written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from embodyrl.policies.remote.encoding import MessageError
+from embodyrl.policies.remote.settings import ConversationSettings
+from embodyrl.types import ByteArray, FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One observation as it travels: upright images, whatever the simulator's orientation."""
+
+    images: tuple[ByteArray, ...]
+    """Each [H, W, 3] uint8."""
+    state: FloatArray | None
+    """[S]; None: not sent."""
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """What an observation's parts are called."""
+
+    images: tuple[str, ...]
+    state: tuple[str, ...]
+    """The first one is written, any is read."""
+    prompt: tuple[str, ...]
+    """The same."""
+    group: str = ""
+    """Mapping that holds the images; empty: the observation itself."""
+    by_position: bool = False
+    """Images are read in the order in which they come, whatever their names."""
+
+    def write(self, seen: Seen) -> dict[str, Any]:
+        """The observation as a message; cameras beyond the names are left out."""
+        pictures: dict[str, Any] = dict(zip(self.images, seen.images, strict=False))
+        message = {self.group: pictures} if self.group else pictures
+        message |= {self.prompt[0]: seen.prompt}
+        return message if seen.state is None else message | {self.state[0]: seen.state}
+
+    def read(self, message: object, *, images: int, states: int) -> Seen:
+        """Take what a policy wants out of a message.
+
+        Args:
+            message: what came.
+            images: number of images that are wanted.
+            states: length of the state that is wanted; 0: none.
+
+        Raises:
+            MessageError: something is missing or of another shape; says what came instead.
+        """
+        if not isinstance(message, Mapping):
+            raise MessageError(f"an observation is a mapping, this is {type(message).__name__}.")
+        prompt = _first(message, self.prompt)
+        if not isinstance(prompt, str):
+            raise MessageError(f"'{self.prompt[0]}' is to be a text. {_what_came(message)}")
+        state = None
+        if states:
+            state = np.asarray(_first(message, self.state), np.float32)
+            if state.shape != (states,):
+                raise MessageError(
+                    f"'{self.state[0]}' is to hold {states} numbers, and has shape {state.shape}. {_what_came(message)}"
+                )
+        return Seen(images=self._pictures(message, images), state=state, prompt=prompt)
+
+    def _pictures(self, message: Mapping[Any, Any], count: int) -> tuple[ByteArray, ...]:
+        held = message.get(self.group) if self.group else message
+        if not isinstance(held, Mapping):
+            raise MessageError(f"'{self.group}' is to be a mapping of images. {_what_came(message)}")
+        names: Sequence[Any] = list(held) if self.by_position else self.images
+        if len(names) < count or any(name not in held for name in names[:count]):
+            wanted = f"{count} images" if self.by_position else ", ".join(f"'{name}'" for name in names[:count])
+            raise MessageError(f"wanted {wanted}. {_what_came(held)} Fix: send them, or name them in image_names.")
+        pictures = tuple(np.asarray(held[name]) for name in names[:count])
+        for name, picture in zip(names, pictures, strict=False):
+            if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3 or 0 in picture.shape:
+                raise MessageError(
+                    f"image '{name}' is {picture.dtype} {list(picture.shape)}; an image is uint8 [height, width, 3]."
+                )
+        if len({picture.shape for picture in pictures}) > 1:
+            raise MessageError(f"images differ in size: {', '.join(str(list(p.shape)) for p in pictures)}.")
+        return pictures
+
+
+OPENPI = Names(
+    images=("observation/image", "observation/wrist_image"), state=("observation/state",), prompt=("prompt",)
+)
+"""openpi's LIBERO policies."""
+VLA_EVAL = Names(
+    images=("agentview", "wrist"),
+    state=("states", "state"),
+    prompt=("task_description",),
+    group="images",
+    by_position=True,
+)
+"""vla-eval's LIBERO benchmark; its own servers read images by position."""
+
+
+def names_of(cfg: ConversationSettings) -> Names:
+    """The protocol's names, with those that were chosen."""
+    names = {"openpi": OPENPI, "vla_eval": VLA_EVAL}[cfg.protocol]
+    return Names(
+        images=names.images if cfg.image_names is None else tuple(cfg.image_names),
+        state=names.state if cfg.state_name is None else (cfg.state_name,),
+        prompt=names.prompt if cfg.prompt_name is None else (cfg.prompt_name,),
+        group=names.group,
+        by_position=names.by_position and cfg.image_names is None,
+    )
+
+
+def _first(message: Mapping[Any, Any], names: Sequence[str]) -> Any:
+    return next((message[name] for name in names if name in message), None)
+
+
+def _what_came(message: Mapping[Any, Any]) -> str:
+    return f"What came: {', '.join(sorted(map(repr, message))) or 'nothing'}."
+
+
+def upright(images: ByteArray, rotation_deg: int) -> ByteArray:
+    """Turn images [..., H, W, 3] between a simulator's orientation and upright; 0 or 180 degrees, its own inverse."""
+    return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images

@@ -1,0 +1,140 @@
+"""Messages about observations: what is written is read again, and what is damaged or dangerous is refused."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodyrl.policies.remote.dialects import OPENPI, VLA_EVAL, Seen, names_of, upright
+from embodyrl.policies.remote.encoding import MessageError, bytes_keyed, pack, text_keyed, unpack
+from embodyrl.policies.remote.settings import ConversationSettings
+
+msgpack = pytest.importorskip("msgpack", reason="the extra `serve` is not installed")
+PICTURE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
+
+
+@pytest.mark.parametrize("write", [bytes_keyed, text_keyed])
+def test_arrays_come_back_as_they_were(write):
+    sent = {"a": PICTURE[::-1], "b": [np.float32(1.5), np.zeros((0, 3))], "c": {"d": np.array([True, False])}}
+    found = unpack(pack(sent, write))
+    for one, other in ((found["a"], sent["a"]), (found["b"][1], sent["b"][1]), (found["c"]["d"], sent["c"]["d"])):
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other)
+    assert found["b"][0] == 1.5
+
+
+def test_pictures_may_be_compressed():
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(PICTURE).save(buffer, "PNG")
+    raw = {"__image__": True, "format": "raw", "data": PICTURE.tobytes(), "dtype": "|u1", "shape": [4, 5, 3]}
+    png = {"__image__": True, "format": "png", "data": buffer.getvalue(), "shape": [4, 5, 3]}
+    for found in unpack(msgpack.packb([raw, png])):
+        assert np.array_equal(found, PICTURE)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (Path.touch, (Path("exploded"),))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("dtype", "|O", "only booleans"),
+        ("dtype", "<U3", "only booleans"),
+        ("dtype", "nonsense", "no known type"),
+        ("shape", [4, 5, 4], "do not have that size"),
+        ("shape", [-4, -15], "do not have that size"),
+        ("shape", ["x"], "no known type or shape"),
+        ("data", b"", "do not have that size"),
+        ("data", 3, "do not have that size"),
+        ("data", None, "do not have that size"),
+    ],
+)
+def test_a_damaged_or_dangerous_array_is_refused(field, value, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = text_keyed(PICTURE)
+    data = pickle.dumps(Bomb()) if value == "|O" else whole["data"]
+    with pytest.raises(MessageError, match=says):
+        unpack(msgpack.packb(whole | {"data": data} | {field: value}))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"\x93\x01", b"", "text", b"\x91" * 10_000])
+def test_what_is_no_message_is_refused(data):
+    with pytest.raises(MessageError):
+        unpack(data)
+
+
+def test_a_picture_of_another_kind_is_refused():
+    with pytest.raises(MessageError, match="neither PNG nor JPEG"):
+        unpack(msgpack.packb({"__image__": True, "format": "png", "data": b"GIF89a", "shape": [1, 1, 3]}))
+
+
+def test_what_cannot_be_sent_is_not_pickled():
+    with pytest.raises(MessageError, match="cannot be sent"):
+        pack({"a": np.array([object()])}, bytes_keyed)
+    with pytest.raises(MessageError, match="cannot be sent"):
+        pack({"a": Bomb()}, bytes_keyed)
+
+
+SEEN = Seen(images=(PICTURE, PICTURE[:, ::-1]), state=np.arange(8, dtype=np.float32), prompt="pick up the bowl")
+
+
+def test_names_are_those_of_openpis_libero_policies():
+    assert set(OPENPI.write(SEEN)) == {"observation/image", "observation/wrist_image", "observation/state", "prompt"}
+    assert set(VLA_EVAL.write(SEEN)) == {"images", "states", "task_description"}
+
+
+@pytest.mark.parametrize("names", [OPENPI, VLA_EVAL])
+def test_what_is_written_is_read(names):
+    found = names.read(names.write(SEEN), images=2, states=8)
+    assert all(np.array_equal(one, other) for one, other in zip(found.images, SEEN.images, strict=True))
+    assert np.array_equal(found.state, SEEN.state)
+    assert found.prompt == SEEN.prompt
+
+
+def test_names_can_be_chosen():
+    cfg = ConversationSettings(image_names=["cam_high"], state_name="state", prompt_name="task")
+    message = names_of(cfg).write(SEEN)
+    assert set(message) == {"cam_high", "state", "task"}
+    vla = names_of(cfg.updated({"protocol": "vla_eval"}))
+    shuffled = {"images": {"other": PICTURE[:2], "cam_high": PICTURE}, "state": SEEN.state, "task": "x"}
+    assert np.array_equal(vla.read(shuffled, images=1, states=8).images[0], PICTURE)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"observation/image": PICTURE.astype(np.float32)}, "uint8"),
+        ({"observation/image": PICTURE[0]}, "uint8"),
+        ({"observation/image": PICTURE[:2]}, "differ in size"),
+        ({"observation/image": "red"}, "uint8"),
+        ({"observation/state": np.zeros(7)}, "8 numbers"),
+        ({"prompt": None}, "text"),
+    ],
+)
+def test_an_observation_that_does_not_fit_is_refused(change, says):
+    with pytest.raises(MessageError, match=says):
+        OPENPI.read(OPENPI.write(SEEN) | change, images=2, states=8)
+
+
+def test_a_missing_part_is_named_with_what_came():
+    message = OPENPI.write(SEEN)
+    del message["observation/wrist_image"]
+    with pytest.raises(MessageError, match=r"'observation/wrist_image'.*What came: .*'observation/image'.*Fix"):
+        OPENPI.read(message, images=2, states=8)
+    assert OPENPI.read(message, images=1, states=0).state is None
+
+
+def test_upright_is_its_own_inverse():
+    turned = upright(PICTURE, 180)
+    assert np.array_equal(turned, PICTURE[::-1, ::-1])
+    assert np.array_equal(upright(turned, 180), PICTURE)
+    assert upright(PICTURE, 0) is PICTURE
