@@ -1,13 +1,15 @@
-"""Speed and peak memory of OpenVLA-OFT against a plain build from timm and transformers, with random weights.
+"""Speed and peak memory of OpenVLA-OFT and pi0 against plain builds and transformers, with random weights.
 
     pip install timm transformers
     python benchmarks/policy.py --json policy.json                           tiny and 100 M parameters, fp32
+    python benchmarks/policy.py --json policy.json --sizes pi0-tiny pi0-90m  pi0, of the same weights on all sides
     python benchmarks/policy.py --json policy.json --sizes 7b --dtype bf16   where there is a GPU
 
-The peer is put together as the public model: timm's vision transformers (`get_intermediate_layers`) and transformers'
-LlamaForCausalLM (sdpa, no cache, full attention through a 4-D mask, logits of all rows and the whole vocabulary). The
-sides take turns in processes of their own, so that peak memory is their own and a busy machine hits both; medians
-count, of CPU seconds where one thread computes. `act` is a forward pass without gradients, `score` one with backward.
+The peer of OpenVLA-OFT is put together as the public model: timm's vision transformers (`get_intermediate_layers`) and
+transformers' LlamaForCausalLM (sdpa, no cache, full attention through a 4-D mask, logits of all rows and the whole
+vocabulary); those of pi0 are in `policy_flow.py`. The sides take turns in processes of their own, so that peak memory
+is their own and a busy machine hits both; medians count, of CPU seconds where one thread computes. `act` is a forward
+pass without gradients, `score` one with backward.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import policy_flow
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +36,7 @@ from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.statistics import Statistics
 
 CHUNK, ACTION_DIM, PROMPT = 8, 7, 32
+OFT_PEER = "timm VisionTransformer x 2 + transformers LlamaForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -174,25 +178,26 @@ def clock_of(device: str) -> Callable[[], float]:
     return time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
-def measure(module: nn.Module, inputs: ModelInputs, what: str, device: str, seconds: float) -> dict:
+def oft_call(module: nn.Module, inputs: ModelInputs, what: str) -> Callable[[], None]:
+    """A forward pass, or one with backward."""
+    if what == "act":
+        return lambda: module(inputs)[0].log_softmax(dim=-1)
+    return lambda: module(inputs)[0].log_softmax(dim=-1)[..., 0].mean().backward()
+
+
+def measure(module: nn.Module, call: Callable[[], object], what: str, device: str, seconds: float) -> dict:
     """Seconds of each call but the first, which warms up if there are more, and the bytes beyond the weights."""
-
-    def call() -> None:
-        if what == "act":
-            with torch.no_grad():
-                module(inputs)[0].log_softmax(dim=-1)
-        else:
-            module.zero_grad(set_to_none=True)
-            module(inputs)[0].log_softmax(dim=-1)[..., 0].mean().backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
     module.zero_grad(set_to_none=True)
     clock = clock_of(device)
     before, times, started = reset_peak(device), [], clock()
     while not times or clock() - started < seconds:
         begun = clock()
-        call()
+        with torch.set_grad_enabled(what == "score"):
+            if what == "score":
+                module.zero_grad(set_to_none=True)
+            call()
+        if device == "cuda":
+            torch.cuda.synchronize()
         times.append(clock() - begun)
     return {"times": times[1:] or times, "bytes": peak(device) - before}
 
@@ -201,44 +206,64 @@ def run_side(side: str, size_name: str, args: argparse.Namespace) -> None:
     """Measure one side of one size in this process and print the numbers as JSON."""
     device, dtype = args.device, {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     torch.manual_seed(0)
-    size = SIZES[size_name]
-    module = build(side, size, device, dtype)
+    flow = policy_flow.Side(side, policy_flow.SIZES[size_name], device, dtype) if is_flow(size_name) else None
+    module = build(side, SIZES[size_name], device, dtype) if flow is None else flow.module
     results = {"parameters": sum(p.numel() for p in module.parameters())}
     # The first call also pays for libraries that load late.
     for batch in (1, *args.batches):
-        inputs = ModelInputs(
-            pixels=torch.randn(batch, 6, size.image, size.image, device=device, dtype=dtype),
-            prompt_ids=torch.randint(3, 500, (batch, PROMPT), device=device),
-            prompt_lengths=torch.full((batch,), PROMPT, device=device),
-        )
         for what in args.what:
-            if batch > args.largest_score and what == "score":
+            if (batch > args.largest_score and what == "score") or (flow and what not in flow.measured):
                 continue
-            results[f"{what} {batch}"] = measure(module, inputs, what, device, args.seconds)
+            if flow is None:
+                call = oft_call(module, inputs_of(SIZES[size_name], batch, device, dtype), what)
+            else:
+                call = flow.call(what, batch)
+                with torch.set_grad_enabled(what == "score"):
+                    results[f"{what} {batch} numbers"] = call().detach().float().flatten()[:64].tolist()
+            results[f"{what} {batch}"] = measure(module, call, what, device, args.seconds)
     print(json.dumps(results))
 
 
-def rows_of(size_name: str, ours: dict, theirs: dict, args: argparse.Namespace) -> list[dict]:
+def is_flow(size_name: str) -> bool:
+    """Whether a size is one of pi0."""
+    return size_name in policy_flow.SIZES
+
+
+def inputs_of(size: Size, batch: int, device: str, dtype: torch.dtype) -> ModelInputs:
+    """A batch of random inputs."""
+    return ModelInputs(
+        pixels=torch.randn(batch, 6, size.image, size.image, device=device, dtype=dtype),
+        prompt_ids=torch.randint(3, 500, (batch, PROMPT), device=device),
+        prompt_lengths=torch.full((batch,), PROMPT, device=device),
+    )
+
+
+def largest_difference(ours: dict, theirs: dict) -> float:
+    """Of the numbers that both sides computed from the same weights and inputs."""
+    names = [name for name in theirs if name.endswith("numbers")]
+    return max(abs(a - b) for name in names for a, b in zip(ours[name], theirs[name], strict=True))
+
+
+def rows_of(size_name: str, ours: dict, theirs: dict, against: str, args: argparse.Namespace) -> list[dict]:
     """Compare both sides; a ratio above 1 is in our favour."""
-    rows = []
+    rows, chunk = [], policy_flow.SIZES[size_name].horizon if is_flow(size_name) else CHUNK
     for batch in args.batches:
         for what in args.what:
-            if batch > args.largest_score and what == "score":
+            if f"{what} {batch}" not in theirs:
                 continue
             mine, other = ours[f"{what} {batch}"], theirs[f"{what} {batch}"]
             label = f"{size_name} {args.dtype} {what} batch {batch}"
-            speed, their_speed = (CHUNK * batch / statistics.median(side["times"]) for side in (mine, other))
-            rows.append(_row(label, "actions/s", speed, their_speed, speed / their_speed, 1.0))
+            speed, their_speed = (chunk * batch / statistics.median(side["times"]) for side in (mine, other))
+            rows.append(_row(label, against, "actions/s", speed, their_speed, speed / their_speed))
             ours_mb, theirs_mb = mine["bytes"] / 2**20, other["bytes"] / 2**20
-            rows.append(_row(label, "MiB beyond weights", ours_mb, theirs_mb, theirs_mb / max(ours_mb, 1e-3), 1.0))
+            rows.append(_row(label, against, "MiB beyond weights", ours_mb, theirs_mb, theirs_mb / max(ours_mb, 1e-3)))
     return rows
 
 
-def _row(what: str, unit: str, ours: float, theirs: float, ratio: float, goal: float) -> dict:
-    against = "timm VisionTransformer x 2 + transformers LlamaForCausalLM"
+def _row(what: str, against: str, unit: str, ours: float, theirs: float, ratio: float) -> dict:
     return {
         "what": what, "unit": unit, "ours": round(ours, 3), "against": against, "theirs": round(theirs, 3),
-        "ratio": round(ratio, 3), "goal": goal,
+        "ratio": round(ratio, 3), "goal": 1.0,
     }  # fmt: skip
 
 
@@ -252,7 +277,7 @@ def _joined(turns: list[dict]) -> dict:
     """All calls of several turns of one side."""
     joined = turns[0]
     for turn in turns[1:]:
-        for name in joined.keys() - {"parameters"}:
+        for name in (name for name, found in joined.items() if isinstance(found, dict)):
             joined[name]["times"] += turn[name]["times"]
             joined[name]["bytes"] = min(joined[name]["bytes"], turn[name]["bytes"])
     return joined
@@ -262,7 +287,7 @@ def main() -> None:
     """Run both sides of each size and write the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "100m"])
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, *policy_flow.SIZES], default=["tiny", "100m"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--what", nargs="+", choices=["act", "score"], default=["act", "score"])
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
@@ -270,19 +295,27 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="time for each measurement, at least one call")
     parser.add_argument("--turns", type=int, default=2, help="times that each side is started")
     parser.add_argument("--largest-score", type=int, default=64, help="largest batch of score, where memory is short")
-    parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["ours", *policy_flow.PEERS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         run_side(args.side, args.sizes[0], args)
         return
     rows = []
     for size in args.sizes:
-        turns = [_in_own_process(side, size) for side in ("ours", "theirs") * args.turns]
-        ours, theirs = _joined(turns[0::2]), _joined(turns[1::2])
-        print(f"{size}: {ours['parameters']:,} / {theirs['parameters']:,} parameters")
-        rows += rows_of(size, ours, theirs, args)
+        peers = policy_flow.PEERS if is_flow(size) else {"theirs": OFT_PEER}
+        sides = ("ours", *peers)
+        turns = [_in_own_process(side, size) for side in sides * args.turns]
+        found = {side: _joined(turns[number :: len(sides)]) for number, side in enumerate(sides)}
+        print(f"{size}: {' / '.join(format(found[side]['parameters'], ',') for side in sides)} parameters")
+        for side, against in peers.items():
+            if is_flow(size):
+                by = largest_difference(found["ours"], found[side])
+                print(f"{size}: numbers differ from those of {against} by {by:.1e}")
+            rows += rows_of(size, found["ours"], found[side], against, args)
     for row in rows:
-        print(f"{row['what']:<28}{row['unit']:<20}{row['ours']:>12}{row['theirs']:>12}{row['ratio']:>8}")
+        print(
+            f"{row['what']:<28}{row['unit']:<20}{row['ours']:>12}{row['theirs']:>12}{row['ratio']:>8}  {row['against']}"
+        )
     name = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     machine = {
         "clock": clock_of(args.device).__name__,

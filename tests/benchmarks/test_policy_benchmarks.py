@@ -39,6 +39,15 @@ def test_policy_benchmark_against_its_peer(tmp_path):
 
 
 @pytest.mark.integration
+def test_flow_benchmark_against_its_peers(tmp_path, capfd):
+    names = run(tmp_path, "policy.py", "--sizes", "pi0-tiny", "--batches", "2", "--seconds", "0", "--turns", "1")
+    assert names == [f"pi0-tiny fp32 {what} batch 2" for what in ("act", "act", "score", "score", "act", "act")]
+    differences = [float(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if "differ" in line]
+    assert len(differences) == 2
+    assert max(differences) < 1e-3
+
+
+@pytest.mark.integration
 def test_our_side_of_the_text_benchmark(tmp_path):
     text = runpy.run_path(str(ROOT / "benchmarks" / "text.py"))
     model, data = text["prepare"](tmp_path, "short")

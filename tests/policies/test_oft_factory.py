@@ -67,7 +67,7 @@ def test_a_good_folder_and_the_preset_have_no_problems(checkpoint):
     [
         ({"lora": LoraSettings(r=8)}, "model.is_lora=false"),
         ({"lora": LoraSettings(path="nowhere")}, "nowhere holds no adapter_config.json"),
-        ({"is_lora": True, "action_head": "diffusion"}, "are for evaluation"),
+        ({"is_lora": True, "use_film": True}, "is for evaluation"),
         ({"is_lora": True, "use_film": True}, "are for evaluation"),
         ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
     ],

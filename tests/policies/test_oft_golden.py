@@ -167,15 +167,15 @@ def official_diffusion_2img_proprio(policies, golden):
     steps = heads.ddim_steps(10)
     assert steps == want["timesteps"].tolist()
     close(heads.cumulative_alphas(), want["alphas_cumprod"], 1e-6)
-    close(torch.stack([heads.time_embedding(t, 16) for t in steps]), want["time_embeddings"], 1e-4)
+    close(heads.time_embedding(torch.tensor(steps), 16), want["time_embeddings"], 1e-4)
     prefix = module.prefix(batch)
-    time = heads.time_embedding(steps[0], 16)[None, None]
+    time = heads.time_embedding(torch.tensor(steps[:1]), 16)[None]
     slots = module.noisy_action_projector(want["noise"].flatten(1)[..., None])
     embeddings, _, _ = module.embed(torch.cat([prefix, time], dim=1), batch, slots)
     close(embeddings, want["first_step_llm_inputs_embeds"], 1e-4)
-    first = decoding.predict_noise(module, batch, prefix, want["noise"], steps[0])
+    first = decoding.predict_noise(module, batch, prefix, want["noise"], torch.full((len(prefix),), steps[0]))
     close(first, want["first_step_noise_pred"], 1e-3)
-    x = decoding.denoise(module, batch, want["noise"], 10)[0].double().numpy()
+    x = decoding.denoise(module, batch, want["noise"], 10, prefix)[0].double().numpy()
     # Ten steps of this random model turn 1e-8 into 1, so the last bit of the first prediction decides. A processor that
     # repeats it repeats the actions; of another one can be asked that they are actions: what is clipped lies in -1..1.
     assert np.abs(x).max() <= 1

@@ -83,9 +83,11 @@ def test_denoising_walks_down_the_schedule(official, golden):
     module = official("diffusion", action_head="diffusion", trainable=False).module
     batch, x = golden_inputs(golden), golden("official_diffusion_2img_proprio")["noise"]
     with torch.no_grad():
-        want, prefix, alphas = decoding.denoise(module, batch, x, 2), module.prefix(batch), heads.cumulative_alphas()
+        prefix, alphas = module.prefix(batch), heads.cumulative_alphas()
+        want = decoding.denoise(module, batch, x, 2, prefix)
         for step in heads.ddim_steps(2):
-            x = heads.ddim_update(x, decoding.predict_noise(module, batch, prefix, x, step), step, 2, alphas)
+            level = torch.full((len(x),), step)
+            x, _ = heads.ddim_step(x, decoding.predict_noise(module, batch, prefix, x, level), level, 2, alphas, 0.0)
     assert torch.equal(want, x)
 
 
@@ -95,7 +97,7 @@ def test_ddim_finds_the_clean_actions_if_the_noise_is_predicted_exactly():
     levels = [alphas[step] for step in steps] + [torch.ones(())]
     x = levels[0].sqrt() * clean + (1 - levels[0]).sqrt() * noise
     for step, after in zip(steps, levels[1:], strict=True):
-        x = heads.ddim_update(x, noise, step, 10, alphas)
+        x = heads.ddim_step(x, noise, torch.tensor([step]), 10, alphas, 0.0)[0].flatten()
         close(x, after.sqrt() * clean + (1 - after).sqrt() * noise, 1e-12)
     close(x, clean, 1e-12)
 
@@ -104,8 +106,10 @@ def test_ddim_clips_the_clean_estimate_and_keeps_the_predicted_noise():
     alphas = torch.tensor([0.81, 0.64, 0.25] * 10)
     count = heads.TRAIN_STEPS
     # From level 0.64 to level 0.81: (2 - 0.6) / 0.8 = 1.75 becomes 1.
-    got = heads.ddim_update(torch.tensor([2.0, 0.2]), torch.tensor([1.0, -1.0]), 1, count, alphas)
-    close(got, torch.tensor([0.9 + 0.19**0.5, 0.9 - 0.19**0.5]), 1e-6)
+    x, noise = torch.tensor([2.0, 0.2]), torch.tensor([1.0, -1.0])
+    got, std = heads.ddim_step(x, noise, torch.tensor([1]), count, alphas, 0.0)
+    assert std == 0
+    close(got.flatten(), torch.tensor([0.9 + 0.19**0.5, 0.9 - 0.19**0.5]), 1e-6)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from test_oft_policy import observe, uniforms
 
 from embodyrl.config.shared import Precision
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft import OPENVLA
 from embodyrl.policies.openvla_oft.statistics import normalise
 from embodyrl.policies.settings import LoraSettings
@@ -113,17 +113,17 @@ def test_adapters_train_beside_a_whole_l1_head(checkpoint, make_policy, robot, t
     config["lora"] = LoraSettings(r=4, lora_alpha=4)
     policy = make_policy(checkpoint, fresh_heads=True, **config)
     trained = {n: p for n, p in policy.module.named_parameters() if p.requires_grad}
-    assert {n.partition(".")[0] for n in trained if ".lora_" not in n} == {"proprio_projector", "action_head"}
+    assert {n.partition(".")[0] for n in trained if ".lora_" not in n} == {
+        "proprio_projector",
+        "action_head",
+        "action_scale",
+    }
     assert {p.dtype for p in trained.values()} == {torch.float32}
     obs = observe(state_dim=8)
     policy.imitate(obs, targets()).loss.mean().backward()
-    assert all(p.grad is not None for n, p in trained.items() if "lm_head" not in n)
+    of_rl = ("lm_head", "action_scale")
+    assert all(p.grad is not None for n, p in trained.items() if not any(part in n for part in of_rl))
     policy.save(tmp_path / "saved")
     again = make_policy(checkpoint, fresh_heads=True, seed=3, **config)
     again.load_weights(tmp_path / "saved")
     np.testing.assert_array_equal(again.act(obs, noise=None).actions, policy.act(obs, noise=None).actions)
-
-
-def test_diffusion_is_refused_before_anything_is_read(checkpoint, make_policy):
-    with pytest.raises(ConfigError, match="can only be evaluated"):
-        make_policy(checkpoint, action_head="diffusion")

@@ -1,5 +1,6 @@
 """Chains of states from noise to an action chunk: how they are sampled, what is kept of them, how likely that is."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,36 +60,42 @@ def follow_ode(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
     return x
 
 
-class ChainLikelihood:
+class GaussianChain(ABC):
     """Gaussian steps: one stochastic step per chunk, or all of them; implements `ChunkLikelihood`.
 
-    One step: the others follow the ODE and only the two states around it are kept (the mixed form of piRL, arXiv
+    One step: the others are certain and only the two states around it are kept (the mixed form of piRL, arXiv
     2510.25889; there one index serves a batch, here each chunk draws its own). All steps: the states after each are
     kept, the first is drawn again from its seed.
 
     Log-probabilities are those of the executed numbers: of the one step, or summed over all steps and the first state
-    (`joint_logprob` may divide by their count). Temperature multiplies the deviations, except the first state's.
+    and divided by `terms`. Temperature multiplies the deviations, except the first state's.
     """
 
-    def __init__(self, cfg: FlowSettings, shape: ChunkShape, noise_std: NoiseStd | None) -> None:
-        self._cfg, self._shape, self._noise_std = cfg, shape, noise_std
-        self._every = cfg.every_step
-        self._terms = cfg.num_steps + 1 if self._every and cfg.joint_logprob is JointLogprob.mean else 1
-        self.record = ChunkRecord.of(cfg, shape)
+    def __init__(
+        self, record: ChunkRecord, *, num_steps: int, every_step: bool, drawn_steps: int, terms: int = 1
+    ) -> None:
+        """Chains of `num_steps` steps; the one stochastic step is one of the first `drawn_steps`."""
+        self.record = record
+        self._shape, self._num_steps, self._every = record.shape, num_steps, every_step
+        self._drawn_steps, self._terms = drawn_steps, terms
+
+    @abstractmethod
+    def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
+        """The stochastic step at states [B, H, D] and their steps [B], and the certain one."""
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
         """Follow the flow from drawn noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
-        place = (uniforms(seeds, PLACE, 1)[:, 0] * self._cfg.drawn_steps).astype(np.int64)
+        place = (uniforms(seeds, PLACE, 1)[:, 0] * self._drawn_steps).astype(np.int64)
         chosen = torch.from_numpy(place).to(device)[:, None, None]
         x = normals(seeds, START, size, device)
         logprob = self._first_step(x)[0]
         begun, last = [], x
         # One noise for the one step, wherever it falls; else one for each.
         noise = normals(seeds, STEP, size, device)
-        for k in range(self._cfg.num_steps):
+        for k in range(self._num_steps):
             here = torch.full_like(chosen, True, dtype=torch.bool) if self._every else chosen == k
-            step, certain = self._step(velocity, x, torch.full((len(x),), k, device=device), temperature)
+            step, certain = self._tempered(velocity, x, torch.full((len(x),), k, device=device), temperature)
             if self._every and k:
                 noise = normals(seeds, STEP + k, size, device)
             after = torch.where(here, step.mean + step.std * noise, certain.mean)
@@ -119,20 +126,15 @@ class ChainLikelihood:
             indices = [torch.full((len(values),), k, device=device) for k in range(len(begun))]
             logprob, entropy = self._first_step(begun[0])
         for x, after, index in zip(begun, afters, indices, strict=True):
-            step = self._executed(self._step(velocity, x, index, temperature)[0])
+            step = self._executed(self._tempered(velocity, x, index, temperature)[0])
             logprob, entropy = logprob + step.log_prob(after), entropy + step.entropy()
         return logprob / self._terms, entropy / self._terms
 
-    def _step(self, velocity: Velocity, x: Tensor, index: Tensor, temperature: float) -> tuple[Transition, Transition]:
-        """The stochastic step of this likelihood, and the ODE's, at states [B, H, D] and their steps [B]."""
-        t, end = times(index, self._cfg.num_steps)
-        v, hidden = velocity(x, t.flatten())
-        if self._noise_std is not None:
-            step = flow_noise(x, v, t, end, self._noise_std(hidden))
-        else:
-            level = x.new_tensor(self._cfg.noise_level)
-            step = (flow_cps if self._cfg.likelihood is Likelihood.flow_cps else flow_sde)(x, v, t, end, level)
-        return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), ode(x, v, t, end)
+    def _tempered(
+        self, velocity: Velocity, x: Tensor, index: Tensor, temperature: float
+    ) -> tuple[Transition, Transition]:
+        step, certain = self._step(velocity, x, index)
+        return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), certain
 
     def _first_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [B, K, A] of the first state; 0 where only one step counts."""
@@ -146,3 +148,29 @@ class ChainLikelihood:
 
     def _executed(self, step: Transition) -> Transition:
         return Transition(mean=self._part(step.mean), std=self._part(step.std))
+
+
+class ChainLikelihood(GaussianChain):
+    """Steps of a flow; `joint_logprob` may divide the sum over all of them by their count."""
+
+    def __init__(self, cfg: FlowSettings, shape: ChunkShape, noise_std: NoiseStd | None) -> None:
+        mean = cfg.every_step and cfg.joint_logprob is JointLogprob.mean
+        super().__init__(
+            ChunkRecord.of(cfg, shape),
+            num_steps=cfg.num_steps,
+            every_step=cfg.every_step,
+            drawn_steps=cfg.drawn_steps,
+            terms=cfg.num_steps + 1 if mean else 1,
+        )
+        self._cfg, self._noise_std = cfg, noise_std
+
+    def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
+        """The stochastic step of this likelihood, and the ODE's."""
+        t, end = times(index, self._cfg.num_steps)
+        v, hidden = velocity(x, t.flatten())
+        if self._noise_std is not None:
+            step = flow_noise(x, v, t, end, self._noise_std(hidden))
+        else:
+            level = x.new_tensor(self._cfg.noise_level)
+            step = (flow_cps if self._cfg.likelihood is Likelihood.flow_cps else flow_sde)(x, v, t, end, level)
+        return step, ode(x, v, t, end)

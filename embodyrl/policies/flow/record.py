@@ -64,15 +64,20 @@ class ChunkRecord:
     @classmethod
     def of(cls, cfg: FlowSettings, shape: ChunkShape) -> "ChunkRecord":
         """The record that the settings ask for."""
-        state, executed = shape.horizon * shape.width, shape.executed * shape.action_dim
+        state = shape.horizon * shape.width
         if cfg.likelihood is Likelihood.fpo:
             each = cfg.fpo_ratio is FpoRatio.sample
             kept = shape.executed * cfg.fpo_pairs if each else 0
             per_action, floats = cfg.fpo_pairs if each else 1, state + kept
         else:
-            states = cfg.num_steps - 1 if cfg.every_step else 1
-            per_action, floats = shape.action_dim, states * state + executed
+            return cls.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)
         return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=per_action)
+
+    @classmethod
+    def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
+        """The record of a chain of Gaussian steps that keeps so many whole states."""
+        floats = states * shape.horizon * shape.width + shape.executed * shape.action_dim
+        return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=shape.action_dim)
 
     @property
     def tokens(self) -> int:

@@ -16,7 +16,7 @@ from embodyrl.policies.openvla_oft.config import (
     OftOptions,
     read_config,
 )
-from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft
+from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft, record_of
 from embodyrl.policies.openvla_oft.sizes import activation_bytes, adapter_parameters, count_parameters, head_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
@@ -29,7 +29,7 @@ PUBLIC_LAYOUT = (
 NO_PATH = (
     f"model.path is not set: it wants {PUBLIC_LAYOUT}. Checkpoints with discrete action tokens fit: "
     "Haozhan72/Openvla-oft-SFT-libero-{spatial,object,goal}-traj1, -libero10-traj1, -libero10-trajall, or "
-    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 and -LIBERO-130-Base-Lora (its adapter goes to model.lora.path). For eval: the "
+    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 and -LIBERO-130-Base-Lora (its adapter goes to model.lora.path), or the "
     f"L1-regression ones (moojink/openvla-7b-oft-finetuned-libero-*) with model=openvla_oft_official. {TRY_NOW}"
 )
 
@@ -66,21 +66,21 @@ class OpenVlaOftFactory:
             raise ConfigError(problems)
         options = self._options(cfg, env, value_dim)
         tokens, images = options.num_action_tokens, cfg.num_images_in_input
+        diffuses = cfg.action_head == "diffusion"
+        passes = cfg.num_diffusion_steps_inference if diffuses and cfg.every_step else 1
         return PolicySpec(
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
-            tokens_per_chunk=tokens,
+            tokens_per_chunk=record_of(cfg).tokens if diffuses else tokens,
             value_dim=value_dim,
             num_images=images,
             uses_state=cfg.use_proprio,
             gripper=GripperConvention(open=1.0, closed=0.0),
             num_parameters=count_parameters(config, options),
             num_trained=_trained(cfg, config, options) if cfg.is_lora else None,
-            activation_bytes=activation_bytes(config, images=images, tokens_per_chunk=tokens),
-            recomputed_bytes=activation_bytes(config, images=images, tokens_per_chunk=tokens, recompute=True),
-            untrainable="" if cfg.action_head == "discrete" else f"its {cfg.action_head} head gives no probabilities",
-            takes_noise=cfg.action_head != "l1",
+            activation_bytes=passes * activation_bytes(config, images=images, tokens_per_chunk=tokens),
+            recomputed_bytes=passes * activation_bytes(config, images=images, tokens_per_chunk=tokens, recompute=True),
         )
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
@@ -88,15 +88,10 @@ class OpenVlaOftFactory:
 
         Raises:
             CheckpointError: a file is missing, truncated or does not fit.
-            ConfigError: it was asked to train what can only be evaluated.
         """
         from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 
         cfg = as_oft(cfg)
-        if request.trainable and cfg.action_head == "diffusion":
-            raise ConfigError(
-                "model.action_head=diffusion can only be evaluated. To train, use action_head=l1 (sft) or discrete."
-            )
         spec = self.spec(cfg, request.env, request.value_dim)
         options = self._options(cfg, request.env, request.value_dim)
         return OpenVlaOftPolicy(cfg, read_config(_folder(cfg)), spec, options, request)
@@ -149,10 +144,8 @@ def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
 def _training_problems(cfg: OftSettings) -> list[str]:
     """Keys of adapters that nothing would read, and adapters that do not exist."""
     problems = adapter_problems(cfg)
-    if cfg.is_lora and (cfg.use_film or cfg.action_head == "diffusion"):
-        problems.append(
-            "model.is_lora=true trains, but action_head=diffusion and use_film are for evaluation; see lora.path."
-        )
+    if cfg.is_lora and cfg.use_film:
+        problems.append("model.is_lora=true trains, but use_film is for evaluation; see lora.path.")
     return problems
 
 
@@ -182,8 +175,8 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
     if cfg.action_head == "discrete" and any(folder.glob("action_head--*checkpoint.pt")):
         problems.append(
             f"model.path: {folder} holds a continuous action head (L1 or diffusion). Its language model never learned "
-            f"action tokens, so RL on tokens starts at zero success; take one trained with discrete tokens, or "
-            f"evaluate this one with model.action_head=l1 or diffusion."
+            f"action tokens, so RL on tokens starts at zero success; set model.action_head=l1 or diffusion, whichever "
+            f"it has, or take one trained with discrete tokens."
         )
     if cfg.is_lora and config.random_init:
         problems.append(

@@ -15,9 +15,12 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft.config import CONFIG_FILE, INDEX_FILE, RANDOM_INIT_KEY
 
 VALUE_HEAD = "value_head"
-FRESH = ("proprio_projector", "action_head")
+ACTION_SCALE = "action_scale"
+OF_RL = (VALUE_HEAD, ACTION_SCALE)
+"""What RL adds to a model: a checkpoint may lack it, or have it for nothing."""
+FRESH = ("proprio_projector", "action_head", "noisy_action_projector")
 """Supervised training may start them at random."""
-COMPONENTS = (VALUE_HEAD, *FRESH, "noisy_action_projector", "vision_backbone")
+COMPONENTS = (*OF_RL, *FRESH, "vision_backbone")
 """Attribute of the model, prefix of its keys and stem of its file, all at once."""
 
 
@@ -140,8 +143,8 @@ def load_into(
 ) -> None:
     """Copy the weights of a folder into a module, in place, casting to the module's dtypes.
 
-    Everything is checked before the first weight is touched. Heads and projectors come from files of their own; a
-    value head may also be missing or lie among the model's own keys.
+    Everything is checked before the first weight is touched. Heads and projectors come from files of their own; those
+    of RL may also be missing, and a value head may lie among the model's own keys.
 
     Args:
         module: on any device; injected adapters stay as they are.
@@ -161,7 +164,7 @@ def load_into(
             f"in .bin form are not read, because loading them can run code; a low-rank adapter alone goes to "
             f"model.lora.path)."
         )
-    optional = {VALUE_HEAD, *FRESH} if fresh_heads else {VALUE_HEAD}
+    optional = {*OF_RL, *FRESH} if fresh_heads else {*OF_RL}
     files = _map_components(target, beside or folder, optional)
     elsewhere = set(side_components(target)) - {VALUE_HEAD}
     for path in shards:
@@ -173,12 +176,12 @@ def load_components(module: nn.Module, folder: Path) -> None:
     """Copy the components that a folder holds into a module.
 
     Raises:
-        CheckpointError: a component is missing (but for the value head), or its shapes differ.
+        CheckpointError: a component is missing (but for those of RL), or its shapes differ.
     """
     state = module.state_dict()
     names = side_components(state)
     target = {key: tensor for key, tensor in state.items() if component_of(key) in names}
-    _copy(target, _map_components(state, folder, {VALUE_HEAD}), folder, {VALUE_HEAD})
+    _copy(target, _map_components(state, folder, {*OF_RL}), folder, {*OF_RL})
 
 
 def base_state(module: nn.Module) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from embodyrl.policies.openvla_oft.heads import cumulative_alphas, ddim_steps, ddim_update, time_embedding
+from embodyrl.policies.openvla_oft.heads import cumulative_alphas, ddim_step, ddim_steps, time_embedding
 from embodyrl.policies.openvla_oft.llama import KeyValueCache
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 
@@ -36,20 +36,25 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tup
     return torch.cat(all_logits, dim=1), torch.cat(bins, dim=1), value
 
 
-def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int) -> Tensor:
-    """Normalised actions [B, K, A] of the diffusion head after `steps` DDIM steps from Gaussian noise [B, K, A]."""
-    prefix, alphas, x = model.prefix(inputs), cumulative_alphas().to(noise.device), noise
+def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int, prefix: Tensor) -> Tensor:
+    """Normalised actions [B, K, A] of the diffusion head after `steps` certain DDIM steps from noise [B, K, A]."""
+    alphas, x = cumulative_alphas().to(noise.device), noise
     for step in ddim_steps(steps):
-        x = ddim_update(x, predict_noise(model, inputs, prefix, x, step), step, steps, alphas)
+        level = torch.full((len(x),), step, device=x.device)
+        x, _ = ddim_step(x, predict_noise(model, inputs, prefix, x, level), level, steps, alphas, 0.0)
     return x
 
 
-def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: int) -> Tensor:
-    """Noise [B, K, A] in a noisy chunk at a training step; the images and the state enter through `prefix`."""
+def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
+    """Noise [B, K, A] in noisy chunks at training steps [B]; the images and the state enter through `prefix`."""
     assert model.action_head is not None
+    return model.action_head(noisy_hidden(model, inputs, prefix, noisy, step)).float()
+
+
+def noisy_hidden(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
+    """Hidden rows [B, L, D] that the noise in chunks [B, K, A] at training steps [B] is read from."""
     assert model.noisy_action_projector is not None
     # Each scalar becomes the embedding of its action position.
     slots = model.noisy_action_projector(noisy.to(prefix.dtype).flatten(1)[..., None])
-    time = time_embedding(step, prefix.shape[-1]).to(prefix).expand(len(prefix), 1, -1)
-    hidden = model.action_hidden(torch.cat([prefix, time], dim=1), inputs, slots)
-    return model.action_head(hidden).float()
+    time = time_embedding(step, prefix.shape[-1]).to(prefix)[:, None]
+    return model.action_hidden(torch.cat([prefix, time], dim=1), inputs, slots)

@@ -1,4 +1,4 @@
-"""Continuous action heads of the official OFT recipe: L1 regression, and diffusion (evaluation only)."""
+"""Continuous action heads of the official OFT recipe: L1 regression, and diffusion."""
 
 import math
 
@@ -56,6 +56,14 @@ class L1Head(nn.Module):
         return self.model(hidden)
 
 
+class ActionScale(nn.Module):
+    """How far RL explores around the L1 head: a log standard deviation [A] of normalised actions, always float32."""
+
+    def __init__(self, action_dim: int) -> None:
+        super().__init__()
+        self.log_std = nn.Parameter(torch.zeros(action_dim))
+
+
 class DiffusionHead(nn.Module):
     """Predicts the noise in a noisy action chunk."""
 
@@ -68,13 +76,13 @@ class DiffusionHead(nn.Module):
         return self.noise_predictor["mlp_resnet"](hidden)
 
 
-def time_embedding(step: int, width: int) -> Tensor:
-    """Sinusoidal embedding [D] of a diffusion step: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
+def time_embedding(step: Tensor, width: int) -> Tensor:
+    """Sinusoidal embedding [B, D] of diffusion steps [B]: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
     half = width // 2
     # Multiply before dividing, as the public code does: denoising can amplify the last bit to any size.
-    frequency = torch.exp(torch.arange(half) * -math.log(10000.0) / (half - 1))
-    angle = step * frequency
-    return torch.cat([angle.sin(), angle.cos()])
+    frequency = torch.exp(torch.arange(half, device=step.device) * -math.log(10000.0) / (half - 1))
+    angle = step[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
 def cumulative_alphas() -> Tensor:
@@ -92,12 +100,25 @@ def ddim_steps(count: int) -> list[int]:
     return [i * (TRAIN_STEPS // count) for i in reversed(range(count))]
 
 
-def ddim_update(x: Tensor, noise: Tensor, step: int, count: int, alphas: Tensor) -> Tensor:
-    """One deterministic DDIM step (eta 0): clip the clean estimate to -1..1 and go to the next lower noise level.
+def ddim_step(x: Tensor, noise: Tensor, step: Tensor, count: int, alphas: Tensor, eta: float) -> tuple[Tensor, Tensor]:
+    """One DDIM step (arXiv 2010.02502, equations 12 and 16): clip the clean estimate to -1..1, go a noise level down.
 
     The noise is not derived again from the clipped estimate, and the last level is noise-free, as in the public code.
+
+    Args:
+        x: [B, K, A] noisy chunks.
+        noise: [B, K, A] that is predicted in them.
+        step: [B] their training steps.
+        count: steps from noise to actions.
+        alphas: [50] share of signal after each training step.
+        eta: 0: certain; 1: as much noise as the forward process has (DDPM).
+
+    Returns:
+        Mean [B, K, A] and standard deviation [B, 1, 1].
     """
     previous = step - TRAIN_STEPS // count
-    now, then = alphas[step], alphas[previous] if previous >= 0 else torch.ones(())
+    then = torch.where(previous >= 0, alphas[previous.clamp(min=0)], torch.ones((), dtype=alphas.dtype).to(alphas))
+    now, then = alphas[step][:, None, None], then[:, None, None]
     clean = ((x - (1 - now).sqrt() * noise) / now.sqrt()).clamp(-1.0, 1.0)
-    return then.sqrt() * clean + (1 - then).sqrt() * noise
+    variance = eta**2 * (1 - then) / (1 - now) * (1 - now / then)
+    return then.sqrt() * clean + (1 - then - variance).sqrt() * noise, variance.sqrt()

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodyrl.policies.openvla_oft.checkpoint import COMPONENTS, VALUE_HEAD
+from embodyrl.policies.openvla_oft.checkpoint import COMPONENTS, OF_RL, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
-from embodyrl.policies.openvla_oft.heads import DiffusionHead, L1Head
+from embodyrl.policies.openvla_oft.heads import ActionScale, DiffusionHead, L1Head
 from embodyrl.policies.openvla_oft.llama import LanguageModel, RmsNorm
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 
-BODY = ("projector", "language_model", *(name for name in COMPONENTS if name != VALUE_HEAD))
-"""All parts but the value head."""
+BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
+"""All parts but those of RL."""
 
 
 class ValueHead(nn.Module):
@@ -68,9 +68,11 @@ class OpenVlaOft(nn.Module):
         self.proprio_projector = Mlp(options.state_dim, width, width) if options.state_dim else None
         self.value_head = ValueHead(width, options.value_dim) if options.value_dim else None
         self.action_head: nn.Module | None = None
+        self.action_scale: ActionScale | None = None
         self.noisy_action_projector: nn.Module | None = None
         if options.action_head == "l1":
             self.action_head = L1Head(options.action_dim, width)
+            self.action_scale = ActionScale(options.action_dim)
         elif options.action_head == "diffusion":
             self.action_head = DiffusionHead(options.action_dim, width)
             self.noisy_action_projector = Mlp(1, width, width)
@@ -95,16 +97,18 @@ class OpenVlaOft(nn.Module):
             slots = self.language_model.model.embed_tokens(tokens)
         hidden = self.action_hidden(self.prefix(inputs), inputs, slots, more_rows=int(whole_vocabulary))
         if isinstance(self.action_head, L1Head):
-            actions = self.action_head(hidden).float()
-            return actions, actions.new_zeros(len(actions), 0)
+            return self.action_head(hidden).float(), self.value(hidden)
         return self.read_out(hidden, slice(None) if whole_vocabulary else self.action_columns)
 
     def read_out(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """Turn rows [B, n, D] into float32 logits [B, n, columns] and the value [B, V] of the first row."""
-        logits = sliced_linear(self.language_model.lm_head, hidden, columns).float()
+        return sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
+
+    def value(self, hidden: Tensor) -> Tensor:
+        """Value [B, V] of the first of rows [B, n, D]."""
         if self.value_head is None:
-            return logits, logits.new_zeros(len(logits), 0)
-        return logits, self.value_head(hidden[:, 0])
+            return hidden.new_zeros(len(hidden), 0, dtype=torch.float32)
+        return self.value_head(hidden[:, 0])
 
     def prefix(self, inputs: ModelInputs) -> Tensor:
         """Embed what follows BOS: the patches image by image, then the proprioception: [B, P, D]."""

@@ -1,5 +1,6 @@
 """OpenVLA-OFT as a policy: acting and scoring are one code path, so that their log-probabilities agree."""
 
+import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.policies.drawing import categorical_scores, sample_inverse_cdf, standard_normal
+from embodyrl.policies.drawing import categorical_scores, sample_inverse_cdf
 from embodyrl.policies.openvla_oft.adapter import find_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
+    OF_RL,
     VALUE_HEAD,
     load_components,
     load_into,
@@ -25,11 +27,12 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     weight_files,
 )
 from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions, read_config
-from embodyrl.policies.openvla_oft.decoding import decode_tokens, denoise
+from embodyrl.policies.openvla_oft.continuous import ContinuousHead, Diffusion, L1Gaussian
+from embodyrl.policies.openvla_oft.decoding import decode_tokens
 from embodyrl.policies.openvla_oft.images import preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.prompt import PromptEncoder
-from embodyrl.policies.openvla_oft.settings import OftSettings
+from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import (
@@ -60,6 +63,11 @@ class OpenVlaOftPolicy:
         self._temperature = request.temperature
         self._device = torch.device(request.device)
         self._chunk = spec.num_action_chunks, spec.action_dim
+        self._head: ContinuousHead | None = None
+        if cfg.action_head is ActionHead.l1:
+            self._head = L1Gaussian(self._model, self._forward)
+        elif cfg.action_head is ActionHead.diffusion:
+            self._head = Diffusion(self._model, cfg)
         self._adopt(config)
         self._actions = ActionTokenizer(vocab_end=config.action_vocab_end, n_bins=config.n_bins)
         self._prompts = PromptEncoder(
@@ -73,14 +81,14 @@ class OpenVlaOftPolicy:
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`).
 
-        Token ids are absolute ids of the vocabulary, as the public code stores them. Continuous heads have no tokens
-        and no probabilities (both zero); L1 regression has no noise, and diffusion turns it into its initial noise.
+        Token ids are absolute ids of the vocabulary, as the public code stores them. Tokens of continuous heads are bit
+        patterns; acting greedily they have none, nor log-probabilities (both zero).
         """
         inputs = self._inputs(obs)
+        if self._head is not None:
+            return self._act_continuously(self._head, inputs, noise, temperature or self._temperature)
         uniform = None if noise is None else torch.tensor(noise, device=self._device)
         with self._autocast:
-            if self.spec.untrainable:
-                return self._continuous(inputs, uniform)
             logits, choice, value = self._sample(inputs, uniform, temperature or self._temperature)
         logprob, _ = categorical_scores(logits / (temperature or self._temperature), choice)
         tokens = (choice + self._config.action_vocab_start).cpu().numpy()
@@ -94,13 +102,19 @@ class OpenVlaOftPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Value estimates [B, V]."""
+        if self._head is not None:
+            with self._autocast:
+                return self._head.values(self._inputs(obs)).cpu().numpy()
         # Values belong to the prompt; an autoregressive model sees no action token before it.
         tokens = np.full((len(obs), self.spec.tokens_per_chunk), self._config.action_vocab_start)
         return self._run(obs, tokens)[1].cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
-        assert not self.spec.untrainable, "continuous actions have no probabilities"
+        if self._head is not None:
+            with self._autocast:
+                logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
+            return PolicyScores(logprob=self._spread(logprob), entropy=self._spread(entropy), value=value)
         logits, value = self._run(obs, tokens)
         choice = torch.tensor(tokens, device=self._device) - self._config.action_vocab_start
         logprob, entropy = categorical_scores(logits / self._temperature, choice)
@@ -109,24 +123,25 @@ class OpenVlaOftPolicy:
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Loss of actions [B, K, A] as in the official training.
 
-        That is the cross-entropy of the action tokens and STOP over all ids, or for the L1 head the mean distance of
-        the normalised actions.
+        That is the cross-entropy of the action tokens and STOP over all ids, for the L1 head the mean distance of the
+        normalised actions, and for diffusion the squared error of the noise (whose actions are not compared while
+        training: they would take a whole denoising).
         """
         target = normalise(actions, self._bounds)
         tokens = torch.tensor(self._actions.encode(target), device=self._device).flatten(1)
         with self._autocast:
             inputs = self._inputs(obs)
-            if self._options.action_head == "l1":
-                got, _ = self._forward(inputs)
-                losses = (got - torch.tensor(target, dtype=got.dtype, device=got.device)).abs().flatten(1)
-                chosen = torch.tensor(self._actions.encode(got.detach().cpu().numpy())).to(tokens).flatten(1)
-            else:
-                logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
-                ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
-                # Flat, because CUDA's loss of three dimensions is not deterministic.
-                losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
-                columns = self._model.action_columns
-                chosen = logits[:, :-1, columns].argmax(-1) + columns.start
+            if self._head is not None:
+                loss, got = self._head.imitate(inputs, torch.tensor(target, device=self._device))
+                known = ~got.isnan().flatten(1)
+                chosen = torch.tensor(self._actions.encode(got.nan_to_num().cpu().numpy())).to(tokens).flatten(1)
+                return ImitationScores(loss=loss, accuracy=((chosen == tokens) & known).float().mean(1))
+            logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
+            ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
+            # Flat, because CUDA's loss of three dimensions is not deterministic.
+            losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
+            columns = self._model.action_columns
+            chosen = logits[:, :-1, columns].argmax(-1) + columns.start
         return ImitationScores(loss=losses.mean(1), accuracy=(chosen == tokens).float().mean(1))
 
     def save(self, folder: Path) -> None:
@@ -193,24 +208,29 @@ class OpenVlaOftPolicy:
             lambda index, logits: choose(logits, None if uniform is None else uniform[:, index : index + 1]),
         )
 
-    def _continuous(self, inputs: ModelInputs, uniform: Tensor | None) -> PolicyOutput:
-        shape = (len(inputs.prompt_ids), *self._chunk)
-        if self._options.action_head == "l1":
-            normalised, _ = self._forward(inputs)
-        else:
-            # Greedy: the same noise for every observation.
-            generator = torch.Generator().manual_seed(0)
-            drawn = torch.rand(shape[1:], generator=generator).to(self._device) if uniform is None else uniform
-            gaussian = standard_normal(drawn)
-            start = gaussian.expand(shape) if uniform is None else gaussian.reshape(shape)
-            normalised = denoise(self._model, inputs, start, self._cfg.num_diffusion_steps_inference)
-        count, length = shape[0], self.spec.tokens_per_chunk
+    def _act_continuously(
+        self, head: ContinuousHead, inputs: ModelInputs, noise: FloatArray | None, temperature: float
+    ) -> PolicyOutput:
+        tokens = np.zeros((len(inputs.prompt_ids), self.spec.tokens_per_chunk), np.int64)
+        logprob = np.zeros(tokens.shape, np.float32)
+        with self._autocast:
+            if noise is None:
+                normalised, value = head.greedy(inputs)
+            else:
+                drawn = head.draw(inputs, noise, temperature)
+                normalised, tokens, value = drawn.actions, drawn.tokens, drawn.value
+                logprob = self._spread(drawn.logprob).cpu().numpy()
         return PolicyOutput(
             actions=unnormalise(normalised.double().cpu().numpy(), self._bounds),
-            tokens=np.zeros((count, length), np.int64),
-            logprob=np.zeros((count, length), np.float32),
-            value=np.zeros((count, 0), np.float32),
+            tokens=tokens,
+            logprob=logprob,
+            value=value.cpu().numpy(),
         )
+
+    def _spread(self, numbers: Tensor) -> Tensor:
+        """[B, L] of numbers [B, K, A]: each action's at the beginning of its share of the tokens."""
+        share = self.spec.tokens_per_chunk // numbers.shape[1]
+        return F.pad(numbers, (0, share - numbers.shape[2])).flatten(1)
 
     def _inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(
@@ -245,6 +265,8 @@ def build_module(cfg: OftSettings, config: OftConfig, options: OftOptions, reque
         _halve(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
     module.init_weights(request.seed, (VALUE_HEAD,))
+    if module.action_scale is not None:
+        nn.init.constant_(module.action_scale.log_std, math.log(cfg.action_std))
     if config.random_init:
         module.init_weights(request.seed)
     elif request.fresh_heads:
@@ -273,9 +295,9 @@ def _load(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: Poli
 
 
 def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
-    """Cast to bfloat16 all but the value head, and but what is trained in full beside adapters."""
+    """Cast to bfloat16 all but what RL adds, and but what is trained in full beside adapters."""
     module.to(torch.bfloat16)
-    for name in (VALUE_HEAD, *FRESH) if keep_trained else (VALUE_HEAD,):
+    for name in (*OF_RL, *FRESH) if keep_trained else OF_RL:
         if (part := getattr(module, name)) is not None:
             part.float()
 

@@ -1,11 +1,14 @@
 """Keys of OpenVLA and OpenVLA-OFT."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count
+from embodyrl.config.settings import Count, Positive, Share
+from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
+from embodyrl.policies.flow.settings import Stochastic
 from embodyrl.policies.settings import AdapterSettings
 
 Normalization = StrEnum("Normalization", ["bounds_q99", "bounds"])
@@ -42,11 +45,33 @@ class OftSettings(OpenVlaSettings):
     append_stop: bool = True
     """Put the STOP token after the action placeholders, as the original training did."""
     action_head: ActionHead = ActionHead.discrete
-    """discrete tokens (RL, sft, eval), or the continuous heads l1 (sft, eval) and diffusion (eval)."""
+    """discrete tokens, or the continuous heads l1 and diffusion."""
+    action_std: Positive = 0.1
+    """l1: standard deviation of normalised actions (-1..1) with which RL starts; it is learned."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Denoising steps of the diffusion head, at most the 50 of its training."""
+    stochastic_steps: Stochastic = Stochastic.one
+    """diffusion: RL learns from one step of each chunk, drawn evenly, or from all; each costs a forward pass."""
+    diffusion_eta: Share = 1.0
+    """diffusion: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (that of the forward process)."""
+    diffusion_min_std: Positive = 0.1
+    """diffusion: least standard deviation of a stochastic step."""
     use_film: bool = False
     """The vision towers are modulated by the instruction (FiLM, OFT+; eval)."""
+
+    @property
+    def every_step(self) -> bool:
+        """All denoising steps are stochastic."""
+        return self.stochastic_steps is Stochastic.all
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name the keys of the other heads."""
+        yield from super().idle()
+        if self.action_head is not ActionHead.l1:
+            yield "model.action_std", "set model.action_head=l1"
+        if self.action_head is not ActionHead.diffusion:
+            keys = ("num_diffusion_steps_inference", "stochastic_steps", "diffusion_eta", "diffusion_min_std")
+            yield from ((f"model.{key}", "set model.action_head=diffusion") for key in keys)
 
 
 def as_oft(cfg: OpenVlaSettings) -> OftSettings:
@@ -54,3 +79,10 @@ def as_oft(cfg: OpenVlaSettings) -> OftSettings:
     if isinstance(cfg, OftSettings):
         return cfg
     return OftSettings.model_construct(**{name: getattr(cfg, name) for name in OpenVlaSettings.model_fields})
+
+
+def record_of(cfg: OftSettings) -> ChunkRecord:
+    """What is kept of a chunk of the diffusion head: the states around its stochastic steps."""
+    chunk = cfg.num_action_chunks, cfg.action_dim
+    shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])
+    return ChunkRecord.chain(shape, cfg.num_diffusion_steps_inference - 1 if cfg.every_step else 1)

@@ -57,6 +57,8 @@ def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
         yield from (Linear(1, rows, width), Linear(2, width, width), Linear(1, width, options.action_dim))
     if options.action_head == "diffusion":
         yield from (Linear(1, 1, width), Linear(1, width, width))
+    if options.action_head == "l1":
+        yield Linear(1, 1, options.action_dim, bias=False)  # the deviations
     if values:
         first, second = VALUE_HIDDEN
         yield from (Linear(1, width, first), Linear(1, first, second), Linear(1, second, values, bias=False))
