@@ -99,7 +99,7 @@ def test_openvla_oft(case: str, precision: Precision, gpu: FakeGpu) -> None:
         policy.values(observe(3))
     if not asked.get("trainable", True):
         return
-    if not policy.spec.untrainable:
+    if "action_head" not in words:
         scores = policy.score(observe(3), np.full((3, length), policy._config.action_vocab_start + 5))
         learn(scores.logprob.sum() + scores.entropy.sum() + scores.value.sum(), policy)
     policy.imitate(observe(2), np.zeros((2, policy.spec.num_action_chunks, 7), np.float32)).loss.sum().backward()

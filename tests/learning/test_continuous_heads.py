@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 import torch
 from toy_runs import resume_toy, rows, train_toy
 
-from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
@@ -26,15 +24,15 @@ HEADS = {"l1": L1, "one": DIFFUSION, "all": (*DIFFUSION, "model.stochastic_steps
 @pytest.mark.parametrize("head", ["l1", "one"])
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_trains_and_goes_on(head: str, algorithm: str, tmp_path: Path) -> None:
-    """The first update starts at the policy that acted: ratios of one, though its batches are others."""
-    words = [*HEADS[head], f"algorithm={algorithm}", "actor.micro_batch_size=3"]
+    """What acting and training say of the first step is the same, though their batches are not."""
+    words = [*HEADS[head], f"algorithm={algorithm}", "actor.micro_batch_size=4"]
     if algorithm == "ppo":
         words += ["env.train.max_steps_per_rollout_epoch=8", "algorithm.group_size=1"]
     run = train_toy(tmp_path, *words)
     found = rows(run)
     assert [row["step"] for row in found] == [1, 2]
-    assert all(np.isfinite(row["train/grad_norm"]) for row in found)
-    assert abs(found[0]["train/ratio_mean"] - 1) < 1e-3 or algorithm == "ppo"
+    assert all(row["actor/grad_norm"] > 0 for row in found)
+    assert found[0]["actor/logprob_gap"] < 1e-5
     assert [row["step"] for row in rows(resume_toy(run, "runner.max_steps=3"))][-1] == 3
 
 
@@ -65,7 +63,6 @@ def test_a_bandit_is_learned(head: str, sign: float) -> None:
         keys |= {name: kind(more[name])} if name in more else {}
     if "stochastic_steps" in more:
         keys["stochastic_steps"] = type(cfg.stochastic_steps)(more["stochastic_steps"])
-    assert resolve_asset("assets/openvla_oft_tiny").is_dir()
     policy = FACTORY.build(cfg.updated(keys), PolicyRequest(env=env, device="cpu", seed=0, trainable=True))
     rng, count = np.random.default_rng(0), 32
     image = rng.integers(0, 256, (1, 1, 64, 64, 3), np.uint8)
@@ -89,5 +86,4 @@ def test_a_bandit_is_learned(head: str, sign: float) -> None:
         torch.nn.utils.clip_grad_norm_(policy.module.parameters(), 1.0)
         optimizer.step()
     after = reward(policy.act(obs, noise=None).actions).mean()
-    assert dataclasses.is_dataclass(env)
     assert (after > 0.6 * before) if sign > 0 else (after < 1.2 * before), (before, after)

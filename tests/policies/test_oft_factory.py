@@ -45,7 +45,7 @@ def test_no_path_says_which_checkpoints_fit_and_what_can_be_tried_now():
     for part in (
         "Haozhan72/Openvla-oft-SFT-libero",
         "RLinf/",
-        "For eval: the L1",
+        "or the L1",
         "local folder",
         "model=openvla_oft_tiny",
     ):
@@ -68,7 +68,6 @@ def test_a_good_folder_and_the_preset_have_no_problems(checkpoint):
         ({"lora": LoraSettings(r=8)}, "model.is_lora=false"),
         ({"lora": LoraSettings(path="nowhere")}, "nowhere holds no adapter_config.json"),
         ({"is_lora": True, "use_film": True}, "is for evaluation"),
-        ({"is_lora": True, "use_film": True}, "are for evaluation"),
         ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
     ],
 )

@@ -126,7 +126,7 @@ def test_continuous_policies_act_and_save(official, make_policy, two_images, tmp
     out = policy.act(obs, noise=None)
     assert out.actions.shape == (2, 8, 7)
     assert not np.array_equal(out.actions[0], out.actions[1])
-    noise = np.full((2, 56), 0.0, np.float32)  # the end of the interval stays finite
+    noise = np.full((2, policy.spec.tokens_per_chunk), 0.0, np.float32)  # the end of the interval stays finite
     assert np.isfinite(policy.act(obs, noise=noise).actions).all()
     policy.save(tmp_path / "saved")
     again = make_policy(
