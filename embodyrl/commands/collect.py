@@ -151,19 +151,20 @@ class _Collecting:
         return result
 
     def _collect(self, writer: DatasetWriter, logs: Path) -> None:
-        workers = start_workers(self.blueprint, logs, self.monitor.text, start_from=self.weights)
         try:
-            with workers.supervisor.signals():
-                while trials := self._trials():
-                    self._batch(workers, writer, trials)
+            workers = start_workers(self.blueprint, logs, self.monitor.text, start_from=self.weights)
+            try:
+                with workers.supervisor.signals():
+                    while trials := self._trials():
+                        self._batch(workers, writer, trials)
+            finally:
+                workers.close()
         except Interrupted as interruption:
             writer.flush()
             interruption.args = (
                 f"stopped; {len(writer.episodes)} episodes are in {writer.root}; the same command goes on from there",
             )
             raise
-        finally:
-            workers.close()
 
     def _trials(self) -> list[tuple[int, int]]:
         """What is still to be tried: for each task as many episodes as it lacks.

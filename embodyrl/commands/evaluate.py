@@ -142,26 +142,28 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
             ("output", str(folder.root)),
         ]
         announce(monitor, cfg, folder, "eval", lines)
-        workers = start_workers(blueprint, folder.logs, monitor.text, start_from=weights)
+        folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # from here on --resume goes on with it
         try:
-            with workers.supervisor.signals():
-                result = run_evaluation(
-                    blueprint,
-                    workers,
-                    folder=folder.eval_folder(step),
-                    videos=folder.videos,
-                    step=step,
-                    progress=monitor.progress,
-                    warn=monitor.text,
-                    resume=resume is not None,
-                )
+            workers = start_workers(blueprint, folder.logs, monitor.text, start_from=weights)
+            try:
+                with workers.supervisor.signals():
+                    result = run_evaluation(
+                        blueprint,
+                        workers,
+                        folder=folder.eval_folder(step),
+                        videos=folder.videos,
+                        step=step,
+                        progress=monitor.progress,
+                        warn=monitor.text,
+                        resume=resume is not None,
+                    )
+            finally:
+                workers.close()
         except (Interrupted, WorkerError) as error:
             said, *details = str(error).splitlines()
             said += f"; go on with: embodyrl eval --resume {folder.root}{resume_word(cfg)}"
             error.args = ("\n".join([said, *details]),)
             raise
-        finally:
-            workers.close()
         _print_table(result, monitor)
         return result
     finally:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_asset
 from embodyrl.envs.video import FilmSettings
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
@@ -20,6 +20,7 @@ from embodyrl.files import available_cores
 from embodyrl.plan.config import save_config
 from embodyrl.plan.roots import ActingConfig, RunConfig, SftConfig, TextTask
 from embodyrl.plan.settings import OnExisting
+from embodyrl.policies.settings import AdapterSettings
 from embodyrl.workers.messages import POLICY_FOLDER
 
 CONFIG_FILE = "config.yaml"
@@ -62,7 +63,10 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
     Raises:
         ConfigError: the folder exists and `runner.on_existing=error`.
         EmbodyError: another process uses the run, or a folder is not writable.
+        CheckpointError: the model's own path leads into a damaged checkpoint.
     """
+    for path in (cfg.model.weights, cfg.model.lora.path if isinstance(cfg.model, AdapterSettings) else None):
+        _verify_ours(resolve_asset(path or ""))
     root = resume or Path(cfg.runner.output_dir)
     try:
         root = resume or _new_root(cfg, command)
@@ -169,6 +173,13 @@ def _describe_machine() -> str:
         except metadata.PackageNotFoundError:
             lines.append(f"{package} not installed")
     return "\n".join(lines) + "\n"
+
+
+def _verify_ours(path: Path) -> None:
+    """Compare the checkpoint of ours that a path leads into, if it does, with its manifest."""
+    for folder in (path, *path.parents):
+        if folder.parent.name == "checkpoints" and (folder / MANIFEST_NAME).is_file():
+            CheckpointStore(folder.parent).verify(folder)
 
 
 def resolve_weights(ckpt: str) -> Path:

@@ -1,6 +1,7 @@
 """What every command that makes a run shares: its banner, its checkpoints, and where its loop stands."""
 
 import json
+import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -77,9 +78,10 @@ class Session:
         self._best_step: int | None = None
         self._store = CheckpointStore(folder.checkpoints)
         self._store.clean_stale()
-        self._damaged = self._store.set_aside()
+        self._warnings = self._store.set_aside()
         self.restarts = 0
         """Restarts of env workers before this process took over."""
+        self._row: dict[str, Any] = {}
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
@@ -91,25 +93,41 @@ class Session:
         """
         latest, rows = self._store.latest(), read_rows(self.folder.root / METRICS_FILE)
         if latest is None:
-            interval = self.cfg.runner.save_interval
-            if self._damaged or (interval != -1 and any(row.get("step", 0) >= interval for row in rows)):
+            interval, newest = self.cfg.runner.save_interval, max((row.get("step", 0) for row in rows), default=0)
+            # The folder is there from the start on. A step's row is written before its checkpoint, which may be on its
+            # way for one more interval.
+            gone = newest and not self._store.root.is_dir()
+            late = -1 < interval * (1 + self.cfg.checkpoint.async_save) < newest
+            if self._warnings or gone or late:
                 raise CheckpointError(
                     f"{self.folder.root} has {len(rows)} rows of metrics but no checkpoint in {self._store.root} to go "
-                    f"on from{''.join(f'; {line}' for line in self._damaged)}. Put the checkpoints back; or start over "
+                    f"on from{''.join(f'; {line}' for line in self._warnings)}. Put the checkpoints back; or start over "
                     f"with a new runner.experiment_name, or here after deleting {METRICS_FILE}."
                 )
+            if newest:
+                self._warnings.append("no checkpoint was complete when this run ended")
             return None
         self._store.verify(latest)
         self.step, self._best, self._best_step = read_loop(latest)
-        before = [row.get("env/restarts") or 0 for row in rows if row.get("step", 0) <= self.step]
-        self.restarts = int(before[-1]) if before else 0
+        before = [row for row in rows if row.get("step", 0) <= self.step]
+        self._row = before[-1] if before and before[-1].get("step") == self.step else {}
+        self.restarts = int(before[-1].get("env/restarts") or 0) if before else 0
         return latest
+
+    def owes_validation(self, interval: int) -> dict[str, float]:
+        """The row of the step that a resumed run goes on from, if its validation was cut off; else nothing.
+
+        Log it again with the results.
+        """
+        row = {name: math.nan if value is None else value for name, value in self._row.items() if name != "step"}
+        return row if self.step and self.due(interval) and "time/validate" not in row else {}
 
     def announce(self, facts: Facts, total: int, tasks: Sequence[str] = ()) -> None:
         """Open the monitor for `total` steps."""
         self.total = total
+        self._store.root.mkdir(exist_ok=True)
         announce(self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step)
-        for line in self._damaged:
+        for line in self._warnings:
             self.monitor.text(f"warning: {line}; training goes on from step {self.step}")
         if self.step >= total:
             self.monitor.text(f"nothing is left to train: this is step {self.step} of {total}; raise runner.max_steps")
@@ -127,9 +145,9 @@ class Session:
     def record_score(self, *score: float) -> None:
         """Remember the step with the best validation score; more is better, and later numbers decide among equals.
 
-        The start is left out: there is no checkpoint of it to keep.
+        Steps without a checkpoint, as the start, are left out: there is nothing to keep.
         """
-        if self.step and (self._best is None or [*score] > self._best):
+        if self.step and self.due(self.cfg.runner.save_interval) and (self._best is None or [*score] > self._best):
             self._best, self._best_step = [*score], self.step
 
     def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
@@ -191,11 +209,12 @@ class Session:
                 raise
             self.monitor.text(f"warning: a checkpoint could not be written, training goes on: {error}")
 
-    def stop_message(self, interruption: Interrupted, saved: Path) -> Interrupted:
-        """Say where the run stopped and how to go on, once the checkpoint is complete."""
+    def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
+        """Say where the run stopped and how to go on, once the checkpoint is complete; None: its workers were starting."""
         self.wait_for_save()
         interruption.args = (
-            f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; saved {saved}; "
+            f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "
+            f"{f'saved {saved}; ' if saved else ''}"
             f"go on with: embodyrl {self._command} --resume {self.folder.root}{resume_word(self.cfg)}",
         )
         return interruption

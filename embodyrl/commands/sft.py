@@ -82,15 +82,18 @@ class _Sft:
                 gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
                 fresh_heads=True,
             )
-            actors = start_supervised(
-                self.cfg,
-                self.material.model,
-                request,
-                self.material.layout,
-                total_steps=session.total,
-                log_dir=folder.logs,
-                say=self.monitor.text,
-            )
+            try:
+                actors = start_supervised(
+                    self.cfg,
+                    self.material.model,
+                    request,
+                    self.material.layout,
+                    total_steps=session.total,
+                    log_dir=folder.logs,
+                    say=self.monitor.text,
+                )
+            except Interrupted as interruption:
+                raise session.stop_message(interruption) from None
             try:
                 with actors.supervisor.signals():
                     return self._train(actors, start)
@@ -127,6 +130,8 @@ class _Sft:
         session, runner = self.session, self.cfg.runner
         if session.step == 0 and runner.val_check_interval != -1:
             self.monitor.log(0, self._measure(actors))
+        elif row := session.owes_validation(runner.val_check_interval):
+            self.monitor.log(session.step, row | self._measure(actors))
         losses: list[float] = []
         began = time.perf_counter()
         while session.step < session.total:

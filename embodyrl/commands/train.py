@@ -107,7 +107,10 @@ class _Training:
         )
         try:
             # Of a resumed run too, for the reference policy; the checkpoint is loaded over them.
-            workers = start_workers(self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
+            try:
+                workers = start_workers(self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
+            except Interrupted as interruption:
+                raise session.stop_message(interruption) from None
             try:
                 with workers.supervisor.signals():
                     return self._train(workers, start)
@@ -125,6 +128,10 @@ class _Training:
             if self.session.step == 0 and self._validates:
                 self.first = self._validate(workers)
                 self.monitor.log(0, self.first.metrics())
+            elif row := self.session.owes_validation(self.cfg.runner.val_check_interval):
+                self.last = self._validate(workers)
+                row |= self.last.metrics() | {"time/validate": self.last.wall_s}
+                self.monitor.log(self.session.step, row)
             self._loop(workers, actors)
             workers.scheduler.abandon()  # what began for a step that a callback left out
             checkpoint = self._save(workers, actors)

@@ -16,7 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class JsonlMonitor(Monitor):
-    """Rows `{"step": 3, "train/return": 0.25, ...}`; a value that is not finite is written as null and named once."""
+    """Rows `{"step": 3, "train/return": 0.25, ...}`; a value that is not finite is written as null and named once.
+
+    The newest step may be logged again: the row is replaced.
+    """
 
     prompt = True
     file_name = METRICS_FILE
@@ -25,6 +28,8 @@ class JsonlMonitor(Monitor):
         self._file: TextIOWrapper | None = None
         self._named: set[str] = set()
         self._events: Path | None = None
+        self._path = Path()
+        self._newest = -1
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Start the file, or continue it from `info.resume_step`.
@@ -32,19 +37,27 @@ class JsonlMonitor(Monitor):
         Raises:
             FileExistsError: the run is not resumed, but the file exists.
         """
-        path = run_dir / self.file_name
+        self._path = run_dir / self.file_name
         self._events = run_dir / EVENTS_FILE
-        if info.resume_step is not None and path.exists():
-            # Rows of this and later steps are void, and a crash may have torn the last line.
-            kept = [row for row in read_rows(path) if row.get("step", info.resume_step) < info.resume_step]
-            write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-            self._file = path.open("a", buffering=1, encoding="utf-8")
+        if info.resume_step is not None and self._path.exists():
+            self._keep_before(info.resume_step)
         else:
-            self._file = path.open("x", buffering=1, encoding="utf-8")
+            self._file = self._path.open("x", buffering=1, encoding="utf-8")
+
+    def _keep_before(self, step: int) -> None:
+        """Rows of this and later steps are void, and a crash may have torn the last line."""
+        kept = [row for row in read_rows(self._path) if row.get("step", step) < step]
+        write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._newest = max((row["step"] for row in kept), default=-1)
+        self.close()
+        self._file = self._path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Monitor.log`."""
+        if step == self._newest:
+            self._keep_before(step)
         assert self._file is not None, "log before open"
+        self._newest = step
         row: dict[str, float | int | None] = {"step": step}
         for name, value in metrics.items():
             number = value if isinstance(value, int) else float(value)

@@ -56,6 +56,17 @@ def test_the_best_of_runs_that_never_succeed_is_the_one_with_the_best_return(tmp
     assert {f.stat().st_mode & 0o777 for f in store.path(3).iterdir()} == {0o644}
 
 
+def test_only_a_step_with_a_checkpoint_can_be_the_best(tmp_path):
+    one = session(tmp_path, "checkpoint.keep=1", "runner.save_interval=2")
+    for mean_return in (9.0, 1.0, 8.0, 0.0):
+        one.step += 1
+        one.record_score(0.0, mean_return)
+        if one.due(2):
+            one.save(fill, {})
+    store = CheckpointStore(one.folder.checkpoints)
+    assert (store.steps(), store.best()) == ([2, 4], 2)
+
+
 def test_a_synchronous_save_returns_with_a_complete_checkpoint(tmp_path):
     one = session(tmp_path)
     one.step = 1

@@ -115,9 +115,23 @@ def test_a_run_without_its_checkpoints_does_not_start_over_by_itself(healthy, tm
     shutil.copytree(healthy, run)
     shutil.rmtree(run / "checkpoints")
     before = rows(run)
-    with pytest.raises(CheckpointError, match=r"2 rows of metrics but no checkpoint .* start over"):
-        resume_toy(run)
-    assert rows(run) == before
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"2 rows of metrics but no checkpoint .* start over"):
+            resume_toy(run)
+        assert rows(run) == before
+        (run / "checkpoints").mkdir(exist_ok=True)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over_and_says_so(healthy, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(healthy, run)
+    for folder in (run / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    (run / "metrics.jsonl").write_text(json.dumps(rows(run)[0]) + "\n")
+    resume_toy(run)
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    said = (run / "logs" / "events.log").read_text()
+    assert "no checkpoint was complete when this run ended; training goes on from step 0" in said
 
 
 @pytest.mark.parametrize("part", ["", "checkpoints/step_000002", "checkpoints/step_000002/policy"])
@@ -127,6 +141,9 @@ def test_flipped_bytes_are_found_however_the_weights_are_named(healthy, tmp_path
     said = flip_a_bit(run / "checkpoints" / "step_000002")
     with pytest.raises(CheckpointError, match=said):
         resolve_weights(str(run / part))
+    if part.endswith("policy"):
+        with pytest.raises(CheckpointError, match=said):
+            train_toy(tmp_path, f"model.path={run / part}", name="by_path")
 
 
 def test_rows_that_a_bad_disk_left_are_passed_over(healthy, tmp_path):

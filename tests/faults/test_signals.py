@@ -99,7 +99,8 @@ def test_a_signal_while_workers_start_leaves_in_order(start, tmp_path, signum, c
     assert wait_until(lambda: workers_of(command.pid) or command.process.poll() is not None, 60)
     command.signal_group(signum)
     assert command.wait() == code
-    assert_one_line_and_no_traceback(command)
+    line = assert_one_line_and_no_traceback(command)
+    assert line.endswith(f"go on with: embodyrl train --resume {tmp_path / 'run'} trust=true.")
     assert not (tmp_path / "run" / "lock").exists()
 
 

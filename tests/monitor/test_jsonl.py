@@ -56,6 +56,11 @@ def test_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path):
     second.close()
     assert [(row["step"], row["x"]) for row in rows(tmp_path)] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+    third = opened(tmp_path, resume_step=4)
+    third.log(3, {"x": 31.0})  # the newest row is replaced
+    third.log(4, {"x": 4.0})
+    third.close()
+    assert [(row["step"], row["x"]) for row in rows(tmp_path)][2:] == [(2, 2.0), (3, 31.0), (4, 4.0)]
 
 
 def test_a_new_run_does_not_mix_with_an_old_file(tmp_path: Path):

@@ -1,0 +1,362 @@
+"""Chaos: random signals to random processes of all kinds of runs, and what must hold all the same.
+
+    PYTHONPATH=tests:. python tests/faults/chaos.py --minutes 30 --seed 0
+
+A trial starts a run of some kind, sends a few signals at random moments, goes on with what was ended, and at last lets
+it finish in peace. After each end: the exit code is one that these signals can give, no traceback, every death by its
+name, no process, shared memory or temporary file, rows of metrics once and in order, checkpoints as in their manifests.
+At the end a deterministic run has the rows and weights of one that nobody disturbed. All follows from the seed but the
+moment at which a signal arrives: runs are as fast as the machine is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from chaos_kinds import Kind, kinds, write_programs
+from processes import MARK, Command, marked_processes, start_cli, wait_until
+
+LIMIT_S = 240.0
+"""A run that has not ended by then hangs."""
+KILL, TERM, INT, HUP, USR1, STOP = (getattr(signal, f"SIG{n}") for n in ("KILL", "TERM", "INT", "HUP", "USR1", "STOP"))
+SIGNALS = {
+    "driver": (KILL, TERM, INT, HUP, USR1, STOP),
+    "group": (KILL, TERM, INT, HUP, STOP),
+    "env": (KILL, KILL, TERM, INT, HUP, USR1, STOP),
+    "policy": (KILL, TERM, INT, HUP, USR1, STOP),
+    "rollout": (KILL, TERM, INT, HUP, USR1, STOP),
+    "young": (KILL, TERM, STOP),
+    "reward": (KILL, TERM, INT, HUP, USR1, STOP),
+    "program": (KILL, TERM, STOP),
+    "judge": (KILL, STOP),
+}
+"""What each kind of process may meet; STOP is followed by CONT after a while."""
+
+
+@dataclass
+class Injection:
+    """A signal that was sent, and what it may lead to."""
+
+    role: str
+    name: str
+    signum: int
+    at: float
+    handled: bool
+    """The process had its handlers by then (or ignored the signal)."""
+    codes: set[int] = field(default_factory=set)
+    """Exit codes that it may cause."""
+
+    @property
+    def fatal(self) -> bool:
+        return self.signum == KILL or (self.signum != STOP and not self.handled)
+
+
+def process_tree(root: int) -> dict[int, list[int]]:
+    """Children of each descendant of a process."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            children.setdefault(parent, []).append(int(entry.name))
+    below, found = [root], {}
+    while below:
+        pid = below.pop()
+        found[pid] = children.get(pid, [])
+        below += found[pid]
+    return found
+
+
+def role_of(pid: int) -> tuple[str, str] | None:
+    """Role and name of a process below a driver; None for those that are left in peace."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        if (folder / "comm").read_text().startswith("embodyrl:"):
+            name = (folder / "fd/1").readlink().stem
+            return name.partition("_")[0], name
+    except OSError:
+        return None
+    if "spawn_main" in command:
+        return "young", "worker"
+    if "rewards.child" in command:
+        return "reward", "reward"
+    return ("program", "program") if " -I -c " in command else None
+
+
+def has_handler(pid: int, signum: int) -> bool:
+    """Whether a process catches or ignores a signal."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    masks = [int(m, 16) for m in re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", text, re.MULTILINE)]
+    return any(mask >> (signum - 1) & 1 for mask in masks)
+
+
+class Judge:
+    """The process that answers with rewards; it comes back after its death."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}/"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def pid(self) -> int:
+        """Process id; starts it where it does not run."""
+        if self._process is None or self._process.poll() is not None:
+            code = Path(__file__).with_name("chaos_judge.py")
+            environ = {k: v for k, v in os.environ.items() if k != MARK}
+            self._process = subprocess.Popen([sys.executable, str(code), str(self._port)], env=environ)
+            assert wait_until(self._listens, 30)
+        return self._process.pid
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self._port)) == 0
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+class Trial:
+    """One run from its first start to its end."""
+
+    def __init__(self, kind: Kind, folder: Path, rng: random.Random, judge: Judge, typical_s: float) -> None:
+        self.kind, self.folder, self._rng, self._judge = kind, folder, rng, judge
+        self._typical_s = typical_s
+        self.injections: list[Injection] = []
+        self.codes: list[int] = []
+
+    def run(self, quota: int) -> None:
+        """Start, disturb `quota` times, go on, finish.
+
+        Raises:
+            AssertionError: something does not hold.
+        """
+        for attempt in range(quota + 4):
+            left = quota - len(self.injections)
+            begun = len(self.injections)
+            command = start_cli(*self._words(), cwd=self.folder)
+            try:
+                if left:
+                    self._disturb(command, left)
+                assert wait_until(lambda c=command: c.process.poll() is not None, LIMIT_S), "it hangs"
+            finally:
+                command.stop()
+            code = command.wait()
+            self.codes.append(code)
+            self._check(command, code, self.injections[begun:])
+            if code == 0:
+                break
+        assert code == 0, f"exit code {code} after {attempt + 1} attempts:\n{command.printed}"
+        self.kind.check(self.folder, complete=True)
+
+    def _words(self) -> list[str]:
+        run = self.folder / "run"
+        if run.exists() and not (run / "config.yaml").is_file():
+            for path in sorted(run.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+            run.rmdir()  # killed in the moment of its birth: nothing is there to go on from
+        return self.kind.start(self.folder)
+
+    def _disturb(self, command: Command, left: int) -> None:
+        due = time.monotonic() + self._rng.uniform(0.0, self._typical_s)
+        while left and command.process.poll() is None:
+            time.sleep(0.01)
+            if time.monotonic() < due:
+                continue
+            injection = self._inject(command)
+            due = time.monotonic() + self._rng.uniform(0.0, self._typical_s / 4)
+            if injection is not None:
+                self.injections.append(injection)
+                left -= 1
+
+    def _inject(self, command: Command) -> Injection | None:
+        victims: dict[str, list[tuple[int, str]]] = {"driver": [(command.pid, "driver")], "group": [(command.pid, "group")]}
+        for pid in process_tree(command.pid):
+            if pid != command.pid and (found := role_of(pid)):
+                victims.setdefault(found[0], []).append((pid, found[1]))
+        if self.kind.name == "judge":
+            victims["judge"] = [(self._judge.pid(), "judge")]
+        # Workers are what a run has most of: half of all signals go to them.
+        roles = sorted(set(victims) - {"driver", "group"})
+        role = self._rng.choice(roles) if roles and self._rng.random() < 0.65 else self._rng.choice(["driver", "group"])
+        pid, name = self._rng.choice(victims[role])
+        signum = self._rng.choice(SIGNALS[role])
+        try:
+            handled = has_handler(pid, signum)
+            (os.killpg if role == "group" else os.kill)(pid, signum)
+        except (ProcessLookupError, FileNotFoundError):
+            return None  # it ended in this moment
+        injection = Injection(role, name, signum, time.monotonic(), handled)
+        injection.codes = self._codes(injection)
+        if signum == STOP:
+            self._thaw(pid, role)
+        return injection
+
+    def _thaw(self, pid: int, role: str) -> None:
+        """Let a stopped process go on, after its deadline or before."""
+        longest = {"env": 9.0, "reward": 12.0, "judge": 5.0}.get(role, 3.0)
+        time.sleep(self._rng.uniform(0.2, longest))  # the fault itself
+        try:
+            (os.killpg if role == "group" else os.kill)(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # it was killed as one that hangs
+
+    def _codes(self, injection: Injection) -> set[int]:
+        if injection.role in ("driver", "group"):
+            polite = {INT: {130}, TERM: {143}, HUP: {143}}
+            codes = polite.get(injection.signum, set()) if injection.handled else {-injection.signum}
+            # Its workers may be younger than it: those that the same signal killed end the run.
+            return codes | ({4} if injection.role == "group" and injection.signum != STOP else set())
+        dies = injection.fatal or (injection.signum == STOP and injection.role in ("env", "policy", "young"))
+        if injection.role in ("reward", "program", "judge"):
+            return set()
+        return {4} if dies else set()
+
+    def _check(self, command: Command, code: int, injections: Sequence[Injection]) -> None:
+        said = command.printed
+        allowed = {0}.union(*(i.codes for i in injections))
+        assert code in allowed, f"exit code {code}, not {sorted(allowed)}:\n{said}"
+        assert wait_until(lambda: not marked_processes(), 10), f"left behind: {marked_processes()}"
+        assert not list(Path("/dev/shm").glob("embodyrl*"))
+        left = [f for f in (self.folder / "tmp").rglob("*") if f.is_file()]
+        assert not left or code < 0, f"temporary files: {left}"
+        assert "Traceback" not in said, said
+        if code == 4:
+            assert "worker " in said, said
+        if code in (130, 143):
+            assert "go on with" in said or "goes on from there" in said or not (self.folder / "run").exists(), said
+        self._check_deaths(injections, code)
+        self.kind.check(self.folder, complete=False)
+
+    def _check_deaths(self, injections: Sequence[Injection], code: int) -> None:
+        """Every worker that a signal ended is named, unless the run ended for another reason in that moment."""
+        if code not in (0, 4):
+            return
+        events = [p.read_text() for p in self.folder.rglob("events.log")]
+        said = " ".join(" ".join([(self.folder / "stdout.txt").read_text(), (self.folder / "stderr.txt").read_text(), *events]).split())
+        last = time.monotonic()
+        for injection in injections:
+            if injection.fatal and injection.role in ("env", "policy", "rollout", "young") and last - injection.at > 5:
+                named = f"died with {signal.Signals(injection.signum).name}"
+                who = "worker " if injection.role == "young" else f"worker {injection.name} "
+                assert f"{who}{named}" in said or (injection.role == "young" and named in said), f"{who}{named}: {said}"
+
+
+@dataclass
+class Chaos:
+    """All trials of a call."""
+
+    folder: Path
+    seed: int
+    only: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.judge = Judge()
+        self.judge.pid()
+        self._shared = self.folder / "shared"
+        self._shared.mkdir()
+        write_programs(self._shared / "programs.jsonl")
+        self.kinds = [k for k in kinds(self._shared, self.judge.url) if not self.only or k.name in self.only]
+        self._calm: dict[str, tuple[Any, float]] = {}
+
+    def calm(self, kind: Kind) -> tuple[Any, float]:
+        """Outcome and seconds of an undisturbed run."""
+        if kind.name not in self._calm:
+            if kind.name == "sft" and not (self._shared / "demos").exists():
+                _, collecting = next((None, k) for k in kinds(self._shared, "") if k.name == "collect")
+                assert (c := start_cli(*collecting.start(self._shared), cwd=self._shared)).wait(LIMIT_S) == 0, c.printed
+            folder = self.folder / f"calm_{kind.name}"
+            folder.mkdir()
+            begun = time.monotonic()
+            command = start_cli(*kind.start(folder), cwd=folder)
+            assert command.wait(LIMIT_S) == 0, command.printed
+            took = time.monotonic() - begun
+            kind.check(folder, complete=True)
+            self._calm[kind.name] = kind.outcome(folder), took
+        return self._calm[kind.name]
+
+    def trials(self, minutes: float, injections: int) -> Iterator[tuple[Trial, str]]:
+        """Trials with what went wrong in each ("": nothing), until the time or the number of injections is over."""
+        rng, end, sent, number = random.Random(self.seed), time.monotonic() + 60 * minutes, 0, 0
+        while time.monotonic() < end and sent < injections:
+            kind = self.kinds[number % len(self.kinds)]
+            outcome, typical = self.calm(kind)
+            folder = self.folder / f"{number:03d}_{kind.name}"
+            folder.mkdir()
+            trial = Trial(kind, folder, random.Random(rng.random()), self.judge, typical)
+            wrong = ""
+            try:
+                trial.run(quota=trial._rng.randint(3, 8))
+                judged = {"reward", "program", "judge"} & {i.role for i in trial.injections}
+                if kind.exact and not judged:
+                    assert kind.outcome(folder) == outcome, "the numbers differ from those of an undisturbed run"
+            except AssertionError as error:
+                wrong = str(error) or "an assertion failed"
+            yield trial, wrong
+            sent, number = sent + len(trial.injections), number + 1
+
+
+def table(sent: Sequence[Injection]) -> str:
+    """Count of injections by process and signal."""
+    counts = Counter((i.role, signal.Signals(i.signum).name) for i in sent)
+    names = sorted({name for _, name in counts})
+    lines = [f"{'':8}" + "".join(f"{n:>9}" for n in names)]
+    for role in sorted({role for role, _ in counts}):
+        lines.append(f"{role:8}" + "".join(f"{counts[role, n] or '':>9}" for n in names))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--injections", type=int, default=10**9, help="end after so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default="", help="some kinds only, with commas")
+    parser.add_argument("--keep", type=Path, help="an empty folder for the runs of trials that fell")
+    args = parser.parse_args()
+    os.environ[MARK] = str(os.getpid())
+    sent: list[Injection] = []
+    fell = 0
+    with tempfile.TemporaryDirectory() as name:
+        chaos = Chaos(Path(name), args.seed, tuple(k for k in args.kinds.split(",") if k))
+        try:
+            for trial, wrong in chaos.trials(args.minutes, args.injections):
+                what = ", ".join(f"{signal.Signals(i.signum).name} to {i.name}" for i in trial.injections)
+                print(f"{trial.folder.name}: {what or 'nothing'}; exit codes {trial.codes}", flush=True)
+                sent += trial.injections
+                if wrong:
+                    fell += 1
+                    print(f"FELL: {wrong}", flush=True)
+                    if args.keep:
+                        trial.folder.rename(args.keep / trial.folder.name)
+        finally:
+            chaos.judge.close()
+    print(f"{len(sent)} injections, {fell} trials fell\n{table(sent)}")
+    return 1 if fell else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

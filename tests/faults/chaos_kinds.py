@@ -1,0 +1,154 @@
+"""The kinds of runs that `chaos.py` disturbs: how each starts, goes on, and what it leaves when it is done."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from toy_runs import TOY, TOY_COLLECT, comparable, rows, toy_words, weights
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.datasets.reader import check_layout, load_demonstrations
+from embodyrl.datasets.writer import read_episodes
+
+STEPS = 3
+SLOW = ("env.kwargs.fault=slow", "env.kwargs.goal=0.7")
+"""Rollouts that take time but no processor."""
+WATCHED = ("faults.max_restarts_per_worker=1000", "faults.step_timeout_s=6", "faults.update_timeout_s=30")
+TRAIN = (
+    *(f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.deterministic=true"),
+    *("actor.optim.lr=0.001", "runner.val_check_interval=2", "eval.episodes=2"),
+)
+TEXT = (
+    *("env=text/reverse", "model=causal_lm_tiny", "env.train.total_num_envs=8", "env.eval.total_num_envs=4"),
+    *("eval.episodes=4", "algorithm.group_size=4", "actor.micro_batch_size=4", "actor.global_batch_size=8"),
+    *(f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.val_check_interval=-1"),
+    *("runner.deterministic=true", "launcher.env_workers=2"),
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run."""
+
+    name: str
+    command: str
+    words: Callable[[Path], Sequence[str]]
+    exact: bool = True
+    """Whatever happens, it ends with the numbers of an undisturbed run."""
+
+    def start(self, folder: Path) -> list[str]:
+        """Words of the command that starts it, or goes on with it."""
+        run = folder / "run"
+        if self.command == "collect" or not (run / "config.yaml").is_file():
+            return [self.command, *self.words(folder)]
+        if self.command == "eval" and not (run / "eval" / "step_000000").is_dir():
+            return [self.command, *self.words(folder), "runner.on_existing=resume"]
+        return [self.command, "--resume", str(run), "trust=true"]
+
+    def check(self, folder: Path, *, complete: bool) -> None:
+        """What must hold of the files whenever no process runs.
+
+        Raises:
+            AssertionError: it does not.
+        """
+        run = folder / "run"
+        metrics = run / "metrics.jsonl"
+        if self.command in ("train", "sft") and metrics.exists():
+            steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+            first = steps[0] if steps else 0
+            assert steps == [*range(first, first + len(steps))], f"rows of steps {steps}"
+            assert first <= 1, f"the first row is of step {first}"
+            assert not complete or steps[-1] == STEPS, f"rows of steps {steps}"
+        store = CheckpointStore(run / "checkpoints")
+        for step in store.steps():
+            store.verify(store.path(step))
+        assert not complete or self.command not in ("train", "sft") or STEPS in store.steps()
+        if self.command == "collect" and (folder / "demos/meta/info.json").exists():
+            found = [(row["embodyrl/task_id"], row["embodyrl/trial"]) for row in read_episodes(folder / "demos")]
+            assert len(found) == len(set(found)), f"episodes twice: {found}"
+            assert not complete or check_layout(folder / "demos") == []
+
+    def outcome(self, folder: Path) -> Any:
+        """What a finished run has found out, without what depends on the clock."""
+        run = folder / "run"
+        if self.command == "eval":
+            played = [
+                {k: v for k, v in row.items() if k not in ("seconds", "video")} for row in self._episodes(run)
+            ]
+            return sorted(played, key=lambda row: row["episode"])
+        if self.command == "collect":
+            demos, sources = load_demonstrations(folder / "demos"), read_episodes(folder / "demos")
+            order = sorted(range(len(sources)), key=lambda i: (sources[i]["embodyrl/task_id"], sources[i]["embodyrl/trial"]))
+            spans = [slice(demos.start[i], demos.stop[i]) for i in order]
+            return [(demos.state[s].tobytes(), demos.action[s].tobytes(), demos.images[s].tobytes()) for s in spans]
+        if not self.exact:
+            return [row["step"] for row in rows(run)]
+        return [row | {"env/restarts": 0} for row in comparable(run)], weights(run, STEPS)
+
+    def _episodes(self, run: Path) -> list[dict[str, Any]]:
+        text = (run / "eval" / "step_000000" / "episodes.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def _toy(*words: str) -> Callable[[Path], Sequence[str]]:
+    return lambda folder: toy_words(folder, *SLOW, *WATCHED, *TRAIN, *words)
+
+
+def _collect(folder: Path) -> list[str]:
+    places = (f"collect.out={folder}/demos", f"runner.output_dir={folder}/runs")
+    return [*TOY_COLLECT, "env.kwargs.fault=slow", *WATCHED[:2], *places, "collect.episodes=16", "launcher.env_workers=2"]
+
+
+def _eval(folder: Path) -> list[str]:
+    more = ("launcher.env_workers=2", "eval.episodes=12", "runner.deterministic=true", "video=all")
+    return toy_words(folder, *SLOW, *WATCHED, *more, command="eval")
+
+
+def _sft(demos: Path) -> Callable[[Path], Sequence[str]]:
+    model = tuple(word for word in TOY if word.startswith("model."))
+    small = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "data.image_aug=false")
+    steps = (f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.val_check_interval=1")
+    return lambda folder: [
+        *(f"data.path={demos}", f"runner.output_dir={folder}", "runner.experiment_name=run"),
+        *(*model, *small, *steps, "faults.update_timeout_s=30"),
+    ]
+
+
+def _text(shared: Path, *reward: str) -> Callable[[Path], Sequence[str]]:
+    def words(folder: Path) -> list[str]:
+        places = (f"runner.output_dir={folder}", "runner.experiment_name=run", f"data.path={shared}/programs.jsonl")
+        return [*TEXT, *WATCHED, *places, *reward]
+
+    return words
+
+
+def write_programs(path: Path) -> None:
+    """Rows whose answers are programs: what a model of single characters writes is hardly ever one."""
+    lines = [{"prompt": f"{n}=", "answer": json.dumps([f"assert {n}", "x = 1"])} for n in range(1, 40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def kinds(shared: Path, judge_url: str) -> list[Kind]:
+    """All kinds; `shared` holds what they read, `judge_url` answers with rewards."""
+    judged = (f"reward.path={judge_url}", "reward.name=null", "reward.weights={}", "reward.timeout_s=3")
+    code = ("reward.name=code", "reward.weights={code:0.5,overlap:0.5}", "reward.timeout_s=8")
+    return [
+        Kind("inline", "train", _toy("launcher=inline")),
+        Kind("local", "train", _toy("launcher.env_workers=2")),
+        Kind("ranks", "train", _toy("launcher.env_workers=1", "actor.fsdp.size=2", "env.train.total_num_envs=8")),
+        Kind("apart", "train", _toy("launcher.env_workers=1", "rollout.mode=disaggregated", "model.precision=fp32")),
+        Kind("async", "train", _toy(*("launcher.env_workers=2", "algorithm.max_staleness=1", "actor.micro_batch_size=2"),
+             "runner.deterministic=false"), exact=False),
+        Kind("code", "train", _text(shared, *code)),
+        Kind("judge", "train", _text(shared, *judged)),
+        Kind("sft", "sft", _sft(shared / "demos")),
+        Kind("collect", "collect", _collect),
+        Kind("eval", "eval", _eval),
+    ]
