@@ -95,3 +95,11 @@ class Interrupted(EmbodyError):
         self.signum = signum
         self.exit_code = 128 + signum
         super().__init__(f"stopped by {signal.Signals(signum).name}")
+
+
+class StoppedAtOnce(KeyboardInterrupt):
+    """A second signal; nothing is waited for."""
+
+    def __init__(self, signum: int) -> None:
+        self.exit_code = 128 + signum
+        super().__init__(f"stopped at once by a second signal, {signal.Signals(signum).name}; what was saved is whole")

@@ -7,6 +7,7 @@ import select
 from pathlib import Path
 from typing import TextIO
 
+_LOG_LIMIT, _LOG_KEPT = 16 << 20, 1 << 20
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -21,6 +22,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cap_log(path: Path) -> None:
+    """Keep the last MiB of a log above 16 MiB; whoever has it open for appending simply goes on."""
+    size = path.stat().st_size if path.exists() else 0  # somebody may have tidied up
+    if size > _LOG_LIMIT:
+        with path.open("r+b") as file:
+            file.seek(size - _LOG_KEPT)
+            tail = file.read()
+            file.seek(0)
+            file.write(f"... {size - _LOG_KEPT} bytes were dropped here\n".encode() + tail)
+            file.truncate()
 
 
 def has_room(stream: TextIO, timeout_s: float) -> bool:

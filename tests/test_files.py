@@ -25,6 +25,24 @@ QUOTAS = {
 }
 
 
+def test_a_log_keeps_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    files.cap_log(log)
+    with log.open("ab") as writer:
+        writer.write(b"x" * (16 << 20))
+        writer.flush()
+        files.cap_log(log)
+        assert log.stat().st_size == 16 << 20
+        writer.write(b"the end")
+        writer.flush()
+        files.cap_log(log)
+        writer.write(b", and on")
+    data = log.read_bytes()
+    assert (1 << 20) < len(data) < (1 << 20) + 100
+    assert data.startswith(b"... 15728647 bytes were dropped here\n")
+    assert data.endswith(b"xthe end, and on")
+
+
 @pytest.mark.parametrize("case", QUOTAS)
 def test_cores_follow_quotas(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     membership, written, expected = QUOTAS[case]

@@ -58,9 +58,9 @@ def _run(arguments: list[str]) -> int:
         # The reader of our output (head, less) is gone; keep the interpreter from complaining at exit as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        _tell("embodyrl: interrupted.")
-        return 130
+    except KeyboardInterrupt as error:
+        _tell(f"embodyrl: {str(error) or 'interrupted'}.")
+        return getattr(error, "exit_code", 130)
     except Interrupted as error:
         _tell(f"embodyrl: {error}.")
         return error.exit_code

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ from embodyrl.plan.roots import Root, RunConfig, TrainConfig
 
 def run(args: argparse.Namespace) -> int:
     """Run one of the four; with `--json` the result is all that goes to standard output."""
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # asks a run how it is: before and after its workers there is no answer
     if args.json and args.dry_run:
         raise ConfigError("--json goes with --print-config or with a run; leave out --dry-run.")
     if args.command == "train" and args.multirun:

@@ -17,6 +17,7 @@ from embodyrl.cluster.remote import Pools, Rows, copy_in, copy_out, paste
 from embodyrl.config.placement import parse_placement
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
+from embodyrl.files import cap_log
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log_tail
 from embodyrl.workers.messages import Reply, Request, WorkerFailed
 
@@ -245,6 +246,7 @@ class RayLauncher:
         if answer.log:
             with open(handle.log, "ab") as file:
                 file.write(answer.log)
+            cap_log(handle.log)
         paste(handle.pools, answer.rows)
         for reply in answer.replies:
             if isinstance(reply, WorkerFailed):

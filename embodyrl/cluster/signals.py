@@ -4,7 +4,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from embodyrl.errors import Interrupted
+from embodyrl.errors import Interrupted, StoppedAtOnce
 
 
 class StopRequest:
@@ -38,11 +38,12 @@ class StopRequest:
         """
 
         def note(signum: int, frame: object) -> None:
+            # A lost terminal means the same as a request to terminate.
+            signum = signal.SIGTERM if signum == signal.SIGHUP else signum
             if self._signum is not None:
                 on_second()
-                raise KeyboardInterrupt
-            # A lost terminal means the same as a request to terminate.
-            self._signum = signal.SIGTERM if signum == signal.SIGHUP else signum
+                raise StoppedAtOnce(signum)
+            self._signum = signum
             on_first()
 
         def look(signum: int, frame: object) -> None:

@@ -93,7 +93,8 @@ class Session:
         """
         latest, rows = self._store.latest(), read_rows(self.folder.root / METRICS_FILE)
         if latest is None:
-            interval, newest = self.cfg.runner.save_interval, max((row.get("step", 0) for row in rows), default=0)
+            interval = self.cfg.runner.save_interval
+            newest = max((row.get("step", 0) for row in rows), default=0)
             # The folder is there from the start on. A step's row is written before its checkpoint, which may be on its
             # way for one more interval.
             gone = newest and not self._store.root.is_dir()
@@ -210,7 +211,7 @@ class Session:
             self.monitor.text(f"warning: a checkpoint could not be written, training goes on: {error}")
 
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
-        """Say where the run stopped and how to go on, once the checkpoint is complete; None: its workers were starting."""
+        """Say where the run stopped and how to go on, once the checkpoint is complete; None: workers were starting."""
         self.wait_for_save()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -111,15 +111,27 @@ def _is_video(path: Path) -> bool:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Objects of a JSON lines file; empty if there is none. What a kill or a bad disk left of a line is left out."""
-    rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    return [*_rows(path.read_bytes().splitlines())] if path.is_file() else []
+
+
+def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step", 0), int):
-            rows.append(row)
-    return rows
+            yield row
+
+
+def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
+    """The last value of each metric in a JSON lines file, None where there is none; parses the rows that hold them."""
+    lines = path.read_bytes().splitlines()[::-1] if path.is_file() else []
+    found = []
+    for name in names:
+        rows = _rows(line for line in lines if f'"{name}"'.encode() in line)
+        found.append(next((row[name] for row in rows if name in row), None))
+    return found
 
 
 def read_history(folder: Path) -> History:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from io import TextIOWrapper
 from pathlib import Path
 
-from embodyrl.files import write_atomically
+from embodyrl.files import cap_log, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import Monitor, RunInfo
 
@@ -73,6 +73,7 @@ class JsonlMonitor(Monitor):
         self._events.parent.mkdir(exist_ok=True)
         with self._events.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        cap_log(self._events)
 
     def close(self) -> None:
         """See `Monitor.close`."""

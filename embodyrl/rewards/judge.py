@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from embodyrl.clock import RunClock
 from embodyrl.conversation import Answer, Judgement
 from embodyrl.errors import EmbodyError, UnknownNameError
 from embodyrl.rewards.services import REWARDS, find
 from embodyrl.rewards.settings import JudgeSettings
 
 ERRORS, OVERLONG = "errors", "overlong"
-_START_S, _GRACE_S, _ATTEMPTS = 300.0, 5.0, 3
+_START_S, _GRACE_S, _ATTEMPTS, _FREEZE_S = 300.0, 5.0, 3, 1.0
 _CHILD = "from embodyrl.rewards.child import main; main()"
 
 
@@ -141,7 +142,7 @@ class _Child:
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         command = [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
-        if (said := self._line(_START_S)) != b"ready":
+        if (said := self._line(_START_S, RunClock())) != b"ready":
             why = said.decode() if said else f"no sign of life (exit code {self.stop()})"
             self.stop()
             raise EmbodyError(f"The process that judges with {', '.join(self._names)} does not start: {why}")
@@ -150,8 +151,15 @@ class _Child:
     def receive(self) -> list[list[float] | str]:
         """Return for each answer the components, or what went wrong."""
         replies: list[list[float] | str] = []
+        freezes = 0
         while self._left:
-            line = self._line(self._timeout_s + _GRACE_S)
+            began, clock = time.monotonic(), RunClock()
+            line = self._line(self._timeout_s + _GRACE_S, clock)
+            if time.monotonic() - began - clock.now() > _FREEZE_S and freezes < _ATTEMPTS:
+                freezes += 1  # the child's alarm, or a program's limit, counted that time: judged anew
+                self.stop()
+                self.send(self._left)
+                continue
             if line:
                 replies.append(json.loads(line))
                 self._left = self._left[1:]
@@ -163,16 +171,17 @@ class _Child:
             self.send(self._left[1:])
         return replies
 
-    def _line(self, seconds: float) -> bytes | None:
-        """Next line of the process's output; empty: it ended; None: none came in time."""
+    def _line(self, seconds: float, clock: RunClock) -> bytes | None:
+        """Next line of the process's output; empty: it ended; None: none came in the time that we ran."""
         assert self._process is not None and self._process.stdout is not None
-        deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if (left := seconds - clock.now()) <= 0:
+                return None
+            ready, _, _ = select.select([self._process.stdout], [], [], min(left, 0.5))
             part = os.read(self._process.stdout.fileno(), 1 << 16) if ready else None
-            if not part:
+            if part == b"":
                 return part
-            self._buffer += part
+            self._buffer += part or b""
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 

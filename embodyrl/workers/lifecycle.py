@@ -19,14 +19,12 @@ from typing import Protocol
 from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.errors import ChannelClosed, EmbodyError
+from embodyrl.files import cap_log
 from embodyrl.workers.messages import Reply, Request, WorkerFailed, WorkerReady
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _IDLE_LIMIT_S = 24 * 3600.0  # a driver that is silent for a day is hung; its own death is noticed at once
-
-_LOG_LIMIT, _LOG_KEPT = 16 << 20, 1 << 20
-"""Bytes of a worker's log at which it is cut, and what stays."""
 
 
 class Worker(Protocol):
@@ -104,7 +102,7 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
             for reply in worker.handle(request):
                 channel.put(reply)
             if log_path is not None:
-                _cap(Path(log_path))
+                cap_log(Path(log_path))
     except ChannelClosed:
         pass  # the driver is gone: nobody is left to tell
     except BaseException as error:  # process boundary: everything is reported, then the process ends
@@ -158,18 +156,6 @@ def _die_with_parent() -> None:
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
-
-
-def _cap(log: Path) -> None:
-    """Keep the last part of a log that a simulator floods; it is open for appending, so writing simply goes on."""
-    size = os.fstat(1).st_size
-    if size > _LOG_LIMIT:
-        with log.open("r+b") as file:
-            file.seek(size - _LOG_KEPT)
-            tail = file.read()
-            file.seek(0)
-            file.write(f"... {size - _LOG_KEPT} bytes were dropped here\n".encode() + tail)
-            file.truncate()
 
 
 def log_tail(path: Path, lines: int = 15) -> str:

@@ -15,6 +15,7 @@ import select
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +96,7 @@ class Hosts:
         self.wire = wire
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
+        self._session = tempfile.TemporaryDirectory(prefix="two-hosts-", dir="/tmp")  # names of sockets must be short
 
     def environment(self) -> dict[str, str]:
         """Of everything that runs on them: a lost host is noticed within seconds."""
@@ -102,7 +104,12 @@ class Hosts:
         return {
             **command_environment(self._folder),
             **{f"RAY_health_check_{name}": value for name, value in quick.items()},
-            **{"RAY_worker_niceness": "0", "RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}", "RAY_USAGE_STATS_ENABLED": "0"},
+            **{
+                "RAY_worker_niceness": "0",
+                "RAY_TMPDIR": self._session.name,
+                "RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}",
+                "RAY_USAGE_STATS_ENABLED": "0",
+            },
         }
 
     def on(self, host: int, *command: str) -> list[str]:
@@ -132,7 +139,9 @@ class Hosts:
                 return
             assert time.monotonic() < end, done.stderr.decode()[-2000:]
 
-    def _start(self, host: int, words: list[str], out: IO[bytes], err: IO[bytes], **env: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self, host: int, words: list[str], out: IO[bytes], err: IO[bytes], **env: str
+    ) -> subprocess.Popen[bytes]:
         command = self.on(host, sys.executable, *words)
         started = subprocess.Popen(
             command, stdout=out, stderr=err, cwd=self._folder, env=self.environment() | env, start_new_session=True
@@ -155,6 +164,7 @@ class Hosts:
                 subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
         for process in self._started:
             process.wait()
+        self._session.cleanup()
 
 
 @contextmanager

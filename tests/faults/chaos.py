@@ -12,7 +12,6 @@ moment at which a signal arrives: runs are as fast as the machine is.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -154,7 +153,7 @@ class Trial:
         Raises:
             AssertionError: something does not hold.
         """
-        for attempt in range(quota + 4):
+        for _ in range(quota + 4):
             left = quota - len(self.injections)
             begun = len(self.injections)
             command = start_cli(*self._words(), cwd=self.folder)
@@ -169,7 +168,7 @@ class Trial:
             self._check(command, code, self.injections[begun:])
             if code == 0:
                 break
-        assert code == 0, f"exit code {code} after {attempt + 1} attempts:\n{command.printed}"
+        assert code == 0, f"exit code {code} after {len(self.codes)} attempts:\n{command.printed}"
         self.kind.check(self.folder, complete=True)
 
     def _words(self) -> list[str]:
@@ -187,21 +186,24 @@ class Trial:
             if time.monotonic() < due:
                 continue
             injection = self._inject(command)
-            due = time.monotonic() + self._rng.uniform(0.0, self._typical_s / 4)
+            due = time.monotonic() + self._rng.uniform(0.0, min(4.0, self._typical_s / 4))
             if injection is not None:
                 self.injections.append(injection)
                 left -= 1
 
     def _inject(self, command: Command) -> Injection | None:
-        victims: dict[str, list[tuple[int, str]]] = {"driver": [(command.pid, "driver")], "group": [(command.pid, "group")]}
+        victims: dict[str, list[tuple[int, str]]] = {
+            "driver": [(command.pid, "driver")],
+            "group": [(command.pid, "group")],
+        }
         for pid in process_tree(command.pid):
             if pid != command.pid and (found := role_of(pid)):
                 victims.setdefault(found[0], []).append((pid, found[1]))
         if self.kind.name == "judge":
             victims["judge"] = [(self._judge.pid(), "judge")]
-        # Workers are what a run has most of: half of all signals go to them.
+        # Most signals go to workers: those to the driver end the run, and starting one is what costs time.
         roles = sorted(set(victims) - {"driver", "group"})
-        role = self._rng.choice(roles) if roles and self._rng.random() < 0.65 else self._rng.choice(["driver", "group"])
+        role = self._rng.choice(roles) if roles and self._rng.random() < 0.8 else self._rng.choice(["driver", "group"])
         pid, name = self._rng.choice(victims[role])
         signum = self._rng.choice(SIGNALS[role])
         try:
@@ -247,7 +249,8 @@ class Trial:
         if code == 4:
             assert "worker " in said, said
         if code in (130, 143):
-            assert "go on with" in said or "goes on from there" in said or not (self.folder / "run").exists(), said
+            hints = ("go on with", "goes on from there", "second signal")
+            assert any(hint in said for hint in hints) or not (self.folder / "run").exists(), said
         self._check_deaths(injections, code)
         self.kind.check(self.folder, complete=False)
 
@@ -256,7 +259,11 @@ class Trial:
         if code not in (0, 4):
             return
         events = [p.read_text() for p in self.folder.rglob("events.log")]
-        said = " ".join(" ".join([(self.folder / "stdout.txt").read_text(), (self.folder / "stderr.txt").read_text(), *events]).split())
+        said = " ".join(
+            " ".join(
+                [(self.folder / "stdout.txt").read_text(), (self.folder / "stderr.txt").read_text(), *events]
+            ).split()
+        )
         last = time.monotonic()
         for injection in injections:
             if injection.fatal and injection.role in ("env", "policy", "rollout", "young") and last - injection.at > 5:
@@ -309,7 +316,7 @@ class Chaos:
             trial = Trial(kind, folder, random.Random(rng.random()), self.judge, typical)
             wrong = ""
             try:
-                trial.run(quota=trial._rng.randint(3, 8))
+                trial.run(quota=trial._rng.randint(5, 12))
                 judged = {"reward", "program", "judge"} & {i.role for i in trial.injections}
                 if kind.exact and not judged:
                     assert kind.outcome(folder) == outcome, "the numbers differ from those of an undisturbed run"
@@ -324,8 +331,10 @@ def table(sent: Sequence[Injection]) -> str:
     counts = Counter((i.role, signal.Signals(i.signum).name) for i in sent)
     names = sorted({name for _, name in counts})
     lines = [f"{'':8}" + "".join(f"{n:>9}" for n in names)]
-    for role in sorted({role for role, _ in counts}):
-        lines.append(f"{role:8}" + "".join(f"{counts[role, n] or '':>9}" for n in names))
+    lines += [
+        f"{role:8}" + "".join(f"{counts[role, n] or '':>9}" for n in names)
+        for role in sorted({role for role, _ in counts})
+    ]
     return "\n".join(lines)
 
 

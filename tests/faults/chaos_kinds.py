@@ -18,7 +18,7 @@ from embodyrl.datasets.reader import check_layout, load_demonstrations
 from embodyrl.datasets.writer import read_episodes
 
 STEPS = 3
-SLOW = ("env.kwargs.fault=slow", "env.kwargs.goal=0.7")
+SLOW = ("env.kwargs.fault=slow", "env.kwargs.goal=1.4")
 """Rollouts that take time but no processor."""
 WATCHED = ("faults.max_restarts_per_worker=1000", "faults.step_timeout_s=6", "faults.update_timeout_s=30")
 TRAIN = (
@@ -79,13 +79,13 @@ class Kind:
         """What a finished run has found out, without what depends on the clock."""
         run = folder / "run"
         if self.command == "eval":
-            played = [
-                {k: v for k, v in row.items() if k not in ("seconds", "video")} for row in self._episodes(run)
-            ]
+            played = [{k: v for k, v in row.items() if k not in ("seconds", "video")} for row in self._episodes(run)]
             return sorted(played, key=lambda row: row["episode"])
         if self.command == "collect":
             demos, sources = load_demonstrations(folder / "demos"), read_episodes(folder / "demos")
-            order = sorted(range(len(sources)), key=lambda i: (sources[i]["embodyrl/task_id"], sources[i]["embodyrl/trial"]))
+            order = sorted(
+                range(len(sources)), key=lambda i: (sources[i]["embodyrl/task_id"], sources[i]["embodyrl/trial"])
+            )
             spans = [slice(demos.start[i], demos.stop[i]) for i in order]
             return [(demos.state[s].tobytes(), demos.action[s].tobytes(), demos.images[s].tobytes()) for s in spans]
         if not self.exact:
@@ -98,16 +98,23 @@ class Kind:
 
 
 def _toy(*words: str) -> Callable[[Path], Sequence[str]]:
-    return lambda folder: toy_words(folder, *SLOW, *WATCHED, *TRAIN, *words)
+    return lambda folder: toy_words(folder, *SLOW, *WATCHED, *TRAIN, "algorithm.rollout_epoch=4", *words)
 
 
 def _collect(folder: Path) -> list[str]:
     places = (f"collect.out={folder}/demos", f"runner.output_dir={folder}/runs")
-    return [*TOY_COLLECT, "env.kwargs.fault=slow", *WATCHED[:2], *places, "collect.episodes=16", "launcher.env_workers=2"]
+    return [
+        *TOY_COLLECT,
+        "env.kwargs.fault=slow",
+        *WATCHED[:2],
+        *places,
+        "collect.episodes=40",
+        "launcher.env_workers=2",
+    ]
 
 
 def _eval(folder: Path) -> list[str]:
-    more = ("launcher.env_workers=2", "eval.episodes=12", "runner.deterministic=true", "video=all")
+    more = ("launcher.env_workers=2", "eval.episodes=32", "runner.deterministic=true", "video=all")
     return toy_words(folder, *SLOW, *WATCHED, *more, command="eval")
 
 
@@ -144,8 +151,15 @@ def kinds(shared: Path, judge_url: str) -> list[Kind]:
         Kind("local", "train", _toy("launcher.env_workers=2")),
         Kind("ranks", "train", _toy("launcher.env_workers=1", "actor.fsdp.size=2", "env.train.total_num_envs=8")),
         Kind("apart", "train", _toy("launcher.env_workers=1", "rollout.mode=disaggregated", "model.precision=fp32")),
-        Kind("async", "train", _toy(*("launcher.env_workers=2", "algorithm.max_staleness=1", "actor.micro_batch_size=2"),
-             "runner.deterministic=false"), exact=False),
+        Kind(
+            "async",
+            "train",
+            _toy(
+                *("launcher.env_workers=2", "algorithm.max_staleness=1", "actor.micro_batch_size=2"),
+                "runner.deterministic=false",
+            ),
+            exact=False,
+        ),
         Kind("code", "train", _text(shared, *code)),
         Kind("judge", "train", _text(shared, *judged)),
         Kind("sft", "sft", _sft(shared / "demos")),

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from settings import model_of
 
+from embodyrl import files
 from embodyrl.cli.main import main
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
@@ -175,7 +176,10 @@ def test_a_report_takes_recordings_and_no_other_file(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path):
+def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "memory.max").write_text(str(1 << 30))  # in a container of 1 GiB: more of the file need not be read
+    (tmp_path / "memory.current").write_text("0")
+    monkeypatch.setattr(files, "CGROUP", tmp_path)
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow as pa
 

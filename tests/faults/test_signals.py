@@ -131,18 +131,19 @@ def test_a_freeze_longer_than_the_deadline_costs_nothing(start, tmp_path, whole_
     assert [row["env/restarts"] for row in rows(tmp_path / "run")] == [0, 0]
 
 
-def test_a_second_ctrl_c_does_not_wait_for_anybody(start, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
+def test_a_second_ctrl_c_does_not_wait_for_anybody(start, tmp_path, signum):
     """The env worker never leaves its gate, so the first Ctrl-C alone would wait for the grace period."""
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))
     command.wait_for(gate)
     worker = command.worker("env_0")
-    command.signal_group(signal.SIGINT)
+    command.signal_group(signum)
     assert wait_until(lambda: "policy" not in workers_of(command.pid), 30), "first comes the checkpoint"
-    command.signal_group(signal.SIGINT)
+    command.signal_group(signum)
     # Less than the grace period of 10 s; a busy machine takes seconds to end a process.
-    assert command.wait(9.0) == 130
-    assert_one_line_and_no_traceback(command)
+    assert command.wait(9.0) == 128 + signum
+    assert f"stopped at once by a second signal, {signum.name}" in assert_one_line_and_no_traceback(command)
     assert str(worker) not in workers_of(command.pid).values()
     assert_saved(tmp_path / "run")
 

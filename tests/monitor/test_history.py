@@ -1,10 +1,13 @@
+import json
+import sys
 from pathlib import Path
 
 import pytest
 from run_files import write_run, write_video
 
 from embodyrl.errors import ConfigError
-from embodyrl.monitor.history import read_history, read_rows
+from embodyrl.monitor.history import newest_values, read_history, read_rows
+from embodyrl.monitor.report.page import write_report
 
 
 def test_a_run_is_read_back(tmp_path: Path) -> None:
@@ -29,3 +32,40 @@ def test_a_cut_line_is_left_out_and_no_run_is_an_error(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "y.jsonl") == []
     with pytest.raises(ConfigError, match="it is no run"):
         read_history(tmp_path)
+
+
+LONG = 2_000
+"""Steps of a long run."""
+
+
+def test_the_newest_values_of_a_long_run_cost_a_few_rows(tmp_path, monkeypatch):
+    lines = [json.dumps({"step": step} | ({"eval/return": step} if step % 50 == 0 else {})) for step in range(LONG)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2000, "eval/return"']))
+    parsed: list[object] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    assert newest_values(tmp_path / "metrics.jsonl", ("step", "eval/return")) == [1999, 1950]
+    assert len(parsed) < 10
+    assert newest_values(tmp_path / "metrics.jsonl", ("nothing",)) == [None]
+    assert newest_values(tmp_path / "no_file", ("step",)) == [None]
+
+
+def test_a_report_of_a_long_run_looks_at_each_value_a_few_times(tmp_path):
+    """Not at every value once per row, which took minutes."""
+    run = write_run(tmp_path / "run")
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    with open(run / "metrics.jsonl", "w") as file:
+        file.writelines(json.dumps(row | {"step": step}) + "\n" for step in range(1, LONG + 1))
+    looks = 0
+
+    def count(frame, event, function):
+        nonlocal looks
+        looks += event == "c_call" and function.__name__ == "get"
+
+    sys.setprofile(count)
+    try:
+        write_report([run], tmp_path / "report.html")
+    finally:
+        sys.setprofile(None)
+    assert looks < 10 * LONG * len(row)
+    assert (tmp_path / "report.html").stat().st_size < 2 << 20

@@ -27,6 +27,9 @@ def moody(prompt: str, response: str, reference: str) -> float:
         time.sleep(0.01)
     if response == "die":
         os._exit(3)
+    if response.startswith("begin "):
+        Path(response[6:]).touch()
+        time.sleep(0.5)
     return {"nan": float("nan"), "infinite": float("inf")}.get(response, 1.0)
 
 
@@ -92,6 +95,23 @@ def test_a_judging_process_that_dies_between_two_batches_is_replaced():
             assert [(f.reward, f.problem) for f in found] == [(1.0, None)] * 3
     finally:
         judge.close()
+
+
+@pytest.mark.integration
+def test_a_freeze_while_an_answer_is_judged_costs_it_nothing(tmp_path: Path):
+    """As by Ctrl-Z and fg: judge and judging process stand still for longer than the time of an answer."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        judge = build_judge(JudgeSettings(path="test_judge:moody", timeout_s=1.0), 8)
+        found = judge([ask(f"begin {tmp_path / 'begun'}"), ask("hang"), ask("fine")])
+        judge.close()
+        os._exit([f.problem for f in found] != [None, "no verdict within 1 s", None])
+    assert wait_until((tmp_path / "begun").exists, 60)
+    os.killpg(pid, signal.SIGSTOP)
+    time.sleep(2.5)  # the fault itself
+    os.killpg(pid, signal.SIGCONT)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_overlong_answers_pay():

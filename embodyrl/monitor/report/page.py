@@ -91,7 +91,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What the template shows of one run."""
     steps = [row for row in history.rows if step_seconds(row)]
     last = history.evaluations[-1].episodes if history.evaluations else ()
-    total = {name: sum(row.get(name) or 0.0 for row in steps) for row in steps for name in row}
+    total = {name: sum(row.get(name) or 0.0 for row in steps) for name in {name for row in steps for name in row}}
     events = history.text(EVENTS_FILE).splitlines()
     tails = []
     for path in sorted(history.folder.glob("logs/*/*.log")):

@@ -1,0 +1,41 @@
+"""A few signals of `chaos.py` as a test: by default at a collection, which loads no torch; all kinds where asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos import Chaos, Injection
+
+pytestmark = pytest.mark.integration
+KINDS = ("inline", "local", "ranks", "apart", "async", "code", "judge", "sft", "eval")
+
+
+@pytest.fixture
+def chaos(tmp_path: Path) -> Iterator[Chaos]:
+    made = Chaos(tmp_path, seed=5)
+    yield made
+    made.judge.close()
+
+
+def disturb(chaos: Chaos, kind: str, injections: int) -> list[Injection]:
+    chaos.kinds = [k for k in chaos.kinds if k.name == kind]
+    sent: list[Injection] = []
+    for trial, wrong in chaos.trials(minutes=20.0, injections=injections):
+        assert not wrong, f"{trial.folder.name}: {trial.injections}: {wrong}"
+        sent += trial.injections
+    return sent
+
+
+def test_a_collection_under_fire_ends_with_the_episodes_of_a_calm_one(chaos):
+    assert len(disturb(chaos, "collect", 1)) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run_stands_it(chaos, kind):
+    assert len(disturb(chaos, kind, 8)) >= 8
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("embodyrl")]
