@@ -59,7 +59,9 @@ def _run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as error:
-        _tell(f"embodyrl: {str(error) or 'interrupted'}.")
+        # A second signal while the first one's was being carried out: that one knows how to go on.
+        first = error.__context__ if isinstance(error.__context__, Interrupted) else ""
+        _tell(f"embodyrl: {str(first) or str(error) or 'interrupted'}.")
         return getattr(error, "exit_code", 130)
     except Interrupted as error:
         _tell(f"embodyrl: {error}.")

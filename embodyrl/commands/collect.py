@@ -153,12 +153,9 @@ class _Collecting:
     def _collect(self, writer: DatasetWriter, logs: Path) -> None:
         try:
             workers = start_workers(self.blueprint, logs, self.monitor.text, start_from=self.weights)
-            try:
-                with workers.supervisor.signals():
-                    while trials := self._trials():
-                        self._batch(workers, writer, trials)
-            finally:
-                workers.close()
+            with workers.running():
+                while trials := self._trials():
+                    self._batch(workers, writer, trials)
         except Interrupted as interruption:
             writer.flush()
             interruption.args = (

@@ -145,20 +145,17 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
         folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # from here on --resume goes on with it
         try:
             workers = start_workers(blueprint, folder.logs, monitor.text, start_from=weights)
-            try:
-                with workers.supervisor.signals():
-                    result = run_evaluation(
-                        blueprint,
-                        workers,
-                        folder=folder.eval_folder(step),
-                        videos=folder.videos,
-                        step=step,
-                        progress=monitor.progress,
-                        warn=monitor.text,
-                        resume=resume is not None,
-                    )
-            finally:
-                workers.close()
+            with workers.running():
+                result = run_evaluation(
+                    blueprint,
+                    workers,
+                    folder=folder.eval_folder(step),
+                    videos=folder.videos,
+                    step=step,
+                    progress=monitor.progress,
+                    warn=monitor.text,
+                    resume=resume is not None,
+                )
         except (Interrupted, WorkerError) as error:
             said, *details = str(error).splitlines()
             said += f"; go on with: embodyrl eval --resume {folder.root}{resume_word(cfg)}"

@@ -95,15 +95,15 @@ class Session:
         if latest is None:
             interval = self.cfg.runner.save_interval
             newest = max((row.get("step", 0) for row in rows), default=0)
-            # The folder is there from the start on. A step's row is written before its checkpoint, which may be on its
-            # way for one more interval.
+            # The folder is there from the start on. A row is written before its checkpoint, which may be on its way for
+            # one more interval.
             gone = newest and not self._store.root.is_dir()
             late = -1 < interval * (1 + self.cfg.checkpoint.async_save) < newest
             if self._warnings or gone or late:
                 raise CheckpointError(
                     f"{self.folder.root} has {len(rows)} rows of metrics but no checkpoint in {self._store.root} to go "
-                    f"on from{''.join(f'; {line}' for line in self._warnings)}. Put the checkpoints back; or start over "
-                    f"with a new runner.experiment_name, or here after deleting {METRICS_FILE}."
+                    f"on from{''.join(f'; {line}' for line in self._warnings)}. Put the checkpoints back, or start "
+                    f"over with a new runner.experiment_name, or here after deleting {METRICS_FILE}."
                 )
             if newest:
                 self._warnings.append("no checkpoint was complete when this run ended")

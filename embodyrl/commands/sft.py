@@ -94,11 +94,8 @@ class _Sft:
                 )
             except Interrupted as interruption:
                 raise session.stop_message(interruption) from None
-            try:
-                with actors.supervisor.signals():
-                    return self._train(actors, start)
-            finally:
-                actors.close()
+            with actors.running():
+                return self._train(actors, start)
         finally:
             self.monitor.close()
 

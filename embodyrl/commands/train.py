@@ -111,11 +111,8 @@ class _Training:
                 workers = start_workers(self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
             except Interrupted as interruption:
                 raise session.stop_message(interruption) from None
-            try:
-                with workers.supervisor.signals():
-                    return self._train(workers, start)
-            finally:
-                workers.close()
+            with workers.running():
+                return self._train(workers, start)
         finally:
             self.monitor.close()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,15 @@ class Workers:
     """Of the actor ranks."""
     trace: Path | None = None
     """Where the timeline goes at the end."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Signals are requests, up to the end of the workers when the block is left."""
+        with self.supervisor.signals():
+            try:
+                yield
+            finally:
+                self.close()
 
     def close(self) -> None:
         """End all workers, write the trace and free the arena."""

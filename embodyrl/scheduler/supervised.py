@@ -62,6 +62,15 @@ class SupervisedActors:
         yield tickets
         self.arena.free(tickets)
 
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """See `Workers.running`."""
+        with self.supervisor.signals():
+            try:
+                yield
+            finally:
+                self.close()
+
     def close(self) -> None:
         """End all ranks and free the arena."""
         self.supervisor.stop()

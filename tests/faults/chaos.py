@@ -279,6 +279,8 @@ class Chaos:
     folder: Path
     seed: int
     only: Sequence[str] = ()
+    quota: tuple[int, int] = (5, 12)
+    """Fewest and most signals of a trial."""
 
     def __post_init__(self) -> None:
         self.judge = Judge()
@@ -316,7 +318,7 @@ class Chaos:
             trial = Trial(kind, folder, random.Random(rng.random()), self.judge, typical)
             wrong = ""
             try:
-                trial.run(quota=trial._rng.randint(5, 12))
+                trial.run(quota=trial._rng.randint(*self.quota))
                 judged = {"reward", "program", "judge"} & {i.role for i in trial.injections}
                 if kind.exact and not judged:
                     assert kind.outcome(folder) == outcome, "the numbers differ from those of an undisturbed run"

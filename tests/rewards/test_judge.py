@@ -88,9 +88,10 @@ def test_a_judging_process_that_dies_between_two_batches_is_replaced():
         judge([ask("fine"), ask("fine")])
         for _ in range(4):
             for child in [int(p) for p in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]:
-                if b"rewards.child" in (cmdline := Path(f"/proc/{child}/cmdline")).read_bytes():
+                if b"rewards.child" in Path(f"/proc/{child}/cmdline").read_bytes():
                     os.kill(child, signal.SIGKILL)
-                    assert wait_until(lambda path=cmdline: not path.read_bytes(), 10)
+                    state = Path(f"/proc/{child}/stat")  # a zombie has closed its pipes, one that is dying has not
+                    assert wait_until(lambda path=state: path.read_text().rpartition(")")[2].split()[0] == "Z", 10)
             found = judge([ask("fine"), ask("fine"), ask("fine")])
             assert [(f.reward, f.problem) for f in found] == [(1.0, None)] * 3
     finally:
