@@ -17,7 +17,7 @@ from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, SftConfig, Trai
 
 if TYPE_CHECKING:
     from embodyrl.commands.collect import CollectResult
-    from embodyrl.commands.evaluate import EvalResult
+    from embodyrl.commands.eval_result import EvalResult
     from embodyrl.commands.session import OnStep
     from embodyrl.commands.sft import SftResult
     from embodyrl.commands.train import OnEval, TrainResult

@@ -112,6 +112,18 @@ class EnvSpec:
     """Names of the parts of the reward that are logged one by one."""
     component_weights: tuple[float, ...] = ()
     """What each part counts in the reward."""
+    suites: tuple[str, ...] = ()
+    """Suite of each task where evaluations cover several, one after the other, each with the tasks of the first in its
+    order; the first is the own one, the only one to train on. Empty: there is one."""
+
+    @property
+    def own_tasks(self) -> range:
+        """Tasks of the own suite."""
+        return range(self.suites.count(self.suites[0]) if self.suites else len(self.tasks))
+
+    def suite_of(self, task_id: int) -> str:
+        """Name of the suite that a task belongs to."""
+        return self.suites[task_id] if self.suites else self.name
 
     @property
     def action_kind(self) -> ActionKind:

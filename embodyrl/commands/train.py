@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.commands.dump import write_dump
-from embodyrl.commands.evaluate import EvalResult, changes, compare_recordings, run_evaluation
+from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
+from embodyrl.commands.evaluate import compare_recordings, run_evaluation
 from embodyrl.commands.facts import facts
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
@@ -64,6 +65,7 @@ def train(
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
     blueprint = draw_blueprint(cfg, training=True)
+    cfg = blueprint.config(TrainConfig) if cfg.eval.protocol.name else cfg
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
     folder = open_run(cfg, "train", overrides, resume)
     try:
@@ -249,6 +251,8 @@ class _Training:
         videos: list[Path] = []
         if self.first is not None and self.last is not None:
             self.monitor.results(changes(self.first, self.last))
+            for one in paired_changes(self.first, self.last):
+                self.monitor.text(f"{one.suite}: " * bool(one.suite) + one.sentence(("before", "after")))
             before, after = self.first.overall, self.last.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")

@@ -24,6 +24,14 @@ class SimFactory(ABC, Generic[S]):
         """Yield what is wrong with the config, one line each with the fix; imports nothing of the simulator."""
         yield from ()
 
+    def suites(self, cfg: S) -> tuple[str, ...]:
+        """Names of the suites that evaluations may cover beside the chosen one; by default there are none."""
+        return ()
+
+    def own_suite(self, cfg: S) -> str | None:
+        """Name of the chosen one among them; None: it is not named."""
+        return None
+
     @abstractmethod
     def describe(self, cfg: S, context: EnvContext) -> EnvSpec:
         """Describe the environment without building a simulator in this process.

@@ -128,6 +128,8 @@ class EnvContext:
     """For an environment with `reads_rows`."""
     reward: StepRewardSettings | None = None
     """For an environment with a `section` for it; None: the simulator's own reward."""
+    suites: tuple[str, ...] = ()
+    """Further suites that evaluations cover, of those that the factory's `suites` names."""
 
 
 class EnvFactory(Protocol):

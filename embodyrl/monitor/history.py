@@ -35,12 +35,15 @@ class EpisodeRow:
     truncated: bool
     seconds: float
     video: str | None
+    suite: str = ""
+    """Suite of the task, where an evaluation covers several."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
         """Read one row; fields of other versions are left aside."""
-        names = [f.name for f in fields(cls) if f.name != "episode_return"]
-        return cls(episode_return=raw["return"], **{name: raw[name] for name in names})
+        names = [f.name for f in fields(cls) if f.name not in ("episode_return", "suite")]
+        values = {name: raw[name] for name in names}
+        return cls(episode_return=raw["return"], suite=str(raw.get("suite", "")), **values)
 
     def to_json(self) -> dict[str, object]:
         """Inverse of `from_json`."""
@@ -55,6 +58,11 @@ def score_of(episodes: Sequence[EpisodeRow]) -> Score:
     return Rate.of((e.reset_id, bool(e.success_once)) for e in episodes)
 
 
+def own_suite(episodes: Sequence[EpisodeRow]) -> str:
+    """The suite that the others were evaluated beside: it has the first tasks."""
+    return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """The episodes of one validation, by episode number."""
@@ -62,9 +70,22 @@ class Evaluation:
     step: int
     episodes: tuple[EpisodeRow, ...]
 
+    @property
+    def own(self) -> tuple[EpisodeRow, ...]:
+        """Those of the environment's own suite: all, unless others were evaluated beside it."""
+        suite = own_suite(self.episodes)
+        return tuple(e for e in self.episodes if e.suite == suite)
+
+    @property
+    def suites(self) -> dict[str, Score]:
+        """Score of each suite, the own one first; empty: there is one."""
+        names = dict.fromkeys([own_suite(self.episodes), *(e.suite for e in self.episodes)])
+        scores = {name: score_of([e for e in self.episodes if e.suite == name]) for name in names}
+        return scores if len(scores) > 1 else {}
+
     def score(self, task: str | None = None) -> Score:
-        """Success of the episodes of one task, or of all; their return where success is not known."""
-        return score_of([e for e in self.episodes if task in (None, e.task)])
+        """Success of the own suite's episodes of one task, or of all; their return where success is not known."""
+        return score_of([e for e in self.own if task in (None, e.task)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +155,18 @@ def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
     return found
 
 
+def read_episodes(path: Path) -> list[EpisodeRow]:
+    """Rows of an `episodes.jsonl` by episode number.
+
+    Raises:
+        ConfigError: a row lacks something.
+    """
+    try:
+        return sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: a row has no usable {error}; the file is damaged, move it away.") from error
+
+
 def read_history(folder: Path) -> History:
     """Read a run.
 
@@ -145,11 +178,8 @@ def read_history(folder: Path) -> History:
         raise ConfigError(f"{folder}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs.")
     evaluations = []
     for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}")):
-        try:
-            episodes = sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"{path}: a row has no usable {error}; the file is damaged, move it away.") from error
-        evaluations.append(Evaluation(step=int(path.parent.name.removeprefix("step_")), episodes=tuple(episodes)))
+        step = int(path.parent.name.removeprefix("step_"))
+        evaluations.append(Evaluation(step=step, episodes=tuple(read_episodes(path))))
     return History(
         folder=folder,
         config=read_plain_yaml(file),

@@ -128,6 +128,11 @@ class Rate:
         low, high = self.interval
         return f"{100 * self.value:.1f} % [{100 * low:.1f}, {100 * high:.1f}] ({self.counts})"
 
+    @property
+    def short(self) -> str:
+        """The rate alone."""
+        return f"{100 * self.value:.0f} %" if self.episodes else "-"
+
     def change(self, later: Score) -> str:
         """Return the difference to a later rate in percentage points."""
         return f"{100 * (later.value - self.value):+.1f}" if self.episodes and later.episodes else "-"
@@ -168,6 +173,11 @@ class Mean:
             return "-"
         low, high = self.interval
         return f"{self.value:.4g} [{low:.4g}, {high:.4g}] ({self.counts})"
+
+    @property
+    def short(self) -> str:
+        """The mean alone."""
+        return f"{self.value:.4g}" if self.episodes else "-"
 
     def change(self, later: Score) -> str:
         """Return the difference to a later mean."""

@@ -9,8 +9,6 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
-from embodyrl.config.load import COMMAND_LINE
-from embodyrl.config.settings import leaves
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -18,6 +16,7 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.episodes import eval_episodes, groups_per_step, selected_reset_ids
+from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
 from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
@@ -79,29 +78,6 @@ class Blueprint:
         return self.env_workers[-1].slots.stop
 
 
-def _with_protocol(cfg: C, env: EnvSpec) -> C:
-    """Fill in what `eval.standard` stands for; what a preset says of its own episodes does not count.
-
-    Raises:
-        ConfigError: the environment declares no horizon, or something that was typed contradicts the protocol.
-    """
-    if not isinstance(cfg, EvalConfig) or not cfg.eval.standard:
-        return cfg
-    if not env.max_episode_steps:
-        raise ConfigError(f"eval.standard=true: env '{env.name}' declares no protocol of its own; leave it out.")
-    decided = {
-        "eval.episodes": None,
-        "eval.episodes_per_task": max(env.states_per_task),
-        "env.eval.task_ids": None,
-        "env.eval.state_ids": None,
-        "env.eval.max_episode_steps": env.max_episode_steps,
-    }
-    values = dict(leaves(cfg))
-    if wrong := [n for n in decided if cfg.sources.get(n) == COMMAND_LINE and values[n] != decided[n]]:
-        raise ConfigError(f"eval.standard=true runs every initial state of every task; leave out {', '.join(wrong)}.")
-    return cfg.updated(decided)
-
-
 def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     """Describe the run.
 
@@ -112,7 +88,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     context = env_context(cfg)
     factory = ENVS.get(cfg.env.env_type)
     env = factory.spec(cfg.env, context)
-    cfg = _with_protocol(fit_lengths(cfg, env), env)
+    cfg = follow(fit_lengths(cfg, env), env)
     algorithm = Algorithm(cfg.algorithm) if training and isinstance(cfg, TrainConfig) else None
     value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)

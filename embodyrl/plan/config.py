@@ -10,8 +10,17 @@ from typing import Any
 import yaml
 
 from embodyrl.config import tree
-from embodyrl.config.load import COMMAND_LINE, Setting, build, compose_groups, read_saved, split_words, wrong_values
-from embodyrl.config.settings import find_key, nodes, plain
+from embodyrl.config.load import (
+    COMMAND_LINE,
+    Setting,
+    build,
+    compose_groups,
+    parse_word,
+    read_saved,
+    split_words,
+    wrong_values,
+)
+from embodyrl.config.settings import find_key, flat, nodes, plain
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
@@ -51,7 +60,8 @@ def load_config(
         _trust(inherited, typed, base, problems)
     if not composed:
         raise ConfigError(problems)
-    return _finish(command, [*composed, *inherited, *typed], problems)
+    chosen = [*composed, *inherited]
+    return _finish(command, [*chosen, *_protocol([*chosen, *typed], problems), *typed], problems)
 
 
 def load_saved_config(path: Path, words: Sequence[str], *, command: str | None = None) -> Any:
@@ -76,6 +86,21 @@ def load_saved_config(path: Path, words: Sequence[str], *, command: str | None =
     ]
     _trust(saved, typed, file, problems)
     return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *typed], problems)
+
+
+def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
+    """What `eval.protocol.settings` stands for; presets of runs and experiments do not stand against a protocol."""
+    said = [setting for setting in settings if setting.key == "eval.protocol.settings"][-1:]
+    found = [Setting("eval.episodes", None, setting.source) for setting in said]
+    for setting in said:
+        for word in setting.value if isinstance(setting.value, list) else ():
+            try:
+                key, value = parse_word(str(word))
+            except ConfigError as error:
+                problems += error.problems
+                continue
+            found += [Setting(name, leaf, setting.source, setting.words) for name, leaf in flat({key: value}).items()]
+    return found
 
 
 def save_config(cfg: Root, path: Path) -> None:

@@ -59,26 +59,29 @@ class EpisodeList:
         return replace(self, waves=tuple(waves)) if episodes else self
 
 
-def selected_reset_ids(env: EnvSpec, split: EnvSplit) -> list[int]:
-    """All reset ids of the selected tasks and initial states.
+def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
+    """All reset ids of the selected tasks and initial states; `across`: of every suite.
 
     Raises:
         ConfigError: a task id or initial state does not exist.
     """
-    return [reset_id for task in selected_tasks(env, split) for reset_id in reset_ids_of(env, split, task)]
+    tasks = selected_tasks(env, split, across=across)
+    return [reset_id for task in tasks for reset_id in reset_ids_of(env, split, task)]
 
 
-def selected_tasks(env: EnvSpec, split: EnvSplit) -> list[int]:
-    """Task ids of a split.
+def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
+    """Task ids of a split in the own suite, or, `across`, of the same tasks in every suite.
 
     Raises:
         ConfigError: a task id does not exist.
     """
-    tasks = list(split.task_ids) if split.task_ids is not None else list(range(len(env.tasks)))
-    bad = [t for t in tasks if not 0 <= t < len(env.tasks)]
+    own = env.own_tasks
+    tasks = list(split.task_ids) if split.task_ids is not None else list(own)
+    bad = [t for t in tasks if t not in own]
     if bad:
-        raise ConfigError(f"task_ids {bad}: env '{env.name}' has tasks 0 to {len(env.tasks) - 1}.")
-    return tasks
+        raise ConfigError(f"task_ids {bad}: env '{env.name}' has tasks 0 to {len(own) - 1}.")
+    suites = len(env.tasks) // len(own) if across else 1
+    return [suite * len(own) + task for suite in range(suites) for task in tasks]
 
 
 def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
@@ -147,7 +150,7 @@ def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int
 
 def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
     """Episodes that an evaluation is asked for."""
-    return cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval))
+    return cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
 
 
 def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
@@ -156,7 +159,7 @@ def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeL
     An episode that would be an exact copy of another is left out.
     """
     split = cfg.env.eval
-    tasks = selected_tasks(env, split)
+    tasks = selected_tasks(env, split, across=True)
     episodes = []
     for i in range(count_asked(cfg, env)):
         task, trial = tasks[i % len(tasks)], i // len(tasks)

@@ -59,10 +59,12 @@ def _run_of(path: Path) -> Path | None:
 
 def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, set[int]]:
     """Reset ids that each part of a run may have drawn; empty where the run was about another environment."""
-    keys = ("env_type", "task_suite_name", "id")
-    if all(made.get(f"env.{key}") == getattr(cfg.env, key, None) for key in keys):
+    keys = ("env_type", "task_suite_name", "id", "axis")
+    here = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
+    if all(made.get(key, value) == value for key, value in here.items()):  # earlier versions had fewer keys
         parts = {"training": "train"} | ({"validation": "eval"} if made.get("runner.val_check_interval") != -1 else {})
-        return {what: _drawn(made, split, env) for what, split in parts.items()}
+        across = bool(made.get("runner.val_suites"))
+        return {what: _drawn(made, split, env, across and split == "eval") for what, split in parts.items()}
     path = made.get("data.path")
     try:
         card = read_card(Path(path)) if isinstance(path, str) else None
@@ -73,13 +75,13 @@ def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, s
     return {"demonstrations": {*selected_reset_ids(env, EnvSplit(state_ids=card.collected.get("state_ids")))}}
 
 
-def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec) -> set[int]:
+def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
     ids = made.get(f"env.{split}.state_ids") or rows_of(env, split)
     try:
         values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)
     except ValidationError:
         return set()  # no config that we wrote
-    return {*selected_reset_ids(env, values)}
+    return {*selected_reset_ids(env, values, across=across)}
 
 
 def _verdict(states: int, used: dict[str, int]) -> str:

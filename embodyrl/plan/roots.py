@@ -31,6 +31,7 @@ from embodyrl.plan.settings import (
     CollectSettings,
     EvalSettings,
     FaultSettings,
+    MeasuredRunSettings,
     RecordedSettings,
     RolloutMode,
     RolloutSettings,
@@ -124,6 +125,7 @@ class CollectConfig(ActingConfig):
 class EvalConfig(ActingConfig):
     """`embodyrl eval`."""
 
+    runner: MeasuredRunSettings = MeasuredRunSettings()
     env: EvalEnv
     algorithm: ActingAlgorithm = ActingAlgorithm()
     eval: EvalSettings = EvalSettings()
@@ -333,7 +335,7 @@ _RETIRED = frozenset(
     {
         *("custom", "rollout.enable_offload", "actor.enable_offload", "env.train.enable_offload"),
         *("env.eval.enable_offload", "algorithm.sampling_params.do_sample", "env.eval.auto_reset"),
-        *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch"),
+        *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch", "eval.standard"),
     }
 )
 """Keys of earlier versions that never did anything; runs of those versions have them in their config.yaml."""

@@ -64,6 +64,14 @@ class ActingRunSettings(RunSettings):
     """Write who worked when to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
 
 
+class MeasuredRunSettings(ActingRunSettings):
+    """A run whose episodes are counted."""
+
+    val_suites: Annotated[list[str], AfterValidator(_different), Says("a list of different names")] = []
+    """Further suites of the environment that evaluations, and the validations of a training, cover beside the chosen
+    one: [object,swap,lan,task] and base for LIBERO, [colours,positions,phrasings] for tabletop, or [all]."""
+
+
 class SupervisedRunSettings(RunSettings):
     """A run with training steps."""
 
@@ -82,11 +90,16 @@ class SupervisedRunSettings(RunSettings):
     logger: LoggerSettings = LoggerSettings()
 
 
-class RunnerSettings(SupervisedRunSettings, ActingRunSettings):
+class RunnerSettings(SupervisedRunSettings, MeasuredRunSettings):
     """The loop of reinforcement learning."""
 
     only_eval: bool = False
     """Evaluate `ckpt` (or the model's own weights) and stop."""
+
+    def idle(self):
+        """Name what only `embodyrl eval` does."""
+        if not self.only_eval:
+            yield "eval.baseline", "a training compares its own first and last validation; use `embodyrl eval`"
 
 
 class ActingRolloutSettings(Settings):
@@ -147,6 +160,23 @@ class EvalSamplingSettings(GreedySettings):
             yield "eval.sampling_params.temperature", "evaluation is greedy; set eval.sampling_params.do_sample=true"
 
 
+class ProtocolSettings(Settings):
+    """A published way to measure, as the files of conf/eval write it down."""
+
+    name: Name | None = None
+    """What the protocol is called in results."""
+    settings: list[str] = []
+    """What it sets, as key=value; what is typed wins, and the result says so."""
+    horizons: dict[str, int] = {}
+    """Env steps after which an episode ends, by environment or suite; it is about no other."""
+    departures: list[str] = []
+    """What the protocol has otherwise than every evaluation here."""
+    sources: list[str] = []
+    """Where each number was read."""
+    settled: bool = False
+    """Its settings have been filled in; set by the command."""
+
+
 class EvalSettings(Settings):
     """Which episodes are measured, and how the policy chooses in them."""
 
@@ -154,8 +184,9 @@ class EvalSettings(Settings):
     """Episodes in total; wins over episodes_per_task."""
     episodes_per_task: Count = 10
     """Episodes of each task."""
-    standard: bool = False
-    """The benchmark's own protocol: every initial state of every task once, and its own horizon."""
+    protocol: ProtocolSettings = ProtocolSettings()
+    baseline: Path | None = None
+    """An earlier evaluation's run folder: what both played is compared in pairs, suite by suite."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
 
 

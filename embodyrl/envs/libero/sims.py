@@ -104,13 +104,14 @@ class SimPool:
 
 
 class LiberoSims(SlotSimulators):
-    """Slots of one LIBERO suite."""
+    """Slots of a LIBERO suite, and of those that are evaluated beside it."""
 
     def __init__(self, spec: EnvSpec, *, max_models: int, lean: bool = False, fast: bool = False) -> None:
         super().__init__(spec)
         self._kinds = {"lean": lean, "fast": fast}
         self.task_limit = max_models
-        self._tasks = install.suite_tasks(spec.name)
+        names = dict.fromkeys(spec.suite_of(task) for task in range(len(spec.tasks)))
+        self._tasks = [(name, number, task) for name in names for number, task in enumerate(install.suite_tasks(name))]
         self._experts: dict[int, Expert] = {}
         self.pool = SimPool(self._build, max_models=max_models)
 
@@ -121,10 +122,11 @@ class LiberoSims(SlotSimulators):
             EnvError: the benchmark's files do not fit together.
         """
         task, index = self.spec.task_of(reset_id)
-        states = install.suite_init_states(self.spec.name, task)
+        suite, number, _ = self._tasks[task]
+        states = install.suite_init_states(suite, number)
         if index >= len(states):
             raise EnvError(
-                f"env '{self.spec.name}', task {task}: the installed LIBERO has {len(states)} initial states, "
+                f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
                 f"{self.spec.states_per_task[task]} expected. Fix: {install.INSTALL}"
             )
         self._experts[slot] = Expert(seed)
@@ -151,6 +153,6 @@ class LiberoSims(SlotSimulators):
         self.pool.close()
 
     def _build(self, task: int) -> TaskSimulator:
-        entry = self._tasks[task]
+        _, _, entry = self._tasks[task]
         path = install.libero_path("bddl_files") / entry.problem_folder / entry.bddl_file
         return TaskSimulator(path, **self._kinds)

@@ -6,9 +6,9 @@ from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.problems import camera_problems, task_problems
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
-from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims
+from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, suite_name
 from embodyrl.envs.tabletop.views import MAX_SIZE
-from embodyrl.envs.tabletop.world import TASKS
+from embodyrl.envs.tabletop.world import TASKS, Axis
 from embodyrl.types import EnvSpec, GripperConvention
 
 STATES_PER_TASK = 4000
@@ -22,6 +22,9 @@ SMALLEST_IMAGE = 32
 
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of the tabletop."""
+
+    axis: Axis = Axis.base
+    """base, or what is changed: colours (other shades), positions (plates in front), phrasings (other words)."""
 
 
 class TabletopFactory(SimFactory[TabletopSettings]):
@@ -44,21 +47,32 @@ class TabletopFactory(SimFactory[TabletopSettings]):
             )
         yield from camera_problems(cfg, CAMERAS)
 
+    def suites(self, cfg: TabletopSettings) -> tuple[str, ...]:
+        """The other axes."""
+        return tuple(axis.value for axis in Axis if axis is not cfg.axis)
+
+    def own_suite(self, cfg: TabletopSettings) -> str | None:
+        """The chosen axis."""
+        return cfg.axis.value
+
     def describe(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
         """Describe the environment."""
+        axes = (cfg.axis, *map(Axis, context.suites))
+        tasks = [(axis, task) for axis in axes for task in TASKS]
         return EnvSpec(
             on_gpu=False,
-            name="tabletop",
+            name=suite_name(cfg.axis),
             action_dim=7,
-            tasks=tuple(task.instruction for task in TASKS),
-            states_per_task=(STATES_PER_TASK,) * len(TASKS),
+            tasks=tuple(t.other_words if axis is Axis.phrasings else t.instruction for axis, t in tasks),
+            suites=tuple(suite_name(axis) for axis, _ in tasks) if context.suites else (),
+            states_per_task=(STATES_PER_TASK,) * len(tasks),
             cameras=tuple(cfg.init_params.camera_names),
             image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
             state_dim=STATE_DIM,
             gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
             unnorm_key="tabletop",
             max_episode_steps=HORIZON,
-            expert_tasks=tuple(range(len(TASKS))),
+            expert_tasks=tuple(range(len(tasks))),
         )
 
     def simulators(self, cfg: TabletopSettings, context: EnvContext) -> TabletopSims:

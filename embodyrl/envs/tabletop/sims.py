@@ -5,7 +5,7 @@ import numpy as np
 from embodyrl.envs.simulators import SimStep, SlotSimulators
 from embodyrl.envs.tabletop.expert import expert_action
 from embodyrl.envs.tabletop.views import FRONT, WRIST, draw_front, draw_wrist
-from embodyrl.envs.tabletop.world import TASKS, World, new_world
+from embodyrl.envs.tabletop.world import TASKS, Axis, World, new_world
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 CAMERAS = (FRONT, WRIST)
@@ -17,6 +17,16 @@ FRAME_SIZE = 288
 """P: side of each picture in a frame to look at, pixels."""
 
 
+def suite_name(axis: Axis) -> str:
+    """What the suite of an axis is called: `tabletop` without change, else `tabletop_<axis>`."""
+    return "tabletop" if axis is Axis.base else f"tabletop_{axis}"
+
+
+def axis_of(suite: str) -> Axis:
+    """Inverse of `suite_name`."""
+    return next(axis for axis in Axis if suite_name(axis) == suite)
+
+
 class TabletopSims(SlotSimulators):
     """Slots of the tabletop environment. It has no randomness beside the reset id."""
 
@@ -26,7 +36,10 @@ class TabletopSims(SlotSimulators):
 
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
         """Lay the table of `reset_id`; the seed has nothing to decide."""
-        self._worlds[slot] = new_world(TASKS[self.spec.task_of(reset_id)[0]], reset_id)
+        task, _ = self.spec.task_of(reset_id)
+        # The same tables on every axis: reset ids of other suites count on from those of the first.
+        table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop
+        self._worlds[slot] = new_world(TASKS[task % len(TASKS)], table, axis_of(self.spec.suite_of(task)))
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position deltas in -1..1 (0.04 m), rotations (ignored), gripper (positive closes)."""

@@ -15,8 +15,15 @@ MAX_SIZE = 1024
 
 Colour = tuple[float, float, float]
 
-_BLOCK_RGB: tuple[Colour, ...] = ((214, 58, 50), (58, 164, 82), (52, 104, 214))
-_PLATE_RGB: tuple[Colour, ...] = ((246, 200, 52), (150, 84, 186), (250, 248, 244))
+_BLOCK_RGB: tuple[tuple[Colour, ...], ...] = (
+    ((214, 58, 50), (58, 164, 82), (52, 104, 214)),
+    ((158, 26, 62), (112, 196, 150), (112, 168, 240)),
+)
+"""By palette: the usual shades, and those of `Axis.colours`."""
+_PLATE_RGB: tuple[tuple[Colour, ...], ...] = (
+    ((246, 200, 52), (150, 84, 186), (250, 248, 244)),
+    ((226, 216, 116), (104, 48, 150), (216, 222, 228)),
+)
 _STEEL: Colour = (66, 70, 78)
 _FINGER: Colour = (40, 42, 48)
 _LAMP_OPEN: Colour = (236, 242, 246)
@@ -112,7 +119,7 @@ def draw_front(world: World, size: int) -> ByteArray:
     canvas = _Canvas(
         _front_background(size).copy(), size / _FRONT_WIDTH, -_FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH
     )
-    for (x, y), colour in zip(world.plates, _PLATE_RGB, strict=True):
+    for (x, y), colour in zip(world.plates, _PLATE_RGB[world.palette], strict=True):
         _front_plate(canvas, x, y * _SLANT, colour)
     heights = [world.z if index == world.held else 0.0 for index in range(len(world.blocks))]
     for (x, y), z in zip(world.blocks, heights, strict=True):
@@ -129,7 +136,7 @@ def draw_front(world: World, size: int) -> ByteArray:
         if index < 0:
             _front_gripper(canvas, world)
         else:
-            _front_block(canvas, world.blocks[index], heights[index], _BLOCK_RGB[index])
+            _front_block(canvas, world.blocks[index], heights[index], _BLOCK_RGB[world.palette][index])
     return canvas.finish()
 
 
@@ -137,7 +144,7 @@ def draw_wrist(world: World, size: int) -> ByteArray:
     """Draw the wrist view [size, size, 3] uint8: the gripper in the middle, y upwards; it sees more from higher up."""
     half = _WRIST_LOW + _WRIST_RISE * world.z
     canvas = _Canvas(_texture_window(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
-    for (x, y), colour in zip(world.plates, _PLATE_RGB, strict=True):
+    for (x, y), colour in zip(world.plates, _PLATE_RGB[world.palette], strict=True):
         if max(abs(x - world.x), abs(y - world.y)) < half + PLATE_RADIUS:
             canvas.disc(x, y, PLATE_RADIUS, 1.0, _shade(colour, 0.8))
             canvas.disc(x, y, PLATE_RADIUS * 0.82, 1.0, colour)
@@ -145,13 +152,13 @@ def draw_wrist(world: World, size: int) -> ByteArray:
     for index, (x, y) in enumerate(world.blocks):
         if index != world.held and max(abs(x - world.x), abs(y - world.y)) < half + BLOCK_SIDE:
             canvas.box(x + 0.012, y - 0.006, side, side, _SHADOW, blur=0.02, strength=0.45)
-            canvas.box(x, y, side, side, _shade(_BLOCK_RGB[index], 0.75))
-            canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[index])
+            canvas.box(x, y, side, side, _shade(_BLOCK_RGB[world.palette][index], 0.75))
+            canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][index])
     # Fingers and a held block move with the camera, so their size in the picture is constant.
     hand = _Canvas(canvas.pixels, size / (2 * _WRIST_LOW), -_WRIST_LOW, _WRIST_LOW)
     if world.held is not None:
-        hand.box(0.0, 0.0, side, side, _shade(_BLOCK_RGB[world.held], 0.75))
-        hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.held])
+        hand.box(0.0, 0.0, side, side, _shade(_BLOCK_RGB[world.palette][world.held], 0.75))
+        hand.box(0.0, 0.0, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][world.held])
     apart = _finger_distance(world)
     for sign in (-1.0, 1.0):
         hand.box(sign * apart, 0.0, 0.007, 0.022, _FINGER)

@@ -39,6 +39,19 @@ _BLOCK_SPACING = 0.13
 Point = tuple[float, float]
 
 
+class Axis(StrEnum):
+    """What is changed of the tables that are trained on."""
+
+    base = "base"
+    """Nothing."""
+    colours = "colours"
+    """Other shades of the same colours."""
+    positions = "positions"
+    """Plates in front and blocks at the back, where none ever lay."""
+    phrasings = "phrasings"
+    """The same tasks in other words."""
+
+
 class Skill(StrEnum):
     """What is to be done with a block."""
 
@@ -62,6 +75,16 @@ class Task:
         if self.skill is Skill.touch:
             return f"touch the {block} block"
         return f"{self.skill} the {block} block {'to' if self.skill is Skill.push else 'on'} the {plate} plate"
+
+    @property
+    def other_words(self) -> str:
+        """The same in words that no other instruction has."""
+        block, plate = f"the {BLOCK_COLOURS[self.block]} cube", f"the {PLATE_COLOURS[self.plate]} dish"
+        return {
+            Skill.touch: f"make contact with {block}",
+            Skill.push: f"slide {block} over to {plate}",
+            Skill.put: f"pick up {block} and set it down on {plate}",
+        }[self.skill]
 
 
 TASKS = (
@@ -87,6 +110,8 @@ class World:
     """Index of the block between the closed fingers."""
     lifted: bool = False
     """The task's block has been grasped at some time: it was not pushed only."""
+    palette: int = 0
+    """Which shades the colours have; 1: those of `Axis.colours`."""
 
     def step(self, dx: float, dy: float, dz: float, close: bool) -> None:
         """Move the gripper by (dx, dy, dz) in -1..1, then open or close the fingers.
@@ -154,8 +179,11 @@ class World:
             self.blocks[index] = _clip(block[0] + slide * ux, REACH), _clip(block[1] + slide * uy, REACH)
 
 
-def new_world(task: Task, reset_id: int) -> World:
-    """Lay the table: three plates at the back in random order, three blocks in front, the gripper above them."""
+def new_world(task: Task, reset_id: int, axis: Axis = Axis.base) -> World:
+    """Lay the table: three plates at the back in random order, three blocks in front, the gripper above them.
+
+    `Axis.positions` mirrors it, so that plates lie in front.
+    """
     rng = np.random.default_rng([_LAYOUT_SEED, reset_id])
     columns = rng.permutation(len(_PLATE_COLUMNS))
     shift = rng.uniform((-0.03, 0.14), (0.03, 0.24), (len(columns), 2))
@@ -166,7 +194,9 @@ def new_world(task: Task, reset_id: int) -> World:
         if all(math.dist((x, y), other) > _BLOCK_SPACING for other in blocks):
             blocks.append((x, y))
     x, y = rng.uniform((-0.12, -0.18), (0.12, 0.06)).tolist()
-    return World(task, blocks, plates, x, y, TRAVEL_HEIGHT)
+    if axis is Axis.positions:
+        blocks, plates, y = [(bx, -by) for bx, by in blocks], tuple((px, -py) for px, py in plates), -y
+    return World(task, blocks, plates, x, y, TRAVEL_HEIGHT, palette=int(axis is Axis.colours))
 
 
 def _clip(value: float, limit: float) -> float:

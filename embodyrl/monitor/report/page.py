@@ -13,9 +13,10 @@ from embodyrl.config.settings import spell
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.paired import pair_suites
 from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
-from embodyrl.monitor.report.tables import changed_settings, compare, curve, differing
+from embodyrl.monitor.report.tables import changed_settings, curve, differing
 from embodyrl.monitor.timing import PHASES, duration, step_seconds, time_tree
 from embodyrl.version import __version__
 
@@ -35,6 +36,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Title and metrics of each; every other metric is in metrics.jsonl and TensorBoard."""
 _TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
+_SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
 _MAX_BARS, _MAX_FAILED, _LOG_TAIL = 60, 100, 12
 
 
@@ -53,7 +55,7 @@ def write_report(
     histories = [read_history(folder) for folder in folders]
     shelf = Shelf(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in cards_of(history, shelf)]
-    tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.episodes))
+    tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
     lines = _summary(histories)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = files("embodyrl.monitor.report").joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -81,9 +83,12 @@ def _summary(histories: Sequence[History]) -> list[str]:
         last = history.evaluations[-1] if history.evaluations else None
         text = f"step {last.step}: {last.score()}" if last else "no evaluation"
         lines.append(f"{history.name}: {text}")
+        lines += [f"  {suite}: {score}" for suite, score in (last.suites.items() if last else ())]
     if len(histories) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        lines.append(compare(first.evaluations[-1], second.evaluations[-1], (first.name, second.name)))
+        found = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
+        names = first.name, second.name
+        lines += [f"{one.suite}: " * bool(one.suite) + one.sentence(names) for one in found]
     return lines
 
 
@@ -154,13 +159,13 @@ def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
 def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
     """Title, legend (colour and text) and drawing of each chart that has data."""
     several, found = len(histories) > 1, []
-    for title, names in _CHARTS:
+    for title, names in (*_CHARTS, *_suite_charts(histories)):
         known = [name for name in names if any(history.series(name) for history in histories)]
         if several:
             known = known[:1]  # one metric per chart: there the colours tell the runs apart
         if not known:
             continue
-        labels = [h.name for h in histories] if several else [name.split("/")[0] for name in known]
+        labels = [h.name for h in histories] if several else [_legend(name) for name in known]
         lines = [
             curve(history, name, f"{history.name} · {name}" if several else name, color=run if several else metric)
             for run, history in enumerate(histories)
@@ -170,6 +175,21 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
         drawing = line_chart([line for line in lines if line.points], limits=limits)
         found.append((f"{title} ({known[0]})" if len(known) == 1 else title, list(enumerate(labels)), drawing))
     return found
+
+
+def _legend(metric: str) -> str:
+    """What a curve is called beside others of its chart."""
+    return metric.split("/")[1] if _SUITE_METRIC.fullmatch(metric) else metric.split("/")[0]
+
+
+def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:
+    """One chart of all suites that a run validates on beside its own, or one each where several runs are compared."""
+    names = dict.fromkeys(n for h in histories for row in h.rows[:1] for n in row if _SUITE_METRIC.fullmatch(n))
+    if not names:
+        return []
+    if len(histories) > 1:
+        return [(f"success on {name.split('/')[1]}", (name,)) for name in names]
+    return [("success by suite", ("eval/success_once", *names))]
 
 
 def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
@@ -192,4 +212,9 @@ def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list
             steps = [e.steps for e in shown[-1][1].episodes if task in (None, e.task)]
             row.append(number(sum(steps) / len(steps)) if steps else "-")
         table.append(row)
+    for suite in dict.fromkeys(name for _, evaluation in shown for name in evaluation.suites):
+        found = [evaluation.suites.get(suite) for _, evaluation in shown]
+        ends = found[0], found[-1]
+        change = [ends[0].change(ends[1]) if ends[0] and ends[1] else "-"] * changed
+        table.append([f"suite {suite}", *(str(score or "-") for score in found), *change, *["-"] * single])
     return table

@@ -1,0 +1,251 @@
+"""What an evaluation found: per task, per suite and in all, with intervals, against an earlier one, as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embodyrl.errors import WorkerError
+from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes, score_of
+from embodyrl.monitor.intervals import Mean, Rate, Score
+from embodyrl.monitor.paired import Paired, pair_suites
+from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.types import EnvSpec, Episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult:
+    """Success of one task (or of all) and mean return, with 95 % intervals over initial states."""
+
+    task_id: int
+    """-1: all tasks together."""
+    task: str
+    episodes: int
+    states: int
+    """Different initial states among them."""
+    effective_episodes: float
+    """Independent episodes that say as much."""
+    successes: int | None
+    """None, like the next four: the environment says nothing of success."""
+    success_once: float | None
+    low: float | None
+    high: float | None
+    success_at_end: float | None
+    mean_return: float
+    return_low: float | None
+    """None, like the next: a single state has no interval."""
+    return_high: float | None
+    mean_steps: float
+    suite: str = ""
+    """Where several were evaluated."""
+    number: int = -1
+    """The task's number in its suite."""
+
+    @property
+    def score(self) -> Score:
+        """Success, or the return where success is not known."""
+        if self.successes is not None:
+            return Rate(self.successes, self.episodes, self.states, self.effective_episodes)
+        low = -math.inf if self.return_low is None else self.return_low
+        high = math.inf if self.return_high is None else self.return_high
+        return Mean(self.mean_return, (low, high), self.episodes, self.states)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """An evaluation's table and files."""
+
+    dropped: int
+    """Episodes that were given up after they had killed their env worker again and again; the figures lack them."""
+    overall: TaskResult
+    """Of the environment's own suite."""
+    tasks: tuple[TaskResult, ...]
+    folder: Path
+    recordings: tuple[tuple[int, str], ...]
+    """(episode id, path) of each recording that was kept."""
+    wall_s: float
+    env_steps: int
+    suites: tuple[TaskResult, ...] = ()
+    """Each suite, the own one first, where several were evaluated."""
+    paired: tuple[Paired, ...] = ()
+    """Comparison with `eval.baseline`, suite by suite."""
+    baseline: str | None = None
+    """Run that was compared with."""
+    protocol: dict[str, Any] | None = field(default=None)
+    """Protocol that was asked for, and in what the evaluation departs from it."""
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command that shows this result."""
+        return WorkerError.exit_code if self.dropped else 0
+
+    @property
+    def videos(self) -> tuple[str, ...]:
+        """Paths of the recordings."""
+        return tuple(path for _, path in self.recordings)
+
+    @property
+    def losses(self) -> str:
+        """What to think of episodes that were given up."""
+        planned = self.dropped + self.overall.episodes
+        return (
+            f"INCOMPLETE: {self.dropped} of {planned} episodes killed their simulator again and again and are not "
+            "counted; long and failing ones do so more often, so success may read too high"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Flat metrics for the monitor."""
+        rows = {
+            "eval/success_once": self.overall.success_once,
+            "eval/success_at_end": self.overall.success_at_end,
+            "eval/return": self.overall.mean_return,
+            "eval/episode_len": self.overall.mean_steps,
+            "eval/episodes": float(self.overall.episodes),
+            "eval/effective_episodes": self.overall.effective_episodes,
+            "eval/dropped_episodes": float(self.dropped),
+        }
+        rows |= {f"eval/task_{row.task_id}/success_once": row.success_once for row in self.tasks}
+        for row in self.suites[1:]:
+            rows |= {f"eval/{row.task}/success_once": row.success_once, f"eval/{row.task}/return": row.mean_return}
+            rows |= {f"eval/{row.task}/effective_episodes": row.effective_episodes}
+        return {name: value for name, value in rows.items() if value is not None}
+
+
+def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
+    """Show an evaluation: tasks, suites, the comparison with an earlier one, protocol, files."""
+    if result.dropped:
+        say(f"  {result.losses}")
+    known = result.overall.success_once is not None
+    what = f"{'success' if known else 'return'}, 95 % interval"
+    if result.suites:
+        _say_matrix(result, what, say)
+    else:
+        table = [("task", what, "steps", "return" if known else "")]
+        table += [
+            (row.task, str(row.score), f"{row.mean_steps:.0f}", f"{row.mean_return:.4g}" if known else "")
+            for row in (*result.tasks, result.overall)
+        ]
+        _say_table(table, say)
+    for one in result.paired:
+        say(f"  {one.suite}: " * bool(one.suite) + one.sentence((str(result.baseline), "this one")))
+    if result.protocol is not None:
+        gaps = result.protocol["departures"]
+        said = f"departs: {'; '.join(gaps)}" if gaps else "followed"
+        say(f"  protocol {result.protocol['name']}, {said}")
+    speed = result.env_steps / result.wall_s if result.wall_s else 0.0
+    say(f"  {result.env_steps} env steps in {result.wall_s:.1f} s ({speed:.0f} env steps/s)")
+    say(f"  results  {result.folder}/eval.json, episodes.jsonl")
+    for path in result.videos[:10]:
+        say(f"  video    {path}")
+    if len(result.videos) > 10:
+        say(f"  video    {len(result.videos) - 10} more in {Path(result.videos[0]).parent}")
+
+
+def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> None:
+    """Tasks x suites, then each suite with its interval and what it loses against the first."""
+    suites = result.suites
+    cells = {(row.number, row.suite): row for row in result.tasks}
+    names = {number: row.task for (number, _), row in reversed(cells.items())}  # in the words of the first suite
+    head = ["task", *(suite.task for suite in suites)]
+    rows = [
+        [names[k], *(cells[k, s.task].score.short if (k, s.task) in cells else "-" for s in suites)]
+        for k in sorted(names)
+    ]
+    _say_table([head, *rows], say)
+    own = suites[0].score
+    changes = ["", *(own.change(suite.score) for suite in suites[1:])]
+    table = [(s.task, str(s.score), change) for s, change in zip(suites, changes, strict=True)]
+    _say_table([("suite", what, "against the first"), *table], say)
+
+
+def _say_table(table: Sequence[Sequence[str]], say: Callable[[str], None]) -> None:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for cells in table:
+        say("  " + "   ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+
+
+def _summarise_task(
+    task_id: int, task: str, episodes: Sequence[EpisodeRow], *, suite: str = "", number: int = -1
+) -> TaskResult:
+    count, score = len(episodes), score_of(episodes)
+    rate = score if isinstance(score, Rate) else None
+    earned = Mean.of((e.reset_id, e.episode_return) for e in episodes)
+    return TaskResult(
+        task_id=task_id,
+        task=task,
+        episodes=count,
+        states=earned.states,
+        effective_episodes=rate.effective if rate and rate.effective is not None else count,
+        successes=rate.successes if rate else None,
+        success_once=rate.value if rate else None,
+        low=rate.interval[0] if rate else None,
+        high=rate.interval[1] if rate else None,
+        success_at_end=sum(bool(e.success_at_end) for e in episodes) / count if rate else None,
+        mean_return=earned.value,
+        return_low=earned.interval[0] if earned.states > 1 else None,
+        return_high=earned.interval[1] if earned.states > 1 else None,
+        mean_steps=sum(e.steps for e in episodes) / count,
+        suite=suite,
+        number=number,
+    )
+
+
+def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpec, folder: Path) -> EvalResult:
+    """Put the table together from episodes; figures of all tasks are those of the own suite."""
+    ids = sorted({row.task_id for row in rows})
+    by_suite = {env.suite_of(task): [row for row in rows if row.suite == env.suite_of(task)] for task in ids}
+    own = next(iter(by_suite.values())) if env.suites else rows
+    tasks = []
+    for task in ids:
+        played = [row for row in rows if row.task_id == task]
+        place = {"suite": played[0].suite, "number": task % len(env.own_tasks)}
+        tasks.append(_summarise_task(task, env.tasks[task], played, **place))
+    return EvalResult(
+        overall=_summarise_task(-1, "overall", own),
+        tasks=tuple(tasks),
+        suites=tuple(_summarise_task(-1, name, part) for name, part in by_suite.items()) if env.suites else (),
+        dropped=collection.dropped,
+        folder=folder,
+        recordings=tuple((row.episode, row.video) for row in rows if row.video),
+        wall_s=collection.tally.wall_s,
+        env_steps=collection.tally.env_steps,
+    )
+
+
+def episode_row(episode: Episode, *, known: bool, suite: str = "") -> EpisodeRow:
+    """What is kept of an episode."""
+    # What is not announced may come all the same: some environments only speak of success at the end.
+    known = known or episode.success_once
+    return EpisodeRow(
+        episode=episode.spec.episode_id,
+        task_id=episode.spec.task_id,
+        task=episode.instruction,
+        reset_id=episode.spec.reset_id,
+        seed=episode.spec.seed,
+        success_once=episode.success_once if known else None,
+        success_at_end=episode.success_at_end if known else None,
+        episode_return=episode.episode_return,
+        steps=episode.length,
+        terminated=episode.terminated,
+        truncated=episode.truncated,
+        seconds=round(episode.duration_s, 3),
+        video=episode.video,
+        suite=suite,
+    )
+
+
+def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
+    """Score per task, of all of them and per suite, before and after; both validations ran the same episodes."""
+    own = first.suites[0].task if first.suites else ""
+    before = {row.task_id: row.score for row in first.tasks if row.suite == own}
+    found = [(row.task, before[row.task_id], row.score) for row in last.tasks if row.task_id in before]
+    both = [(a.task, a.score, b.score) for a, b in zip(first.suites[1:], last.suites[1:], strict=False)]
+    return [*found, *[("all tasks", first.overall.score, last.overall.score)] * (len(found) > 1), *both]
+
+
+def paired_changes(first: EvalResult, last: EvalResult) -> list[Paired]:
+    """The same, in pairs, suite by suite."""
+    return pair_suites(*(read_episodes(result.folder / EPISODES_FILE) for result in (first, last)))

@@ -1,0 +1,78 @@
+"""Two evaluations of the same episodes, compared in pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from embodyrl.monitor.history import EpisodeRow, own_suite
+from embodyrl.monitor.intervals import Mean, mcnemar
+
+SIGNIFICANT = 0.05
+"""p value below which two evaluations are said to differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paired:
+    """What the pairs of two evaluations say."""
+
+    suite: str
+    """Empty: the environment has one."""
+    pairs: int
+    states: int
+    """Different initial states among them."""
+    only_first: int = 0
+    """Pairs in which only the first succeeded."""
+    only_second: int = 0
+    p_value: float | None = None
+    """Exact McNemar test over states; None: the environment says nothing of success."""
+    gain: Mean | None = None
+    """Return of the second less that of the first, where nothing is known of success."""
+
+    @property
+    def differ(self) -> bool:
+        """Whether the difference is more than chance, at 5 %."""
+        if self.gain is not None:
+            return not self.gain.interval[0] <= 0.0 <= self.gain.interval[1]
+        return self.p_value is not None and self.p_value < SIGNIFICANT
+
+    def sentence(self, names: tuple[str, str]) -> str:
+        """The comparison in a line."""
+        if not self.pairs:
+            return "no episodes with the same task, initial state and seed: no paired test"
+        line = f"paired on {self.pairs} episodes with the same initial state and seed"
+        verdict = "differ" if self.differ else "no significant difference"
+        if self.gain is not None:
+            return f"{line}: return of {names[1]} less that of {names[0]} {self.gain} ({verdict})"
+        test = "McNemar" if self.states == self.pairs else f"McNemar over {self.states} states"
+        return (
+            f"{line}: only {names[0]} succeeds {self.only_first}, only {names[1]} {self.only_second}; {test} "
+            f"p = {self.p_value:.3g} ({verdict})"
+        )
+
+
+def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
+    """Compare episodes where task, initial state and seed agree."""
+    before = {(e.task, e.reset_id, e.seed): e for e in first}
+    pairs = [(before[k], e) for e in second if (k := (e.task, e.reset_id, e.seed)) in before]
+    states = len({a.reset_id for a, _ in pairs})
+    if pairs and all(e.success_once is None for two in pairs for e in two):
+        gain = Mean.of((a.reset_id, b.episode_return - a.episode_return) for a, b in pairs)
+        return Paired(suite=suite, pairs=len(pairs), states=states, gain=gain)
+    by_state: Counter[int] = Counter()
+    wins = [0, 0]
+    for a, b in pairs:
+        if bool(a.success_once) != bool(b.success_once):
+            wins[bool(b.success_once)] += 1
+            by_state[a.reset_id] += 1 if b.success_once else -1
+    p_value = mcnemar(list(by_state.values())) if pairs else None
+    return Paired(
+        suite=suite, pairs=len(pairs), states=states, only_first=wins[0], only_second=wins[1], p_value=p_value
+    )
+
+
+def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[Paired]:
+    """One comparison per suite of the second evaluation, the own one first."""
+    suites = dict.fromkeys([own_suite(second), *(e.suite for e in second)])
+    return [pair(first, [e for e in second if e.suite == suite], suite) for suite in suites]

@@ -1,0 +1,65 @@
+"""Published ways to measure, as data: what `eval=<protocol>` sets, and in what an evaluation departs from it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from embodyrl.config.load import COMMAND_LINE, parse_word
+from embodyrl.config.settings import leaves, plain, spell
+from embodyrl.errors import ConfigError
+from embodyrl.plan.roots import ActingConfig, EvalConfig
+from embodyrl.types import EnvSpec
+
+C = TypeVar("C", bound=ActingConfig)
+_HORIZON = "env.eval.max_episode_steps"
+
+
+def follow(cfg: C, env: EnvSpec) -> C:
+    """Set the horizon that the protocol of `eval.protocol` has for this environment; one that was typed stays.
+
+    Raises:
+        ConfigError: the protocol says nothing of this environment.
+    """
+    if not isinstance(cfg, EvalConfig) or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
+        return cfg
+    horizon = _horizon(cfg, env)
+    if horizon is None:
+        known = ", ".join(protocol.horizons)
+        raise ConfigError(f"eval.protocol.name={protocol.name} says nothing of env '{env.name}'; it is about {known}.")
+    typed = cfg.sources.get(_HORIZON) == COMMAND_LINE
+    return cfg.updated({"eval.protocol.settled": True} | ({} if typed else {_HORIZON: horizon}))
+
+
+def departures(cfg: EvalConfig, env: EnvSpec) -> list[str]:
+    """Where an evaluation is not what its protocol says, one line each; those that every evaluation here has last."""
+    values = dict(leaves(cfg))
+    found = [
+        f"{key}={spell(values[key])} instead of {spell(value)}"
+        for key, value in _asked(cfg, env).items()
+        if key in values and plain(values[key]) != value
+    ]
+    return [*found, *cfg.eval.protocol.departures]
+
+
+def protocol_record(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any] | None:
+    """What result files say of the protocol; None: none was named."""
+    protocol = cfg.eval.protocol
+    if protocol.name is None:
+        return None
+    found = departures(cfg, env)
+    return {"name": protocol.name, "followed": not found, "departures": found, "sources": list(protocol.sources)}
+
+
+def _asked(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any]:
+    """Keys and values of the protocol."""
+    asked = {"eval.episodes": None, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
+    if (horizon := _horizon(cfg, env)) is not None:
+        asked[_HORIZON] = horizon
+    return asked
+
+
+def _horizon(cfg: EvalConfig, env: EnvSpec) -> int | None:
+    """The environment's own entry, or the one of the suite that it changes: the longest that its name begins with."""
+    horizons = cfg.eval.protocol.horizons
+    fitting = [name for name in horizons if env.name == name or env.name.startswith(f"{name}_")]
+    return horizons[max(fitting, key=len)] if fitting else None
