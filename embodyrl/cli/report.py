@@ -42,6 +42,24 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
+def card(args: argparse.Namespace) -> int:
+    """Run `embodyrl card`."""
+    from embodyrl.monitor.card import card_of, card_text, write_card
+
+    if len(args.words) != 1:
+        raise ConfigError("embodyrl card takes one run: embodyrl card runs/my_run.")
+    run = find_run(args.words[0])
+    try:
+        paths = write_card(run, args.out)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write {args.out or run}: {error.strerror}. Choose another place with --out."
+        ) from error
+    found = card_of(run)
+    show_result(args, found, (card_text(found), *(f"card  {path}" for path in paths)))
+    return 0
+
+
 def view(args: argparse.Namespace) -> int:
     """Run `embodyrl view`."""
     if len(args.words) != 1:

@@ -1,9 +1,12 @@
 """The run folder: its name, its records of how the run was started, its lock, and where weights come from."""
 
+import contextlib
 import fcntl
+import json
 import os
 import platform
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,13 +17,16 @@ from pathlib import Path
 
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_asset
+from embodyrl.devices import visible_gpus
 from embodyrl.envs.video import FilmSettings
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores
+from embodyrl.monitor.history import COSTS_FILE
 from embodyrl.plan.config import save_config
 from embodyrl.plan.roots import ActingConfig, RunConfig, SftConfig, TextTask
 from embodyrl.plan.settings import OnExisting
 from embodyrl.policies.settings import AdapterSettings
+from embodyrl.version import __version__
 from embodyrl.workers.messages import POLICY_FOLDER
 
 CONFIG_FILE = "config.yaml"
@@ -37,6 +43,8 @@ class RunFolder:
     logs: Path
     lock: int
     """File descriptor that holds the lock."""
+    began: tuple[float, float]
+    """When this attempt began: wall clock and processor time of this process and its children, seconds."""
 
     @property
     def run_id(self) -> str:
@@ -53,7 +61,11 @@ class RunFolder:
         return self.root / "eval" / f"step_{step:06d}"
 
     def unlock(self) -> None:
-        """Let another process use this run."""
+        """Note what this attempt cost, and let another process use this run."""
+        wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
+        row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
+        with contextlib.suppress(OSError), open(self.root / COSTS_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
         _release(self.root / _LOCK_FILE, self.lock)
 
 
@@ -71,6 +83,7 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
     try:
         root = resume or _new_root(cfg, command)
         root.mkdir(parents=True, exist_ok=True)
+        began = _spent()
         lock = _take(root / _LOCK_FILE, root)
         attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
         logs = root / "logs" / f"attempt_{attempt}"
@@ -82,7 +95,7 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
     films = cfg.video_cfg if isinstance(cfg, ActingConfig) else FilmSettings()
-    return RunFolder(root=root, videos=Path(films.base_dir) / root.name, logs=logs, lock=lock)
+    return RunFolder(root=root, videos=Path(films.base_dir) / root.name, logs=logs, lock=lock, began=began)
 
 
 def _new_root(cfg: RunConfig, command: str) -> Path:
@@ -165,8 +178,28 @@ def _release(lock: Path, handle: int) -> None:
     os.close(handle)
 
 
+def _spent() -> tuple[float, float]:
+    """Wall clock, and processor time of this process and of children that have ended, seconds."""
+    used = os.times()
+    return time.time(), used.user + used.system + used.children_user + used.children_system
+
+
+def _commit() -> str:
+    """Commit of the source checkout that runs, `+changes` where files differ; empty: it is an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    words = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""  # no git here
+
+
 def _describe_machine() -> str:
-    lines = [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {available_cores()}"]
+    lines = [f"embodyrl {__version__}", f"commit {_commit() or 'not known'}", f"processor {_processor()}"]
+    lines += [f"gpu {gpu}" for gpu in visible_gpus()]
+    lines += [f"python {sys.version.split()[0]}", f"platform {platform.platform()}", f"cores {available_cores()}"]
     for package in _PACKAGES:
         try:
             lines.append(f"{package} {metadata.version(package)}")
@@ -180,6 +213,13 @@ def _verify_ours(path: Path) -> None:
     for folder in (path, *path.parents):
         if folder.parent.name == "checkpoints" and (folder / MANIFEST_NAME).is_file():
             CheckpointStore(folder.parent).verify(folder)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(found, platform.processor() or platform.machine())
 
 
 def resolve_weights(ckpt: str) -> Path:

@@ -15,6 +15,8 @@ from embodyrl.monitor.intervals import Mean, Rate, Score
 EVENTS_FILE = Path("logs") / "events.log"
 EPISODES_FILE = "episodes.jsonl"
 METRICS_FILE = "metrics.jsonl"
+COSTS_FILE = "costs.jsonl"
+"""Wall and processor seconds of each attempt at a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

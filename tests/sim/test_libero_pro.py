@@ -14,6 +14,7 @@ from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import AXES, FACTORY
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams
+from embodyrl.errors import EnvError
 from embodyrl.types import EpisodeStart, ObservationOut
 
 pytestmark = pytest.mark.sim
@@ -51,7 +52,7 @@ def check_task(env, task):
     simulator = env._sims.pool.use(0)
     suite = env.spec.suite_of(task)
     if suite.endswith(("_lan", "_task")):
-        assert env.instruction(0) == simulator._env.language_instruction, (suite, task)
+        assert env.instruction(0) == simulator.instruction, (suite, task)
     else:
         file_name = install.suite_tasks(suite)[task % 10].language
         assert env.instruction(0) == file_name, (suite, task)
@@ -69,6 +70,8 @@ def test_a_suite_with_an_axis_beside_it():
             check_task(env, task)
         base, swap = (env.spec.suite_of(task) for task in (3, 23))
         assert (base, swap) == ("libero_object", "libero_object_swap")
+        with pytest.raises(EnvError, match=r"'pick the cream cheese.*initial state has shape \(3,\)"):
+            env._sims.pool.use(0).reset(np.zeros(3), 0)
     finally:
         env.close()
 

@@ -83,6 +83,8 @@ class TaskSimulator:
                 bddl_file_name=str(bddl_file), use_camera_obs=False, hard_reset=False, ignore_done=True
             )
         self._env: Any = wrapper.env
+        self.instruction = str(wrapper.language_instruction)
+        """Of the task's description."""
         if lean:
             self._env.sim._render_context_offscreen.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         self._fast = FastLoop(self._env) if fast else None
@@ -111,7 +113,7 @@ class TaskSimulator:
         expected = (1 + self._model.nq + self._model.nv,)
         if init_state.shape != expected:
             raise EnvError(
-                f"LIBERO task '{self._env.language_instruction}': initial state has shape {init_state.shape}, the "
+                f"LIBERO task '{self.instruction}': initial state has shape {init_state.shape}, the "
                 f"model expects {expected}. The package's states and scenes are of different versions."
             )
         self._model.site_rgba[:] = self._new_sites
@@ -223,7 +225,7 @@ class TaskSimulator:
                 self._env.reset()
                 return
         raise EnvError(
-            f"LIBERO task '{self._env.language_instruction}': no free place for its objects in {_PLACEMENT_TRIES} "
+            f"LIBERO task '{self.instruction}': no free place for its objects in {_PLACEMENT_TRIES} "
             "tries. Use another seed."
         )
 

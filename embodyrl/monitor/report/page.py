@@ -14,9 +14,10 @@ from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import pair_suites
-from embodyrl.monitor.report.charts import line_chart, number, stacked_bars
+from embodyrl.monitor.report.charts import Line, line_chart, number, stacked_bars
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.monitor.report.tables import changed_settings, curve, differing
+from embodyrl.monitor.seeds import SeedGroup, improvement, seed_groups
 from embodyrl.monitor.timing import PHASES, duration, step_seconds, time_tree
 from embodyrl.version import __version__
 
@@ -84,7 +85,11 @@ def _summary(histories: Sequence[History]) -> list[str]:
         text = f"step {last.step}: {last.score()}" if last else "no evaluation"
         lines.append(f"{history.name}: {text}")
         lines += [f"  {suite}: {score}" for suite, score in (last.suites.items() if last else ())]
-    if len(histories) > 1 and all(history.evaluations for history in histories):
+    groups = seed_groups(histories)
+    lines += [line for group in groups for line in group.summary()]
+    if len(groups) > 1 and (said := improvement(groups[0], groups[-1])):
+        lines.append(said)
+    if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
         found = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
@@ -158,23 +163,40 @@ def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
 
 def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
     """Title, legend (colour and text) and drawing of each chart that has data."""
-    several, found = len(histories) > 1, []
+    several, found, groups = len(histories) > 1, [], seed_groups(histories)
     for title, names in (*_CHARTS, *_suite_charts(histories)):
         known = [name for name in names if any(history.series(name) for history in histories)]
         if several:
             known = known[:1]  # one metric per chart: there the colours tell the runs apart
         if not known:
             continue
-        labels = [h.name for h in histories] if several else [_legend(name) for name in known]
-        lines = [
-            curve(history, name, f"{history.name} · {name}" if several else name, color=run if several else metric)
-            for run, history in enumerate(histories)
-            for metric, name in enumerate(known)
-        ]
         limits = (0.0, 1.0) if known[0].endswith("/success_once") else None
+        if len(groups) < len(histories):
+            labels = [group.name for group in groups]
+            lines = [_joined(group, known[0], color, limits) for color, group in enumerate(groups)]
+        else:
+            labels = [h.name for h in histories] if several else [_legend(name) for name in known]
+            lines = [
+                curve(history, name, f"{history.name} · {name}" if several else name, color=run if several else metric)
+                for run, history in enumerate(histories)
+                for metric, name in enumerate(known)
+            ]
         drawing = line_chart([line for line in lines if line.points], limits=limits)
         found.append((f"{title} ({known[0]})" if len(known) == 1 else title, list(enumerate(labels)), drawing))
     return found
+
+
+def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
+    """Mean over runs that differ in their seed, with the 95 % interval of that mean; of a single run its own curve."""
+    if len(group.runs) == 1:
+        return curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
+    points = group.curve(metric, limits)
+    return Line(
+        label=f"{group.name} · {metric}",
+        points=[(float(step), mean) for step, mean, _, _ in points],
+        band=[(float(step), low, high) for step, _, low, high in points],
+        color=color,
+    )
 
 
 def _legend(metric: str) -> str:

@@ -1,0 +1,191 @@
+"""The result card of a run: what a paper's appendix needs, as JSON and as Markdown, from the run's files alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from embodyrl.files import write_atomically
+from embodyrl.monitor.history import COSTS_FILE, Evaluation, History, read_history, read_rows
+from embodyrl.monitor.intervals import Rate, Score
+from embodyrl.monitor.paired import Paired, pair_suites
+from embodyrl.monitor.timing import step_seconds
+from embodyrl.version import __version__
+
+CARD_JSON, CARD_TEXT = "card.json", "CARD.md"
+
+
+def write_card(folder: Path, out: Path | None = None) -> list[Path]:
+    """Write `card.json` and `CARD.md` of a run into its folder, or into `out`; returns their paths.
+
+    Raises:
+        ConfigError: the folder is no run.
+    """
+    card, place = card_of(folder), out or folder
+    paths = [place / CARD_JSON, place / CARD_TEXT]
+    place.mkdir(parents=True, exist_ok=True)
+    write_atomically(paths[0], json.dumps(card, indent=2) + "\n")
+    write_atomically(paths[1], card_text(card))
+    return paths
+
+
+def card_of(folder: Path) -> dict[str, Any]:
+    """What was run, on what, with which states and seeds, what came of it with intervals, and what it cost.
+
+    Raises:
+        ConfigError: the folder is no run.
+    """
+    history = read_history(folder)
+    config, machine = history.config, _machine(history)
+    first, last = (history.evaluations[0], history.evaluations[-1]) if history.evaluations else (None, None)
+    tables = [_table(history, evaluation) for evaluation in history.evaluations]
+    changed = pair_suites(first.episodes, last.episodes) if first and last and first is not last else []
+    return {
+        "card": 1,
+        "run": history.name,
+        "embodyrl": machine.pop("embodyrl", __version__),
+        "commit": machine.pop("commit", None),
+        "config_sha256": hashlib.sha256(history.text("config.yaml").encode()).hexdigest(),
+        "command": _last_command(history),
+        "environment": _environment(config),
+        "model": {"type": _at(config, "model.model_type"), "weights": _weights(config)},
+        "algorithm": _at(config, "algorithm.adv_type") if history.rows else None,
+        "seeds": _seeds(config, last),
+        "states": _states(config, last),
+        "protocol": tables[-1].get("protocol") if tables else None,
+        "figures": [_figures(evaluation) for evaluation in dict.fromkeys((first, last)) if evaluation is not None],
+        "change": [_change(one) for one in changed],
+        "dropped_episodes": sum(int(table.get("dropped", 0)) for table in tables),
+        "costs": _costs(history, tables),
+        "machine": machine,
+    }
+
+
+def card_text(card: Mapping[str, Any]) -> str:
+    """The card as Markdown."""
+    weights, where = card["model"]["weights"] or "random", card["environment"]
+    lines = [f"# Result card: {card['run']}", "", "| | |", "|---|---|"]
+    facts = {
+        "environment": ", ".join(f"{name} {value}" for name, value in where.items() if value is not None),
+        "policy": f"{card['model']['type']}, weights {weights}",
+        "algorithm": card["algorithm"],
+        "command": f"`{card['command']}`",
+        "protocol": _protocol_text(card["protocol"]),
+        "states": "; ".join(f"{name} {value}" for name, value in card["states"].items()),
+        "seeds": "; ".join(f"{name} {value}" for name, value in card["seeds"].items()),
+        "costs": "; ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in card["costs"].items()),
+        "code": f"embodyrl {card['embodyrl']}, commit {card['commit'] or 'not known'}",
+        "config": f"sha256 {card['config_sha256'][:16]}",
+        "machine": "; ".join(f"{name} {value}" for name, value in card["machine"].items()),
+        "lost": f"{card['dropped_episodes']} episodes were given up" if card["dropped_episodes"] else None,
+    }
+    lines += [f"| {name} | {value} |" for name, value in facts.items() if value]
+    for figures in card["figures"]:
+        lines += ["", f"## Step {figures['step']}", "", "| | 95 % interval | episodes | states |", "|---|---|---|---|"]
+        lines += [f"| {row['name']} | {row['text']} | {row['episodes']} | {row['states']} |" for row in figures["rows"]]
+    if card["change"]:
+        lines += ["", "## First against last", ""]
+        lines += [f"- {row['suite'] + ': ' if row['suite'] else ''}{row['text']}" for row in card["change"]]
+    return "\n".join(lines) + "\n"
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def _machine(history: History) -> dict[str, str]:
+    """Lines of env.txt; several of one name are joined."""
+    found: dict[str, str] = {}
+    for line in history.text("env.txt").splitlines():
+        name, _, value = line.partition(" ")
+        found[name] = f"{found[name]}, {value}" if name in found else value
+    return {name: value for name, value in found.items() if value not in ("not installed", "not known")}
+
+
+def _last_command(history: History) -> str:
+    lines = history.text("overrides.txt").splitlines()
+    return f"embodyrl {lines[-1].partition(': ')[2]}" if lines else "embodyrl"
+
+
+def _environment(config: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("env_type", "task_suite_name", "id", "axis", "render_profile")
+    named = {key.removesuffix("_name"): _at(config, f"env.{key}") for key in keys}
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _weights(config: Mapping[str, Any]) -> str | None:
+    ckpt = _at(config, "ckpt") or _at(config, "model.path")
+    return None if ckpt is None else str(ckpt)
+
+
+def _seeds(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
+    seeds = sorted({e.seed for e in last.episodes}) if last else []
+    span = {"evaluation": f"{seeds[0]} to {seeds[-1]}"} if seeds else {}
+    return {"run": config.get("seed"), **span}
+
+
+def _states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
+    """Initial states that training may use, and how many different ones the last evaluation started from."""
+    found: dict[str, Any] = {}
+    for name, split in (("training", "train"), ("evaluation", "eval")):
+        if isinstance(_at(config, f"env.{split}"), Mapping):
+            found[name] = _at(config, f"env.{split}.state_ids") or "all"
+    if last:
+        found["evaluated"] = len({e.reset_id for e in last.episodes})
+    return found
+
+
+def _row(name: str, score: Score, **more: Any) -> dict[str, Any]:
+    low, high = score.interval
+    kind = "success" if isinstance(score, Rate) else "return"
+    # Infinity, of a mean over a single state, is no JSON.
+    bounds = {"low": low if abs(low) < float("inf") else None, "high": high if abs(high) < float("inf") else None}
+    row = {"name": name, "kind": kind, "value": score.value, **bounds, "episodes": score.episodes}
+    return {**row, "states": score.states, "text": str(score), **more}
+
+
+def _figures(evaluation: Evaluation) -> dict[str, Any]:
+    rows = [_row("all tasks", evaluation.score())]
+    rows += [_row(f"suite {suite}", score) for suite, score in evaluation.suites.items()]
+    tasks = dict.fromkeys(e.task for e in evaluation.own)
+    rows += [_row(task, evaluation.score(task)) for task in tasks] if len(tasks) > 1 else []
+    return {"step": evaluation.step, "rows": rows}
+
+
+def _change(one: Paired) -> dict[str, Any]:
+    counts = {"pairs": one.pairs, "only_first": one.only_first, "only_last": one.only_second}
+    return {"suite": one.suite, **counts, "p": one.p_value, "text": one.sentence(("first", "last"))}
+
+
+def _table(history: History, evaluation: Evaluation) -> dict[str, Any]:
+    text = history.text(f"eval/step_{evaluation.step:06d}/eval.json")
+    return json.loads(text) if text else {}
+
+
+def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
+    """Env steps, and hours: of the attempts that came to their end, or of what the metrics say."""
+    attempts = read_rows(history.folder / COSTS_FILE)
+    steps = sum(row.get("env/steps") or 0.0 for row in history.rows)
+    wall = sum(row["wall_s"] for row in attempts) or sum(step_seconds(row) for row in history.rows)
+    costs = {
+        "env_steps": int(steps),
+        "evaluation_env_steps": sum(int(table.get("env_steps", 0)) for table in tables),
+        "wall_hours": round(wall / 3600, 3),
+    }
+    if attempts:
+        costs["cpu_hours"] = round(sum(row["cpu_s"] for row in attempts) / 3600, 3)
+        costs["gpu_hours"] = round(sum(row["wall_s"] * row["gpus"] for row in attempts) / 3600, 3)
+    return costs
+
+
+def _protocol_text(protocol: Mapping[str, Any] | None) -> str | None:
+    if not protocol:
+        return None
+    gaps = "; ".join(protocol["departures"])
+    return f"{protocol['name']}, {'departs: ' + gaps if gaps else 'followed'}"

@@ -1,0 +1,162 @@
+"""Runs that differ in their seed alone, as one result: the definitions of rliable (arXiv 2108.13264).
+
+A matrix of scores has a row for each run and a column for each task. Intervals are 95 %, by stratified bootstrap: runs
+are drawn with replacement within each task.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.config.settings import flat
+from embodyrl.monitor.history import History
+from embodyrl.monitor.intervals import Rate, student_t
+
+Matrix = npt.NDArray[np.float64]
+"""[runs, tasks]"""
+
+_DRAWS = 5000
+_SEED = 20211015
+"""Of the bootstrap: the same runs give the same intervals."""
+_OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
+"""What runs of one experiment may differ in."""
+
+
+def interquartile_mean(scores: npt.ArrayLike) -> float:
+    """Mean of the middle half of all scores, runs and tasks together: a quarter is cut off at each end.
+
+    >>> interquartile_mean([[0.0, 1.0], [2.0, 9.0]])
+    1.5
+    """
+    ordered = np.sort(np.asarray(scores, np.float64), axis=None)
+    cut = int(0.25 * ordered.size)
+    return float(ordered[cut : ordered.size - cut].mean())
+
+
+def probability_of_improvement(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
+    """Mean over tasks of P(a run of the second scores above one of the first), ties counted half (Mann and Whitney).
+
+    >>> probability_of_improvement([[0.0], [1.0]], [[1.0], [2.0]])
+    0.875
+    """
+    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    above, equal = b[None] > a[:, None], b[None] == a[:, None]
+    return float((above + 0.5 * equal).mean(axis=(0, 1)).mean())
+
+
+def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., float]) -> tuple[float, float]:
+    """95 % percentile interval of a statistic of one or more matrices."""
+    rng = np.random.default_rng(_SEED)
+    drawn = np.empty(_DRAWS)
+    for k in range(_DRAWS):
+        parts = []
+        for matrix in matrices:
+            rows = rng.integers(0, len(matrix), matrix.shape)
+            parts.append(np.take_along_axis(matrix, rows, axis=0))
+        drawn[k] = statistic(*parts)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95 % interval by Student's t over runs; infinite for a single run."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return mean, -math.inf, math.inf
+    variance = math.fsum((v - mean) ** 2 for v in values) / (count - 1)
+    half = student_t(count - 1) * math.sqrt(variance / count)
+    return mean, mean - half, mean + half
+
+
+@dataclass(frozen=True, slots=True)
+class SeedGroup:
+    """Runs of one experiment."""
+
+    runs: tuple[History, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the first run, without the number that a sweep appends."""
+        name = self.runs[0].name
+        return name if len(self.runs) == 1 else f"{name.removesuffix('-0')} ({len(self.runs)} seeds)"
+
+    @property
+    def matrix(self) -> tuple[Matrix, bool]:
+        """Scores of the last evaluations [runs, tasks] of tasks that all have, and whether they are success rates."""
+        lasts = [run.evaluations[-1] for run in self.runs]
+        tasks = [t for t in dict.fromkeys(e.task for e in lasts[0].own) if all(_has(v.own, t) for v in lasts)]
+        scores = [[last.score(task) for task in tasks] for last in lasts]
+        return np.array([[s.value for s in row] for row in scores]), isinstance(lasts[0].score(), Rate)
+
+    def summary(self) -> list[str]:
+        """Lines about the runs as one result; none without evaluations or with a single run."""
+        if len(self.runs) < 2 or not all(run.evaluations for run in self.runs):
+            return []
+        matrix, rate = self.matrix
+        seeds = ", ".join(str(run.config.get("seed")) for run in self.runs)
+        overall = [run.evaluations[-1].score().value for run in self.runs]
+        mean, low, high = mean_interval(overall)
+        said = "; ".join(_spell(value, rate) for value in overall)
+        middle, bounds = interquartile_mean(matrix), stratified_bootstrap([matrix], interquartile_mean)
+        return [
+            f"{self.name}: mean over seeds {seeds}: {_spell(mean, rate)} {_bounds((low, high), rate)} ({said})",
+            f"  interquartile mean over {matrix.size} runs x tasks: {_spell(middle, rate)} {_bounds(bounds, rate)}",
+        ]
+
+    def curve(self, metric: str, limits: tuple[float, float] | None = None) -> list[tuple[int, float, float, float]]:
+        """(step, mean over the runs, 95 % interval) where all runs have the metric."""
+        series = [dict(run.series(metric)) for run in self.runs]
+        points = []
+        for step in sorted(set.intersection(*(set(one) for one in series))):
+            mean, low, high = mean_interval([one[step] for one in series])
+            bounds = limits or (-math.inf, math.inf)
+            points.append((step, mean, max(low, bounds[0]), min(high, bounds[1])))
+        return points
+
+
+def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
+    """Join runs whose configs are equal but for the seed and the run's name, in the order of their first."""
+    groups: dict[str, list[History]] = {}
+    for history in histories:
+        groups.setdefault(_experiment(history.config), []).append(history)
+    return [SeedGroup(tuple(runs)) for runs in groups.values()]
+
+
+def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
+    """Probability that a run of the second beats one of the first; None where they share no tasks or lack runs."""
+    if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
+        return None
+    a, b = first.matrix[0], second.matrix[0]
+    if not a.size or a.shape[1] != b.shape[1]:
+        return None
+    value, (low, high) = probability_of_improvement(a, b), stratified_bootstrap([a, b], probability_of_improvement)
+    verdict = "more than chance" if low > 0.5 or high < 0.5 else "no more than chance"
+    return (
+        f"probability that {second.name} improves on {first.name}: {value:.2f} [{low:.2f}, {high:.2f}] over "
+        f"{a.shape[1]} tasks ({verdict})"
+    )
+
+
+def _experiment(config: Mapping[str, object]) -> str:
+    values = {name: value for name, value in flat(config).items() if name not in _OWN_NAMES}
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def _has(episodes: Sequence[object], task: str) -> bool:
+    return any(getattr(e, "task", None) == task for e in episodes)
+
+
+def _spell(value: float, rate: bool) -> str:
+    return f"{100 * value:.1f} %" if rate else f"{value:.4g}"
+
+
+def _bounds(interval: tuple[float, float], rate: bool) -> str:
+    low, high = (min(max(v, 0.0), 1.0) for v in interval) if rate else interval
+    return f"[{100 * low:.1f}, {100 * high:.1f}]" if rate else f"[{low:.4g}, {high:.4g}]"

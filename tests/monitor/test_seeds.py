@@ -1,0 +1,90 @@
+"""Runs of several seeds as one result, against independent computations."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_files import write_run
+
+from embodyrl.monitor.history import read_history
+from embodyrl.monitor.report.page import write_report
+from embodyrl.monitor.seeds import (
+    improvement,
+    interquartile_mean,
+    mean_interval,
+    probability_of_improvement,
+    seed_groups,
+    stratified_bootstrap,
+)
+
+stats = pytest.importorskip("scipy.stats")
+
+
+@pytest.mark.parametrize("shape", [(3, 10), (5, 26), (4, 1), (2, 3)])
+def test_interquartile_mean_is_the_trimmed_mean(shape: tuple[int, int]) -> None:
+    scores = np.random.default_rng(3).normal(size=shape)
+    assert interquartile_mean(scores) == pytest.approx(stats.trim_mean(scores, 0.25, axis=None), abs=1e-12)
+
+
+def test_probability_of_improvement_is_the_share_of_won_pairs() -> None:
+    rng = np.random.default_rng(5)
+    a, b = rng.integers(0, 4, (3, 6)) / 4, rng.integers(0, 4, (5, 6)) / 4
+    by_hand = [
+        np.mean([1.0 if y > x else 0.5 if y == x else 0.0 for x, y in product(a[:, t], b[:, t])]) for t in range(6)
+    ]
+    assert probability_of_improvement(a, b) == pytest.approx(np.mean(by_hand), abs=1e-12)
+    whitney = [stats.mannwhitneyu(b[:, t], a[:, t], method="asymptotic").statistic / 15 for t in range(6)]
+    assert probability_of_improvement(a, b) == pytest.approx(np.mean(whitney), abs=1e-12)
+    assert probability_of_improvement(a, a) == 0.5
+
+
+def test_intervals_draw_runs_within_each_task() -> None:
+    """Against an independent bootstrap: every task draws runs of its own."""
+    matrix = np.random.default_rng(7).normal(size=(5, 8)) + np.arange(8) * 10
+    low, high = stratified_bootstrap([matrix], interquartile_mean)
+    rng, found = np.random.default_rng(11), []
+    for _ in range(5000):
+        drawn = np.stack([rng.choice(matrix[:, t], 5) for t in range(8)], axis=1)
+        found.append(stats.trim_mean(drawn, 0.25, axis=None))
+    assert (low, high) == pytest.approx(tuple(np.quantile(found, (0.025, 0.975))), abs=0.05)
+    assert high - low < 2.0, "tasks differ by ten, which is no uncertainty"
+    assert stratified_bootstrap([matrix], interquartile_mean) == (low, high)
+
+
+def test_mean_interval_is_students() -> None:
+    mean, low, high = mean_interval([0.80, 0.90, 0.85])
+    wanted = stats.t.interval(0.95, 2, loc=0.85, scale=stats.sem([0.80, 0.90, 0.85]))
+    assert (mean, low, high) == pytest.approx((0.85, *wanted), rel=1e-3)
+    assert mean_interval([0.5])[1:] == (-np.inf, np.inf)
+
+
+def runs_of(tmp_path: Path, name: str, *overrides: str, seeds: int = 3) -> list[Path]:
+    return [write_run(tmp_path / f"{name}-{seed}", f"seed={seed}", *overrides) for seed in range(seeds)]
+
+
+def test_runs_that_differ_in_their_seed_are_one_result(tmp_path: Path) -> None:
+    mine, other = runs_of(tmp_path, "mine"), runs_of(tmp_path, "other", "actor.optim.lr=1e-5")
+    groups = seed_groups([read_history(run) for run in (mine[0], other[0], mine[1], other[1], mine[2], other[2])])
+    assert [group.name for group in groups] == ["mine (3 seeds)", "other (3 seeds)"]
+    said = groups[0].summary()
+    assert said[0].startswith("mine (3 seeds): mean over seeds 0, 1, 2: 66.7 % [66.7, 66.7] (66.7 %; 66.7 %; 66.7 %)")
+    assert said[1].startswith("  interquartile mean over 6 runs x tasks: 66.7 % [66.7, 66.7]")
+    chance = improvement(*groups)
+    assert chance is not None
+    assert "0.50 [0.50, 0.50] over 2 tasks (no more than chance)" in chance
+    lines = write_report([*mine, *other], tmp_path / "page.html")
+    assert said[0] in lines
+    assert chance in lines
+    page = (tmp_path / "page.html").read_text()
+    assert "mine (3 seeds)" in page
+    assert page.count('class="band c1"') > 0
+    curve = groups[0].curve("train/success_once", (0.0, 1.0))
+    assert curve[0] == (1, 0.25, 0.25, 0.25)
+
+
+def test_one_run_alone_is_no_group(tmp_path: Path) -> None:
+    (group,) = seed_groups([read_history(write_run(tmp_path / "alone"))])
+    assert (group.name, group.summary()) == ("alone", [])

@@ -1,0 +1,44 @@
+"""Planted bugs are noticed by the tests that are named beside them (slow: all of them, one after the other)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from run import ROOT, read_mutants
+
+MUTANTS = read_mutants()
+
+
+def test_every_mutant_can_be_planted():
+    """Old text stands once in its file, differs from the new one, and every test that is named exists."""
+    assert len(MUTANTS) >= 60
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
+        assert mutant.new != mutant.old, mutant.name
+        assert mutant.tests, mutant.name
+        for test in mutant.tests:
+            path, _, name = test.partition("::")
+            assert f"def {name}" in (ROOT / path).read_text(encoding="utf-8"), (mutant.name, test)
+
+
+def test_every_folder_has_mutants():
+    rooms = {m.file.split("/")[1] for m in MUTANTS}
+    wanted = {"algorithms", "workers", "channels", "policies", "envs", "datasets", "plan", "commands", "monitor"}
+    assert wanted | {"checkpoint", "scheduler", "config", "rewards"} <= rooms
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_planted_bugs_are_noticed(tmp_path):
+    """At least 95 % of them."""
+    out = tmp_path / "verdicts.jsonl"
+    subprocess.run([sys.executable, str(ROOT / "tests/mutants/run.py"), "--out", str(out)], check=False, timeout=7000)
+    verdicts = [line.split('"verdict": "')[1].split('"')[0] for line in out.read_text().splitlines()]
+    assert len(verdicts) == len(MUTANTS)
+    assert verdicts.count("caught") >= 0.95 * len(verdicts), out.read_text()
