@@ -95,15 +95,13 @@ class EnvSpec:
     on_gpu: bool | None = None
     """Env workers compute or draw on a GPU; None: nobody knows, so each sees one."""
     gpu_bytes: tuple[int, int] = (0, 0)
-    """Its memory that an env worker takes, roughly: by itself, and for each slot (of those of one task one, with
-    `task_bytes`)."""
+    """Its memory that an env worker takes, roughly: by itself, and for each slot (with `task_bytes` each task)."""
     max_chunks: int = 0
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
     prompt_bytes: int = 0
     """UTF-8 bytes of the longest instruction; 0: those of `tasks`."""
     seeded_tasks: tuple[int, ...] = ()
-    """Tasks whose episodes depend on their seed beyond the reset id; of all others a reset id decides everything, so
-    that a policy without noise repeats an episode exactly."""
+    """Tasks whose episodes depend on their seed too; of all others a reset id decides everything."""
     reports_success: bool = True
     """False: no step says that a goal is reached, so the return is what counts."""
     held_out: int = 0
@@ -113,17 +111,16 @@ class EnvSpec:
     component_weights: tuple[float, ...] = ()
     """What each part counts in the reward."""
     suites: tuple[str, ...] = ()
-    """Suite of each task where evaluations cover several, one after the other, each with the tasks of the first in its
-    order; the first is the own one, the only one to train on. Empty: there is one."""
+    """Suite of each task where evaluations cover several, all with the tasks of the first, the only one to train on."""
+
+    def suite_of(self, task_id: int) -> str:
+        """Name of the suite that a task belongs to."""
+        return self.suites[task_id] if self.suites else self.name
 
     @property
     def own_tasks(self) -> range:
         """Tasks of the own suite."""
         return range(self.suites.count(self.suites[0]) if self.suites else len(self.tasks))
-
-    def suite_of(self, task_id: int) -> str:
-        """Name of the suite that a task belongs to."""
-        return self.suites[task_id] if self.suites else self.name
 
     @property
     def action_kind(self) -> ActionKind:
@@ -381,11 +378,7 @@ def decode_instruction(row: ByteArray) -> str:
 
 @lru_cache(maxsize=256)
 def encode_instruction(text: str, width: int) -> ByteArray:
-    """Write an instruction as `width` zero-padded UTF-8 bytes; read-only.
-
-    Raises:
-        ValueError: the text does not fit.
-    """
+    """Write an instruction as `width` zero-padded UTF-8 bytes; read-only. ValueError: the text does not fit."""
     raw = text.encode("utf-8", errors="replace")
     if len(raw) > width:
         raise ValueError(f"instruction of {len(raw)} bytes does not fit into {width}: {text[:60]!r}.")

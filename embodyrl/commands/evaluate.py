@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.settings import OnVideoError
@@ -150,16 +151,17 @@ def run_evaluation(
     if not rows:
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
     result = summarise(rows, collection, blueprint.env, folder)
-    paired = pair_suites(read_baseline(Path(cfg.eval.baseline)), rows) if cfg.eval.baseline is not None else []
-    result = replace(
-        result,
-        paired=tuple(paired),
-        baseline=cfg.eval.baseline and Path(cfg.eval.baseline).name,
-        protocol=protocol_record(cfg, blueprint.env),
-    )
+    result = replace(result, protocol=protocol_record(cfg, blueprint.env), **_against_baseline(cfg, rows))
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
     write_atomically(folder / "eval.json", json.dumps(table, indent=2) + "\n")
     return result
+
+
+def _against_baseline(cfg: EvalConfig, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
+    if cfg.eval.baseline is None:
+        return {}
+    run = Path(cfg.eval.baseline)
+    return {"baseline": run.name, "paired": tuple(pair_suites(read_baseline(run), rows))}
 
 
 def read_baseline(run: Path) -> Sequence[EpisodeRow]:

@@ -21,7 +21,7 @@ from embodyrl.monitor.intervals import Rate, student_t
 Matrix = npt.NDArray[np.float64]
 """[runs, tasks]"""
 
-_DRAWS = 5000
+_DRAWS = 2000
 _SEED = 20211015
 """Of the bootstrap: the same runs give the same intervals."""
 _OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")

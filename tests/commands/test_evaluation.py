@@ -198,7 +198,7 @@ def test_a_protocol_decides_episodes_and_horizon(tmp_path):
     assert {row["steps"] for row in episode_rows(result)} == {32}
     said = json.loads((result.folder / "eval.json").read_text())["protocol"]
     assert said == {"name": "mine", "followed": True, "departures": [], "sources": ["a paper"]}
-    saved = load_saved_config(tmp_path / "run", [])
+    saved = load_saved_config(tmp_path / "run", ["trust=true"])
     assert saved.env.eval.max_episode_steps == 32, "the run's own record says what was played"
 
 
@@ -326,7 +326,7 @@ def test_training_validates_on_further_suites(tmp_path):
         "env.train.total_num_envs=4",
         "env.train.max_episode_steps=4",
         "env.eval.max_episode_steps=4",
-        "eval.episodes_per_task=1",
+        "eval.episodes=2",
         "env.eval.task_ids=[0]",
         "runner.val_suites=[positions]",
         "algorithm.rollout_epoch=1",

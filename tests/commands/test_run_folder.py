@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ from toy_runs import rows, toy_config, train_toy
 from embodyrl.commands.run_folder import open_run, resolve_weights
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.monitor.history import COSTS_FILE, read_rows
 from embodyrl.plan.config import load_saved_config
+from embodyrl.version import __version__
 
 
 def test_an_existing_run_is_an_error_by_default(tmp_path):
@@ -123,3 +126,17 @@ def test_weights_come_from_a_run_a_checkpoint_or_a_policy_folder(tmp_path):
     assert resolve_weights(str(newest / "policy")) == newest / "policy"
     with pytest.raises(CheckpointError, match="no run, no checkpoint"):
         resolve_weights(str(tmp_path))
+
+
+def test_a_run_notes_its_code_its_machine_and_what_it_cost(tmp_path):
+    folder = open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], None)
+    spent = sum(k * k for k in range(2_000_000))
+    folder.unlock()
+    open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], folder.root).unlock()
+    rows = read_rows(folder.root / COSTS_FILE)
+    assert [row["attempt"] for row in rows] == ["attempt_1", "attempt_2"]
+    assert spent
+    assert 0 < rows[0]["cpu_s"] <= rows[0]["wall_s"] * 64 + 0.1
+    lines = dict(line.split(" ", 1) for line in (folder.root / "env.txt").read_text().splitlines())
+    assert lines["commit"] == "not known" or re.fullmatch(r"[0-9a-f]{40}(\+changes)?", lines["commit"])
+    assert lines["embodyrl"] == __version__
