@@ -122,11 +122,18 @@ class SeedGroup:
 
 
 def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
-    """Join runs whose configs are equal but for the seed and the run's name, in the order of their first."""
+    """Join runs whose configs are equal but for the seed and the run's name, in the order of their first.
+
+    Runs of one seed are no sample of seeds: then nothing is joined.
+    """
     groups: dict[str, list[History]] = {}
     for history in histories:
         groups.setdefault(_experiment(history.config), []).append(history)
-    return [SeedGroup(tuple(runs)) for runs in groups.values()]
+    found: list[SeedGroup] = []
+    for runs in groups.values():
+        distinct = len({run.config.get("seed") for run in runs}) == len(runs)
+        found += [SeedGroup(tuple(runs))] if distinct else [SeedGroup((run,)) for run in runs]
+    return found
 
 
 def improvement(first: SeedGroup, second: SeedGroup) -> str | None:

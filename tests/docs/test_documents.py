@@ -35,9 +35,6 @@ COMPOSED = {
     "my_pkg": "a package of the reader's; own_env is run",
     "eval=libero_standard": "500 episodes of LIBERO; tests/commands/test_evaluation checks the protocol",
     "eval=libero_pro": "2500 episodes of LIBERO; tests/commands/test_evaluation covers several suites",
-    "eval.baseline": "a run that nobody has; tests/commands/test_evaluation compares with one",
-    "train -m seed=0,1,2": "three trainings; tests/monitor/test_seeds shows runs of several seeds",
-    "embodyrl card": "tests/cli/test_card writes one",
     "ppo_trainer --config-dir": "needs the reader's model; tests/cli/test_migrate runs it",
 }
 """Parts of lines that are composed and checked only, with the reason."""

@@ -85,6 +85,12 @@ def test_runs_that_differ_in_their_seed_are_one_result(tmp_path: Path) -> None:
     assert curve[0] == (1, 0.25, 0.25, 0.25)
 
 
+def test_runs_of_one_seed_are_not_joined(tmp_path: Path) -> None:
+    runs = [read_history(write_run(tmp_path / name, "seed=3")) for name in ("before", "after")]
+    assert [group.name for group in seed_groups(runs)] == ["before", "after"]
+    assert improvement(*seed_groups(runs)) is None
+
+
 def test_one_run_alone_is_no_group(tmp_path: Path) -> None:
     (group,) = seed_groups([read_history(write_run(tmp_path / "alone"))])
     assert (group.name, group.summary()) == ("alone", [])
