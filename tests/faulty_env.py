@@ -73,7 +73,7 @@ class FaultySims(ToySims):
             slot = 0
         self.steps += 1
         if self.plant == "memory_of_older_episodes":
-            action = action * (1.0 + 0.001 * self.steps)
+            action = action * (1.0 + 0.01 * self.steps)
         step = super().step(slot, action)
         return replace(step, reward=float("nan")) if self.plant == "reward_is_nan" else step
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from embodyrl.devices import visible_gpus
-from embodyrl.envs.libero.renderer import choose_renderer, draw_frame
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, vulkan_problem
+from embodyrl.envs.renderer import choose_renderer, draw_frame
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.sandbox import confinement
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -11,7 +11,16 @@ from embodyrl.conversation import Answer, Judgement, TextRow
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.registry import Registry, has
-from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import (
+    BoolArray,
+    ByteArray,
+    ChunkResult,
+    EnvSpec,
+    EpisodeStart,
+    FloatArray,
+    IntArray,
+    ObservationOut,
+)
 
 AfterStep = Callable[[int, bool], None]
 """Called with the slot and its success after each executed env step; video recording hangs on it."""
@@ -65,6 +74,19 @@ class Env(Protocol):
 
     def close(self) -> None:
         """Free the simulators; idempotent."""
+        ...
+
+
+@runtime_checkable
+class BatchEnv(Env, Protocol):
+    """An environment that observes many slots in one call."""
+
+    def observe_batch(self, slots: Sequence[int], images: ByteArray, state: FloatArray) -> None:
+        """Write what the slots show into arrays [n, C, H, W, 3] and [n, S]."""
+        ...
+
+    def tasks_of(self, slots: IntArray) -> IntArray:
+        """Task ids [n] of the slots' episodes."""
         ...
 
 
@@ -126,6 +148,8 @@ class EnvContext:
     """For an environment with `reads_rows`."""
     judge: Judge | None = None
     """For an environment with `reads_rows`."""
+    pictures: bool = True
+    """Somebody may ask for `render`; false: no video is recorded."""
     reward: StepRewardSettings | None = None
     """For an environment with a `section` for it; None: the simulator's own reward."""
     suites: tuple[str, ...] = ()

@@ -32,7 +32,9 @@ def env_context(cfg: ActingConfig) -> EnvContext:
     """
     suites = _further_suites(cfg) if isinstance(cfg, EvalConfig) else ()
     if not isinstance(cfg, TextTask):
-        return EnvContext(reward=cfg.reward if isinstance(cfg, RewardSection) else None, suites=suites)
+        pictures = not isinstance(cfg, EvalConfig) or cfg.video != "none"
+        reward = cfg.reward if isinstance(cfg, RewardSection) else None
+        return EnvContext(pictures=pictures, reward=reward, suites=suites)
     rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
     return EnvContext(rows=rows, judge=build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1))
 

@@ -43,6 +43,13 @@ def failed(cfg: EnvSettings, **options) -> dict[str, str]:
     return {f.check: str(f.violations[0]) for f in found if f.level == "FAIL"}
 
 
+def warned(cfg: EnvSettings) -> list[str]:
+    """Checks that warn, of an environment that passes."""
+    found = list(check_env(cfg))
+    assert {f.level for f in found} <= {"ok", "warn"}
+    return [f.check for f in found if f.level == "warn"]
+
+
 def levels(cfg: EnvSettings) -> set[str]:
     return {f.level for f in check_env(cfg)}
 
@@ -50,7 +57,9 @@ def levels(cfg: EnvSettings) -> set[str]:
 @pytest.mark.parametrize("plant", PLANTS)
 def test_each_planted_fault_is_found_by_its_check_only(plant):
     cfg = env_of(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
-    assert list(failed(cfg)) == [PLANTS[plant]]
+    # All reset ids may begin alike: some environments have one start.
+    found = warned(cfg) if plant == "reset_id_ignored" else list(failed(cfg))
+    assert found == [PLANTS[plant]]
 
 
 @pytest.mark.parametrize(

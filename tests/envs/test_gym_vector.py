@@ -7,7 +7,7 @@ import json
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from settings import env_of
 
 from embodyrl.commands.check_env import check_env
@@ -28,9 +28,24 @@ class CartPoles(SyncVectorEnv):
         super().__init__([lambda: gymnasium.make("CartPole-v1")] * num_envs, autoreset_mode=mode)
 
 
-class Restless(CartPoles):
+class NextStep(CartPoles):
     def __init__(self, num_envs: int) -> None:
         super().__init__(num_envs, AutoresetMode.NEXT_STEP)
+
+
+class SameStep(CartPoles):
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs, AutoresetMode.SAME_STEP)
+
+
+def apart(num_envs: int) -> AsyncVectorEnv:
+    """One process for each."""
+    makers = [lambda: gymnasium.make("CartPole-v1")] * num_envs
+    return AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def three() -> CartPoles:
+    return CartPoles(3)
 
 
 gymnasium.register("test/CartPoles-v0", vector_entry_point=CartPoles)
@@ -65,7 +80,10 @@ def play(env_id: str) -> list[np.ndarray]:
     return seen
 
 
-@pytest.mark.parametrize("env_id", ["test_gym_vector:CartPoles", "test/CartPoles-v0"])
+VECTORS = [f"test_gym_vector:{name}" for name in ("CartPoles", "NextStep", "SameStep", "apart")]
+
+
+@pytest.mark.parametrize("env_id", [*VECTORS, "test/CartPoles-v0"])
 def test_a_batch_gives_what_single_environments_give(env_id):
     for ours, single in zip(play(env_id), play("CartPole-v1"), strict=True):
         np.testing.assert_array_equal(ours, single)
@@ -89,9 +107,14 @@ def test_the_contract_holds():
     assert {finding.level for finding in findings} == {"ok"}, findings
 
 
-def test_a_batch_that_resets_by_itself_is_refused():
-    with pytest.raises(ConfigError, match=r"resets by itself.*autoreset_mode=AutoresetMode\.DISABLED"):
-        ENVS.get("gym").spec(config("test_gym_vector:Restless"), EnvContext())
+def test_a_batch_of_a_fixed_size_is_refused():
+    with pytest.raises(ConfigError, match="of 3 environments where 1 were asked for"):
+        ENVS.get("gym").make(config("test_gym_vector:three"), EnvContext(num_slots=2))
+
+
+def test_a_batch_that_starts_as_a_whole_is_refused():
+    with pytest.raises(ConfigError, match=r"CartPoleVectorEnv.*cannot be started one by one.*Fix: "):
+        ENVS.get("gym").spec(config("gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"), EnvContext())
 
 
 WORDS = (

@@ -12,6 +12,7 @@ from embodyrl.commands.check_env import declared, played
 from embodyrl.commands.check_env.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import CheckedEnv
+from embodyrl.errors import EmbodyError
 
 __all__ = ["CHECKS", "Finding", "check_env", "declared", "played"]
 
@@ -22,7 +23,7 @@ class Finding:
 
     check: str
     level: str
-    """ok, FAIL or skip (something it builds on failed)."""
+    """ok, warn (allowed, and not what one expects), FAIL or skip (something it builds on failed)."""
     note: str = ""
     violations: tuple[Violation, ...] = ()
 
@@ -46,7 +47,7 @@ def check_env(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> It
     levels: dict[str, str] = {}
     try:
         for name, (check, needs) in CHECKS.items():
-            if missing := [other for other in needs if levels[other] != "ok"]:
+            if missing := [other for other in needs if levels[other] not in ("ok", "warn")]:
                 finding = Finding(check=name, level="skip", note=f"needs {', '.join(missing)}")
             else:
                 finding = _run(name, check, harness, timeout_s)
@@ -58,17 +59,19 @@ def check_env(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> It
 
 
 def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding:
-    harness.note, harness.violations = "", []
+    harness.note, harness.violations, harness.doubts = "", [], []
     try:
         with _deadline(timeout_s):
             check(harness)
     except Exception as error:  # whatever foreign code raises is what we are here to report
         where = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split())
-        found = f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
+        found = " ".join(str(error).split())
+        if not isinstance(error, EmbodyError):  # ours say what is wrong and what to do
+            found = f"{type(error).__name__}: {found} ({Path(where.filename).name}:{where.lineno})"
         harness.violations = [Violation(name, "no error", found)]
-    violations = tuple(harness.violations)
-    return Finding(check=name, level="FAIL" if violations else "ok", note=harness.note, violations=violations)
+    level = "FAIL" if harness.violations else "warn" if harness.doubts else "ok"
+    found = (*harness.violations, *harness.doubts)
+    return Finding(check=name, level=level, note=harness.note, violations=found)
 
 
 @contextmanager

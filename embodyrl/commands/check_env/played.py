@@ -22,6 +22,10 @@ SHORT = 5
 """Env steps of the episode that tests the time limit; no multiple of its chunk."""
 SHORT_CHUNK = 3
 MEASURED_STEPS = 64
+LONG_STEPS = 1000
+LONG_CHUNK = 25
+LONG_SECONDS = 10.0
+"""Of the check that plays on; whichever comes first."""
 
 
 @check("spec")
@@ -50,8 +54,6 @@ def observe(h: Harness) -> None:
     """Every pixel and every state entry is written, and finite; looking twice shows the same."""
     h.env.reset([0], [h.first_start()])
     dark, bright = h.observe(0, fill=0), h.observe(0, fill=255)
-    for index in np.flatnonzero(~np.isfinite(dark.state))[:1]:
-        h.expect(False, f"observe: state[{index}]", "a finite number", dark.state[index])
     untouched = (dark.images == 0) & (bright.images == 255)
     for camera, name in enumerate(h.spec.cameras):
         kept = int(untouched[camera].any(axis=-1).sum())
@@ -77,7 +79,8 @@ def reset_ids_differ(h: Harness) -> None:
         ids = h.reset_ids(task)
         first, *others = (h.first_seen(h.start(reset_id)) for reset_id in ids)
         differ = not others or any(seen_difference(first, other) for other in others)
-        h.expect(differ, f"reset ids {ids} of task {task}", "different initial states", "equal observations")
+        same = "equal observations: one start for all, so that only what follows can differ"
+        h.prefer(differ, f"reset ids {ids} of task {task}", "different initial states", same)
 
 
 @check("observe")
@@ -105,7 +108,8 @@ def reset_repeats(h: Harness) -> None:
     first = h.first_seen(start)
     for reset_id in h.reset_ids(h.tasks()[-1]):
         h.play(0, h.start(reset_id), h.actions(CHUNK))
-    h.expect_equal(seen_difference(first, h.first_seen(start)), f"reset {start.reset_id}", "the same first observation")
+    same = "the same first observation (fix: draw only from generators that the reset seeds)"
+    h.expect_equal(seen_difference(first, h.first_seen(start)), f"reset {start.reset_id}", same)
     task = h.spec.task_of(start.reset_id)[0]
     if task not in h.spec.seeded_tasks:
         rule = f"the same first observation, or task {task} in spec.seeded_tasks"
@@ -232,6 +236,30 @@ def ignore_terminations(h: Harness) -> None:
     h.expect(lasts, "episode with ignore_terminations=true", expected, found)
 
 
+@check("time_limit")
+def lasts(h: Harness) -> None:
+    """Random episodes to their end, in both slots: what crashes, hangs or is no longer finite later on."""
+    started, played, episodes, slots = time.perf_counter(), 0, 0, list(range(SLOTS))
+    ids = h.spec.reset_ids_of(h.tasks()[-1])
+
+    def begin(slot: int) -> None:
+        h.env.reset([slot], [h.start(ids[episodes % len(ids)], limit=h.horizon)])
+
+    for slot in slots:
+        begin(slot)
+        episodes += 1
+    while played < LONG_STEPS and time.perf_counter() - started < LONG_SECONDS and not h.violations:
+        actions = h.actions(SLOTS * LONG_CHUNK, stream=played).reshape(SLOTS, LONG_CHUNK, -1)
+        result = h.env.step_chunk(slots, actions)
+        played += int(result.valid.sum())
+        for slot in slots:
+            h.observe(slot)
+            if result.done[slot]:
+                begin(slot)
+                episodes += 1
+    h.note = f"{played} steps in {episodes} episodes"
+
+
 @check("reset_repeats", "step")
 def repeatable(h: Harness) -> None:
     """The same reset id, seed and actions give the same episode to the last bit, also after other episodes."""
@@ -240,7 +268,7 @@ def repeatable(h: Harness) -> None:
     for task in h.tasks():
         h.play(0, h.start(h.reset_ids(task)[-1]), h.actions(LIMIT, stream=1))
     again = h.play(0, start, actions)
-    h.expect_equal(trace_difference(first, again), f"episode of reset id {start.reset_id}", "the same again")
+    h.expect_repeat(first, again, f"episode of reset id {start.reset_id}", "the same again")
 
 
 @check("repeatable")
@@ -262,7 +290,7 @@ def slots(h: Harness) -> None:
 
     moved = h.play(1, start, actions, between=None if h.spec.lockstep else keep_busy)
     for where, trace in (("in slot 0", again), ("in slot 1 beside a running slot", moved)):
-        h.expect_equal(trace_difference(first, trace), f"episode {where}", "the one of slot 0 alone")
+        h.expect_repeat(first, trace, f"episode {where}", "the one of slot 0 alone")
 
 
 @check("repeatable", "expert", "flags")

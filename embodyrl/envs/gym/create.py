@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes.util
 import importlib
+import importlib.util
+import inspect
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
-from gymnasium.vector import AutoresetMode, VectorEnv
+import numpy as np
+from gymnasium.vector import VectorEnv
 
+from embodyrl.envs.gym.api import line, require_env, require_spaces, require_step, reset_env
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
+from embodyrl.envs.renderer import choose_renderer
+from embodyrl.errors import ConfigError, EmbodyError, EnvError, MissingDependencyError, UnknownNameError
 from embodyrl.registry import Registry, closest, takes
 
 AnyEnv = gymnasium.Env[Any, Any]
-_GYM = (gymnasium.Env, VectorEnv)
-"""Wrappers are environments too."""
 
 CREATORS: Registry[Callable[..., AnyEnv]] = Registry(
     "env.id",
     group="embodyrl.gym_envs",
     wants="a Gymnasium environment, or a function of yours that returns one",
-    fits=lambda found: issubclass(found, _GYM) if isinstance(found, type) else takes(0)(found),
+    fits=takes(0),
 )
-WRAPPERS: Registry[Callable[[AnyEnv], AnyEnv]] = Registry(
+WRAPPERS: Registry[Callable[..., AnyEnv]] = Registry(
     "wrapper",
     group="embodyrl.gym_wrappers",
     wants="a Gymnasium wrapper, or a function of yours from environment to environment",
-    fits=lambda found: issubclass(found, _GYM) if isinstance(found, type) else takes(0)(found),
+    # Wrappers are environments too.
+    fits=lambda found: issubclass(found, (gymnasium.Env, VectorEnv)) if isinstance(found, type) else takes(0)(found),
+)
+GL_FIX = (
+    "Fix: MUJOCO_GL=osmesa (apt-get install libosmesa6; pip install PyOpenGL) or, with a GPU, MUJOCO_GL=egl "
+    "(apt-get install libegl1); or record nothing with video=none."
 )
 
 
@@ -49,40 +60,84 @@ class Probe:
     """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
 
 
-def probe(cfg: GymSettings) -> Probe:
+def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
     """Build the environment, read what it declares, and close it again.
 
+    Args:
+        cfg: names it.
+        pictures: somebody will `render`; without, it is built without a render mode, since some draw in every step.
+
     Raises:
-        EmbodyError: see `create`.
+        EmbodyError: see `create`; or its first steps break Gymnasium's interface.
     """
     kwargs = dict(cfg.kwargs)
-    env = create(cfg, kwargs)
+    env = create(cfg, kwargs, 2 if _is_vector(cfg) else 1)
     try:
         vector = isinstance(env, VectorEnv)
-        if vector and (env.metadata or {}).get("autoreset_mode") is not AutoresetMode.DISABLED:
-            raise ConfigError(
-                f"env.id={cfg.id} is a vector environment that resets by itself, so nobody could choose its episodes; "
-                "build it with autoreset_mode=AutoresetMode.DISABLED and let reset take options={'reset_mask': ...}."
-            )
         modes: Iterable[str] = (env.metadata or {}).get("render_modes") or ()
-        if not vector and env.render_mode is None and "render_mode" not in kwargs and "rgb_array" in modes:
+        if pictures and not vector and env.render_mode is None and "render_mode" not in kwargs and "rgb_array" in modes:
             kwargs["render_mode"] = "rgb_array"
+        if kwargs.get("render_mode") is not None:
+            _draw_without_display()
+        try:
+            reports_success = _try_out_vector(cfg, env) if vector else _try_out(cfg, env)
+        except EmbodyError:
+            raise
+        except Exception as error:
+            raise EnvError(f"env.id={cfg.id}: its first reset and step ended with {line(error)}.") from error
         return Probe(
             observation_space=env.single_observation_space if vector else env.observation_space,
             action_space=env.single_action_space if vector else env.action_space,
             max_episode_steps=(env.spec.max_episode_steps or 0) if env.spec is not None else 0,
             kwargs=kwargs,
-            reports_success=_reports_success(env),
+            reports_success=reports_success,
             vector=vector,
         )
     finally:
         env.close()
 
 
-def _reports_success(env: Any) -> bool:
-    env.reset(seed=0)
+def _try_out(cfg: GymSettings, env: AnyEnv) -> bool:
+    """Reset and step once; whether `info` speaks of success."""
+    reset_env(str(cfg.id), env, seed=0)
     env.action_space.seed(0)
-    return not {"success", "is_success"}.isdisjoint(env.step(env.action_space.sample())[4])
+    return _speaks_of_success(require_step(str(cfg.id), env.step(env.action_space.sample()))[4])
+
+
+def _try_out_vector(cfg: GymSettings, env: Any) -> bool:
+    """As `_try_out`; the two environments must be started apart from each other, or nobody could choose episodes."""
+    env_id = str(cfg.id)
+    result: Any = None
+    try:
+        reset_env(env_id, env, seed=[0, 1])
+        env.action_space.seed(0)
+        result = require_step(env_id, env.step(env.action_space.sample()))
+        moved = _rows(env, result[0])
+        seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
+        kept = _rows(env, seen)[0] == moved[0]
+        problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted the first one as well"
+    except Exception as error:
+        problem = f"reset(seed=[...], options={{'reset_mask': ...}}) and step ended with {line(error)}"
+    if problem:
+        raise ConfigError(
+            f"env.id={env_id} is a vector environment whose environments cannot be started one by one, so nobody could "
+            f"choose its episodes: {problem}. Fix: let reset take a list of seeds and the reset mask, as Gymnasium's "
+            "SyncVectorEnv does, or name the single environment (env.id=CartPole-v1): each slot gets one."
+        )
+    return _speaks_of_success(result[4])
+
+
+def _rows(env: Any, batch: Any) -> list[bytes]:
+    """What each environment of a batch observes, to compare."""
+    rows = gymnasium.vector.utils.iterate(env.observation_space, batch)
+    space = env.single_observation_space
+    return [np.asarray(gymnasium.spaces.flatten(space, row)).tobytes() for row in rows]
+
+
+def _speaks_of_success(info: dict[str, Any]) -> bool:
+    # Autoreset in the same step moves it to the info of the episode that ended.
+    names = {*info, *(final if isinstance(final := info.get("final_info"), dict) else ())}
+    return not {"success", "is_success"}.isdisjoint(names)
 
 
 def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
@@ -91,20 +146,64 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
     Raises:
         UnknownNameError: no environment or wrapper has this name.
         MissingDependencyError: a package that it needs is not installed.
-        ConfigError: the constructor or a wrapper refuses its arguments.
+        ConfigError: the constructor or a wrapper refuses its arguments, or what it makes is no environment.
     """
-    env = _construct(cfg, kwargs, num_envs)
-    for name in cfg.wrappers:
+    env_id = str(cfg.id)
+    if kwargs.get("render_mode") is not None:
+        _draw_without_display()
+    env = require_env(env_id, _construct(cfg, kwargs, num_envs))
+    for name, arguments in cfg.wrapped:
+        wrapper = WRAPPERS.get(name)
         try:
-            env = WRAPPERS.get(name)(env)
-        except (TypeError, ValueError, AssertionError) as error:
-            if isinstance(error, EmbodyError):
-                raise
+            env = wrapper(env, **arguments)
+        except EmbodyError:
+            raise
+        except Exception as error:
+            given = f" with {arguments}" if arguments else ""
             raise ConfigError(
-                f"env.wrappers: '{name}' cannot wrap env.id={cfg.id}: {_line(error)}. A wrapper is called with the "
-                "environment alone; give its settings in a function of your own."
+                f"env.wrappers: '{name}' cannot wrap env.id={env_id}{given}: {line(error)}. Its arguments stand beside "
+                "its name: env.wrappers=[{name: package.module:attr, argument: value}]."
             ) from error
+        if not isinstance(env, (gymnasium.Env, VectorEnv)):
+            raise ConfigError(f"env.wrappers: '{name}' returned {env!r:.80}, expected the wrapped environment.")
+    require_spaces(env_id, env)
+    if isinstance(env, VectorEnv) and env.num_envs != num_envs:
+        raise ConfigError(
+            f"env.id={env_id} is a vector environment of {env.num_envs} environments where {num_envs} were asked for "
+            "(num_envs). Fix: build as many as num_envs says, all of one kind: any slot plays any episode."
+        )
     return env
+
+
+def _is_vector(cfg: GymSettings) -> bool:
+    """Whether what the name stands for is one environment for all slots, as far as its declaration tells."""
+    assert cfg.id is not None
+    if _is_path(cfg.id):
+        return _batched(CREATORS.get(cfg.id))
+    module, _, name = cfg.id.rpartition(":")
+    with contextlib.suppress(Exception):  # building it says what is wrong
+        if module:
+            importlib.import_module(module)
+    spec = gymnasium.registry.get(name)
+    return spec is not None and spec.entry_point is None
+
+
+def _batched(creator: Callable[..., Any]) -> bool:
+    if isinstance(creator, type):
+        return issubclass(creator, VectorEnv)
+    return "num_envs" in inspect.signature(creator).parameters
+
+
+def _draw_without_display() -> None:
+    """Let MuJoCo draw where there is no screen: choose its OpenGL unless the user has, or it cannot be loaded."""
+    silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
+    if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
+        return
+    backend = choose_renderer().backend
+    if importlib.util.find_spec("OpenGL") is not None and ctypes.util.find_library(
+        {"egl": "EGL"}.get(backend, "OSMesa")
+    ):
+        os.environ["MUJOCO_GL"] = backend  # for processes that this one starts as well
 
 
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
@@ -112,8 +211,9 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     try:
         if _is_path(cfg.id):
             creator = CREATORS.get(cfg.id)
-            batched = isinstance(creator, type) and issubclass(creator, VectorEnv)
-            return creator(**{"num_envs": num_envs} if batched else {}, **kwargs)
+            if isinstance(creator, type):
+                require_env(cfg.id, creator)
+            return creator(**{"num_envs": num_envs} if _batched(creator) else {}, **kwargs)
         module, _, name = cfg.id.rpartition(":")
         if module:
             importlib.import_module(module)
@@ -125,18 +225,19 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
         raise MissingDependencyError(
             f"env.id={cfg.id} needs a package that is not installed: {_line(error)}."
         ) from error
-    except gymnasium.error.UnregisteredEnv as error:
+    except (gymnasium.error.UnregisteredEnv, gymnasium.error.NamespaceNotFound) as error:
         hint = closest(cfg.id, gymnasium.registry.keys())
-        reason = _line(error).partition(" Did you mean")[0]  # the hint names the version too
+        reason = _line(error).partition(" Did you mean")[0].partition(" Have you installed")[0]
         raise UnknownNameError(
             f"env.id={cfg.id}: {reason.rstrip('.')}.{hint} An id that another package registers is written "
-            f"package:Id-v0; your own class package.module:Class."
+            f"package:Id-v0, one that a module of it registers package.module:Id-v0; your own class "
+            "package.module:Class."
         ) from error
-    except (gymnasium.error.Error, TypeError, ValueError) as error:
-        if isinstance(error, EmbodyError):
-            raise
+    except EmbodyError:
+        raise
+    except Exception as error:
         raise ConfigError(
-            f"env.id={cfg.id} cannot be built with env.kwargs={kwargs}: {_line(error)}. Compare env.kwargs with the "
+            f"env.id={cfg.id} cannot be built with env.kwargs={kwargs}: {line(error)}. Compare env.kwargs with the "
             "arguments of its constructor."
         ) from error
 

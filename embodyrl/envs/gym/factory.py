@@ -28,11 +28,12 @@ class GymFactory(SimFactory[GymSettings]):
         """Yield what is missing or cannot be; imports nothing of gymnasium."""
         if cfg.id is None:
             yield "env.id is not set: a Gymnasium id (env.id=CartPole-v1) or a class (env.id=my_pkg.my_mod:MyEnv)."
-        for name in cfg.wrappers:
+        for name, _ in cfg.wrapped:
             if ":" not in name:
                 yield (
-                    f"env.wrappers: '{name}' is no package.module:attr of a callable env -> env, "
-                    "for example gymnasium.wrappers:FlattenObservation."
+                    f"env.wrappers: '{name}' is no package.module:attr of a callable env -> env, for example "
+                    "gymnasium.wrappers:FlattenObservation or {name: gymnasium.wrappers:TimeLimit, "
+                    "max_episode_steps: 200}."
                 )
         for split, values in cfg.splits.items():
             if values.ignore_terminations:
@@ -51,14 +52,14 @@ class GymFactory(SimFactory[GymSettings]):
         """
         from embodyrl.envs.gym.create import probe
 
-        return _spec(cfg, probe(cfg))
+        return _spec(cfg, probe(cfg, pictures=context.pictures))
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> SlotSimulators:
         """Make an environment for each slot at its first reset, or a vector environment for all."""
         from embodyrl.envs.gym.create import create, probe
         from embodyrl.envs.gym.sims import GymSims, VectorSims
 
-        found = probe(cfg)
+        found = probe(cfg, pictures=context.pictures)
         spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
         return VectorSims(spec, found, build, context.num_slots) if found.vector else GymSims(spec, found, build)
 

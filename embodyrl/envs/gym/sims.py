@@ -1,14 +1,19 @@
 """Gymnasium environments as slot simulators: one instance per slot."""
 
+import contextlib
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from gymnasium.error import Error as GymnasiumError
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
-from embodyrl.envs.gym.create import AnyEnv, Probe
+from embodyrl.envs.gym.api import line, number, require_step, reset_env
+from embodyrl.envs.gym.create import GL_FIX, AnyEnv, Probe
 from embodyrl.envs.gym.spaces import ObservationWriter, native_actions
 from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.errors import EnvError
@@ -31,15 +36,22 @@ class GymSims(SlotSimulators):
         """Start the episode whose seed is the reset id: it fixes the initial state and what happens later."""
         if slot not in self._envs:
             self._envs[slot] = self._create()
-        self._observations[slot], self._infos[slot] = self._envs[slot].reset(seed=reset_id)
+        env = self._envs[slot]
+        with contextlib.suppress(AttributeError):  # some have a generator that cannot be set
+            # Some wrappers draw (a task, a start) before they hand the seed on.
+            env.unwrapped.np_random = seeding.np_random(reset_id)[0]
+        self._observations[slot], self._infos[slot] = reset_env(self.spec.name, env, seed=reset_id)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
-        env = self._envs[slot]
-        self._observations[slot], reward, terminated, truncated, info = env.step(self._native(action))
+        result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
+        self._observations[slot], reward, terminated, truncated, info = result
         self._infos[slot] = info
         return SimStep(
-            reward=float(reward), terminated=bool(terminated), success=bool(succeeded(info)), truncated=bool(truncated)
+            reward=number(self.spec.name, reward),
+            terminated=bool(terminated),
+            success=bool(succeeded(info)),
+            truncated=bool(truncated),
         )
 
     def info(self, slot: int) -> dict[str, Any]:
@@ -60,6 +72,10 @@ class GymSims(SlotSimulators):
             frame = self._picture(slot)
         except GymnasiumError as error:
             raise EnvError(f"env '{self.spec.name}' cannot render: {error}; or set video=none.") from error
+        except Exception as error:
+            if not re.search(r"OpenGL|gl\w*Context|GLFW|DISPLAY|EGL|OSMesa", f"{type(error)} {error}"):
+                raise
+            raise EnvError(f"env '{self.spec.name}' cannot draw on this machine: {line(error)}. {GL_FIX}") from error
         if frame is None and not self.spec.cameras:
             raise EnvError(
                 f"env '{self.spec.name}' has no picture to record: no render mode 'rgb_array', no image observation. "
@@ -84,11 +100,12 @@ def succeeded(info: dict[str, Any]) -> Any:
 
 
 class VectorSims(GymSims, BatchedSimulators):
-    """Slots of one vector environment that leaves resets to us."""
+    """Slots of one vector environment; whatever it resets by itself, episodes begin by our reset mask."""
 
     def __init__(self, spec: EnvSpec, found: Probe, create: Callable[[int], Any], num_slots: int) -> None:
         super().__init__(spec, found, create)
         self._vector = create(num_slots)
+        self._mode = (self._vector.metadata or {}).get("autoreset_mode")
         self._space = found.action_space
         self._batch_info: dict[str, Any] = {}
         self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
@@ -103,18 +120,36 @@ class VectorSims(GymSims, BatchedSimulators):
         for slot, action in actions.items():
             self._actions[slot] = self._native(action)
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
-        seen, reward, terminated, truncated, infos = self._vector.step(batch)
+        result = require_step(self.spec.name, self._vector.step(batch))
+        seen, reward, terminated, truncated, infos = result
+        over = np.flatnonzero(terminated | truncated).tolist()
+        success = np.broadcast_to(succeeded(infos), len(reward)).astype(bool)
         self._batch_info = infos
         self._look(seen, actions)
-        # The batch refuses to step an environment that ended; what its slot saw last is kept.
-        if over := np.flatnonzero(terminated | truncated).tolist():
+        if over and self._mode is AutoresetMode.SAME_STEP:
+            success = self._look_back(infos, [slot for slot in over if slot in actions], success)
+        elif over and self._mode is not AutoresetMode.NEXT_STEP:
+            # The batch refuses to step an environment that ended; what its slot saw last is kept.
             self._restart(dict.fromkeys(over, 0))
-        success = np.broadcast_to(succeeded(infos), len(reward)).astype(bool)
         columns = (reward, terminated, success, truncated)
         return {
             slot: SimStep(reward=float(earned), terminated=ended, success=reached, truncated=cut)
             for slot, (earned, ended, reached, cut) in enumerate(zip(*(c.tolist() for c in columns), strict=True))
         }
+
+    def _look_back(self, infos: dict[str, Any], over: list[int], success: Any) -> Any:
+        """Episodes that ended show their end, not the beginning of those that the batch has begun; their success."""
+        ends, said = infos.get("final_obs"), infos.get("final_info", {})
+        if ends is None:
+            raise EnvError(
+                f"env '{self.spec.name}' resets in the step in which an episode ends, without info['final_obs']: what "
+                "the policy saw last is lost. Fix: autoreset_mode=AutoresetMode.DISABLED or NEXT_STEP."
+            )
+        success = success.copy()
+        for slot in over:
+            self._observations[slot] = copy.deepcopy(_pick(ends, slot))
+            success[slot] = bool(np.broadcast_to(succeeded(said), len(success))[slot])
+        return success
 
     def info(self, slot: int) -> dict[str, Any]:
         """The slot's part of the batch's `info`, where the vector environment says that it has one."""
@@ -143,3 +178,8 @@ class VectorSims(GymSims, BatchedSimulators):
     def _look(self, batch: Any, slots: Any) -> None:
         items = list(iterate(self._vector.observation_space, batch))
         self._observations.update({slot: copy.deepcopy(items[slot]) for slot in slots})
+
+
+def _pick(batch: Any, slot: int) -> Any:
+    """One environment's part of what a vector environment put into its `info`."""
+    return {name: _pick(part, slot) for name, part in batch.items()} if isinstance(batch, dict) else batch[slot]

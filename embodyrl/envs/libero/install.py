@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from embodyrl.envs.libero.renderer import choose_device, choose_renderer
+from embodyrl.envs.renderer import choose_device, choose_renderer
 from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[libero]'"

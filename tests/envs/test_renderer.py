@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from embodyrl.envs.libero import renderer
-from embodyrl.envs.libero.renderer import Frame, choose_device, choose_renderer, draw_frame, judge_egl
+from embodyrl.envs import renderer
+from embodyrl.envs.renderer import Frame, choose_device, choose_renderer, draw_frame, judge_egl
 
 pytest.importorskip("mujoco")
 

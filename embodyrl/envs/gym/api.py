@@ -1,0 +1,115 @@
+"""What Gymnasium's interface asks of an environment; whoever breaks it is named with the cure."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import VectorEnv
+
+from embodyrl.errors import ConfigError, EmbodyError, EnvError
+
+_OLD = (
+    "This is the API before Gymnasium 0.26. Fix: let reset take (seed, options) and return (observation, info), and "
+    "let step return (observation, reward, terminated, truncated, info), where truncated is a time limit; or wrap it: "
+    "pip install shimmy, then shimmy.GymV21CompatibilityV0(env=...) in a function of yours."
+)
+
+
+def require_env(env_id: str, made: Any) -> Any:
+    """Return what was built, or the class that is about to be, if it is a Gymnasium environment.
+
+    Raises:
+        ConfigError: it is something else; says what, and how it becomes one.
+    """
+    kinds = made.__mro__ if isinstance(made, type) else type(made).__mro__
+    if issubclass(kinds[0], (gymnasium.Env, VectorEnv)):
+        return made
+    what = f"env.id={env_id} is {kinds[0].__module__}.{kinds[0].__qualname__}, no Gymnasium environment"
+    if made is None:
+        problem = f"env.id={env_id}: the function returned None. Fix: end it with `return env`."
+    elif hasattr(made, "possible_agents") or any(kind.__module__.startswith("pettingzoo") for kind in kinds):
+        problem = (
+            f"{what}: a PettingZoo environment has several agents, and one policy acts here. Fix: a gymnasium.Env of "
+            "yours that plays the other agents and shows the world of one."
+        )
+    elif any(kind.__module__.partition(".")[0] == "gym" for kind in kinds):
+        problem = f"{what}: it is one of the old package gym. {_OLD}"
+    elif hasattr(made, "action_spec") and hasattr(made, "observation_spec"):
+        problem = (
+            f"{what} but one of dm_env. Fix: pip install shimmy, then a function of yours that returns "
+            "shimmy.DmControlCompatibilityV0(env)."
+        )
+    else:
+        problem = f"{what}. Fix: derive it from gymnasium.Env."
+    raise ConfigError(problem)
+
+
+def require_spaces(env_id: str, env: Any) -> None:
+    """Refuse an environment without its two spaces, ConfigError."""
+    names = ("single_observation_space", "single_action_space")
+    for name in names if isinstance(env, VectorEnv) else ("observation_space", "action_space"):
+        found = getattr(env, name, None)
+        if not isinstance(found, gymnasium.Space):
+            raise ConfigError(
+                f"env.id={env_id}: {name} is {found!r:.80}, expected a gymnasium.spaces object. Fix: set "
+                f"self.{name} in __init__."
+            )
+
+
+def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Call `reset`; returns (observation, info).
+
+    Raises:
+        EnvError: it takes no seed, or returns something else.
+    """
+    try:
+        result = env.reset(**options)
+    except TypeError as error:
+        if "unexpected keyword argument 'seed'" not in str(error) or len(traceback.extract_tb(error.__traceback__)) > 8:
+            raise
+        raise EnvError(f"env '{env_id}': reset takes no seed. {_OLD}") from error
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
+        raise EnvError(f"env '{env_id}': reset returned {_shape(result)}, expected (observation, info). {_OLD}")
+    return result
+
+
+def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+    """What `step` returned, if it is five things and the last a mapping; else EnvError.
+
+    >>> require_step("mine", ([0.0], 1.0, False, False, {}))[1]
+    1.0
+    """
+    if result.__class__ is tuple and len(result) == 5 and isinstance(result[4], dict):
+        return result
+    expected = "expected (observation, reward, terminated, truncated, info)"
+    raise EnvError(
+        f"env '{env_id}': step returned {_shape(result)}, {expected}."
+        + (f" {_OLD}" if isinstance(result, tuple) and len(result) == 4 else "")
+    )
+
+
+def number(env_id: str, reward: Any) -> float:
+    """The reward as a number, else EnvError."""
+    try:
+        return float(reward)
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"env '{env_id}': step returned the reward {reward!r:.80}, expected a number.") from error
+
+
+def line(error: BaseException) -> str:
+    """A foreign exception in one line, with the place where it was raised."""
+    text = " ".join(str(error).split())[:300]
+    if isinstance(error, EmbodyError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def _shape(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"{len(result)} things ({', '.join(type(part).__name__ for part in result)})"
+    return "nothing" if result is None else f"one {type(result).__name__}"

@@ -1,0 +1,157 @@
+"""`check-env` on Gymnasium environments: no legal one is refused, and each illegal one is named with its cure."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from embodyrl.cli.main import main
+from embodyrl.commands.check_env import CHECKS, Finding, check_env
+from embodyrl.commands.check_env.apart import check_env_apart
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.errors import MissingDependencyError, UnknownNameError
+from embodyrl.plan.config import load_config
+
+slow = pytest.mark.slow
+
+
+def look(*words: str, apart: bool = False, timeout_s: float = 60.0) -> list[Finding]:
+    cfg = load_config("check-env", ["env=gym", *words]).env
+    found = list((check_env_apart if apart else check_env)(cfg, timeout_s=timeout_s))
+    assert [finding.check for finding in found] == list(CHECKS)
+    return found
+
+
+def failures(found: list[Finding]) -> list[str]:
+    return [f"{f.check}: {v}" for f in found if f.level == "FAIL" for v in f.violations]
+
+
+LEGAL = {
+    "FixedStart": ["reset_ids_differ"],
+    "TupleObs": [],
+    "ListObs": [],
+    "ArrayReward": [],
+    "Endless": [],
+    "OneStep": [],
+    "GreyStack": [],
+}
+"""Name -> checks that warn."""
+
+
+@pytest.mark.parametrize("name", [n if n in ("FixedStart", "TupleObs") else pytest.param(n, marks=slow) for n in LEGAL])
+def test_odd_and_legal_ones_pass(name):
+    found = look(f"env.id=odd_envs:{name}")
+    assert not failures(found)
+    assert [f.check for f in found if f.level == "warn"] == LEGAL[name]
+    assert "skip" not in {f.level for f in found}
+
+
+ILLEGAL = {
+    "OldReset": ("spec", "reset returned one ndarray.*before Gymnasium 0.26. Fix: "),
+    "OldSeed": ("spec", "reset takes no seed. This is the API before.*Fix: "),
+    "OldStep": ("spec", "step returned 4 things.*before Gymnasium 0.26. Fix: "),
+    "NothingStepped": ("spec", "step returned nothing, expected \\(observation, reward, terminated"),
+    "NoReward": ("step", "the reward None, expected a number"),
+    "NanAtSomeStarts": ("reset_ids_differ", "state\\[0\\]: expected a finite number, found nan"),
+    "NanLater": ("flags", "state\\[0\\]: expected a finite number, found nan"),
+    "RaisesLater": ("lasts", "RuntimeError: the arm fell off \\(odd_envs.py:"),
+    "SleepsLater": ("lasts", "no answer within 8 s"),
+    "WrongShape": ("observe", "observed shape \\(3,\\).*its observation space says \\(2,\\)"),
+    "NoSpaces": ("spec", "observation_space is None.*Fix: set self.observation_space"),
+    "NotSeeded": ("reset_repeats", "fix: draw only from generators that the reset seeds"),
+    "FailsToBuild": ("spec", "AttributeError: no licence"),
+    "NoEnv": ("spec", "odd_envs.NoEnv, no Gymnasium environment. Fix: derive it from gymnasium.Env"),
+    "Agents": ("spec", "PettingZoo.*several agents.*Fix: "),
+    "forgets_to_return": ("spec", "the function returned None. Fix: end it with `return env`"),
+    "Crossed": ("spec", "cannot be started one by one.*Fix: "),
+}
+CHEAP = ("OldReset", "NanLater", "Agents", "forgets_to_return")
+
+
+@pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=slow) for n in ILLEGAL])
+def test_illegal_ones_are_named_with_their_cure(name):
+    check, said = ILLEGAL[name]
+    first = failures(look(f"env.id=odd_envs:{name}", timeout_s=8.0 if name == "SleepsLater" else 60.0))[0]
+    assert first.startswith(f"{check}: ")
+    assert re.search(said, first), first
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("CrashesLater", "killed by SIGSEGV"),
+        pytest.param("ExitsLater", "ended itself with exit code 7", marks=slow),
+        pytest.param("LocksLater", "it hangs where Python cannot interrupt it", marks=slow),
+    ],
+)
+def test_one_that_takes_its_process_along_is_named(name, said):
+    found = look(f"env.id=odd_envs:{name}", apart=True, timeout_s=8.0)
+    assert [f.split(":")[0] for f in failures(found)] == ["lasts"]
+    assert said in failures(found)[0]
+    assert {f.level for f in found[-5:]} == {"skip"}
+
+
+@pytest.mark.integration
+def test_json_is_valid_whatever_the_environment_prints(capfd):
+    assert main(["check-env", "env=gym", "env.id=odd_envs:Chatty", "--json"]) == 0
+    printed = capfd.readouterr()
+    assert json.loads(printed.out)["failed"] == 0
+    assert "from below Python" in printed.err
+
+
+MINIGRID = "env.wrappers=[minigrid.wrappers:ImgObsWrapper]"
+REAL = """CartPole-v1
+Pendulum-v1
+Acrobot-v1
+MountainCar-v0
+MountainCarContinuous-v0
+FrozenLake-v1
+FrozenLake8x8-v1
+Taxi-v4
+CliffWalking-v1
+Blackjack-v1
+LunarLander-v3
+LunarLanderContinuous-v3
+BipedalWalker-v3
+CarRacing-v3
+Hopper-v5
+HalfCheetah-v5
+Ant-v5
+Humanoid-v5
+InvertedPendulum-v5
+InvertedDoublePendulum-v5
+Reacher-v5
+Pusher-v5
+Swimmer-v5
+Walker2d-v5
+minigrid:MiniGrid-Empty-5x5-v0
+minigrid:MiniGrid-DoorKey-5x5-v0
+ale_py:ALE/Pong-v5
+ale_py:ALE/Breakout-v5
+metaworld:Meta-World/MT1
+gymnasium_robotics:FetchReach-v4
+gymnasium_robotics:PointMaze_UMaze-v3
+gymnasium_robotics:AdroitHandDoor-v1
+gym_pusht:gym_pusht/PushT-v0
+highway_env:parking-v0
+panda_gym:PandaReach-v3
+minatar.gym:MinAtar/Breakout-v1""".splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+@pytest.mark.parametrize("env_id", REAL)
+def test_real_ones_pass_where_they_are_installed(env_id):
+    words = [f"env.id={env_id}"]
+    words += [MINIGRID] if env_id.startswith("minigrid") else []
+    words += ["env.kwargs.env_name=reach-v3"] if "MT1" in env_id else []
+    cfg = load_config("check-env", ["env=gym", *words]).env
+    try:
+        ENVS.get("gym").spec(cfg, EnvContext(pictures=False))
+    except (MissingDependencyError, UnknownNameError) as error:
+        pytest.skip(str(error))
+    assert not failures(look(*words, apart=True))

@@ -1,0 +1,244 @@
+"""Gymnasium environments that are odd: those that are legal all the same, and those that break the interface."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+print("odd_envs was imported")  # noqa: T201 - as many modules do
+
+
+class Plain(gymnasium.Env):
+    """A number that actions move; ends at 5."""
+
+    def __init__(self) -> None:
+        self.observation_space: Any = spaces.Box(-99, 99, (2,), np.float32)
+        self.action_space: Any = spaces.Box(-1, 1, (1,), np.float32)
+        self.calls = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = self.start()
+        self.steps = 0
+        return self.look(), {}
+
+    def step(self, action):
+        self.calls += 1
+        self.steps += 1
+        self.place += float(np.asarray(action).reshape(-1)[0])
+        return self.look(), self.place / 10, abs(self.place) > 5, False, {}
+
+    def start(self) -> float:
+        return float(self.np_random.uniform(-1, 1))
+
+    def look(self) -> Any:
+        return np.array([self.place, self.steps], np.float32)
+
+
+class FixedStart(Plain):
+    def start(self) -> float:
+        return 0.0
+
+
+class TupleObs(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        inner = spaces.Dict({"kind": spaces.Discrete(3), "deep": spaces.Tuple([spaces.Box(-99, 99, (1,))])})
+        self.observation_space = spaces.Tuple([spaces.Box(-99, 99, (2,), np.float64), inner])
+
+    def look(self) -> Any:
+        deep = (np.array([self.place], np.float32),)
+        return np.array([self.place, self.steps]), {"kind": self.steps % 3, "deep": deep}
+
+
+class ListObs(Plain):
+    def look(self) -> Any:
+        return [self.place, self.steps]
+
+
+class Chatty(Plain):
+    def step(self, action):
+        print("step", self.calls)  # noqa: T201
+        os.write(1, b"from below Python\n")
+        return super().step(action)
+
+
+class ArrayReward(Plain):
+    def step(self, action):
+        seen, reward, over, cut, info = super().step(action)
+        return seen, np.float64(reward), np.bool_(over), np.bool_(cut), info
+
+
+class Endless(Plain):
+    """Its bounds are infinite, and nothing ever ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+
+    def step(self, action):
+        seen, reward, _, _, info = super().step(action)
+        return seen, reward, False, False, info
+
+
+class OneStep(Plain):
+    """A bandit: every episode is one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Discrete(3, start=2)
+
+    def step(self, action):
+        return self.look(), float(action == 3), True, False, {"is_success": action == 3}
+
+
+class GreyStack(Plain):
+    """Four grey frames, most of them dark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(0, 255, (4, 8, 8), np.uint8)
+
+    def look(self) -> Any:
+        frames = np.zeros((4, 8, 8), np.uint8)
+        frames[-1, 0, int(self.place) % 8] = 200
+        frames[0, 1, 0] = int(100 + 10 * self.place)
+        return frames
+
+
+class OldReset(Plain):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0]
+
+
+class OldSeed(Plain):
+    def reset(self):  # type: ignore[override]
+        return super().reset()[0]
+
+
+class OldStep(Plain):
+    def step(self, action):  # type: ignore[override]
+        seen, reward, over, _, info = super().step(action)
+        return seen, reward, over, info
+
+
+class NothingStepped(Plain):
+    def step(self, action):
+        super().step(action)
+
+
+class NoReward(Plain):
+    def step(self, action):
+        return self.look(), None, False, False, {}
+
+
+class NanAtSomeStarts(Plain):
+    def start(self) -> float:
+        return float("nan") if self.np_random_seed else 0.0
+
+
+class NanLater(Plain):
+    def look(self) -> Any:
+        return np.array([np.nan if self.calls > 150 else self.place, self.steps], np.float32)
+
+
+class RaisesLater(Plain):
+    def step(self, action):
+        if self.calls > 300:
+            raise RuntimeError("the arm fell off")
+        return super().step(action)
+
+
+class CrashesLater(Plain):
+    def step(self, action):
+        return super().step(action) if self.calls < 300 else ctypes.string_at(0)
+
+
+class ExitsLater(Plain):
+    def step(self, action):
+        return super().step(action) if self.calls < 300 else os._exit(7)
+
+
+class SleepsLater(Plain):
+    def step(self, action):
+        return super().step(action) if self.calls < 300 else time.sleep(3600)
+
+
+class LocksLater(Plain):
+    """Waits for itself in C, with the interpreter's lock held."""
+
+    def step(self, action):
+        if self.calls >= 300:
+            threads, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+            while True:
+                threads.pthread_mutex_lock(mutex)
+        return super().step(action)
+
+
+class WrongShape(Plain):
+    def look(self) -> Any:
+        return np.zeros(3, np.float32)
+
+
+class NoSpaces(Plain):
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Crossed(gymnasium.vector.VectorEnv):
+    """A batch that can only be started as a whole."""
+
+    metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = spaces.Box(-9, 9, (1,), np.float32)
+        self.single_action_space = spaces.Discrete(2)
+        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        self.place = np.random.default_rng(seed).uniform(-1, 1, (self.num_envs, 1)).astype(np.float32)
+        return self.place.copy(), {}
+
+    def step(self, actions):
+        never = np.zeros(self.num_envs, bool)
+        self.place += 0.1
+        return self.place.copy(), never.astype(np.float64), never, never, {}
+
+
+class NotSeeded(Plain):
+    def start(self) -> float:
+        return float(np.random.default_rng().uniform(-1, 1))
+
+
+class FailsToBuild(Plain):
+    def __init__(self) -> None:
+        raise AttributeError("no licence")
+
+
+class NoEnv:
+    """Of the right form, and of no class that anybody knows."""
+
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+
+class Agents(NoEnv):
+    """What a PettingZoo environment looks like."""
+
+    possible_agents = ("one", "other")
+
+
+def forgets_to_return() -> None:
+    Plain()
+
+
+def leaves_env_out(env: gymnasium.Env) -> None:
+    """A wrapper without a return."""
