@@ -154,6 +154,19 @@ class Arena:
         yield ticket.record
         self._state[ticket.record] = RecordState.READY
 
+    @contextmanager
+    def write_all(self, tickets: Sequence[Ticket]) -> Iterator[npt.NDArray[np.int64]]:
+        """`write` for many records at once."""
+        records = np.array([ticket.record for ticket in tickets], dtype=np.int64)
+        state = self._fields[STATE]
+        wanted = np.array([ticket.sequence for ticket in tickets], dtype=np.uint64)
+        stale = (state[records] == RecordState.FREE) | (self._fields[SEQUENCE][records] != wanted)
+        for index in np.flatnonzero(stale)[:1].tolist():
+            self._check(tickets[index])
+        state[records] = RecordState.WRITING
+        yield records
+        state[records] = RecordState.READY
+
     def read(self, tickets: Sequence[Ticket]) -> npt.NDArray[np.int64]:
         """Return the record numbers of readable tickets, to index fields with.
 

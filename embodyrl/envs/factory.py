@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from embodyrl.envs.arrays import ArrayEnv
 from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardSection, StepReward
-from embodyrl.envs.simulators import SlotSimulators
+from embodyrl.envs.simulators import ArraySimulators, SlotSimulators
 from embodyrl.types import EnvSpec
 
 S = TypeVar("S", contravariant=True)
@@ -42,7 +44,7 @@ class SimFactory(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def simulators(self, cfg: S, context: EnvContext) -> SlotSimulators:
+    def simulators(self, cfg: S, context: EnvContext) -> SlotSimulators | ArraySimulators:
         """Make the simulators of `context.num_slots` slots in this process; with `lockstep`, `BatchedSimulators`.
 
         Raises:
@@ -56,13 +58,13 @@ class SimFactory(ABC, Generic[S]):
     def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
         """`describe`, with the parts of the user's reward."""
         own = context.reward
-        spec = self.describe(cfg, context)
+        spec = replace(self.describe(cfg, context), reward_factor=getattr(cfg, "reward_coef", 1.0))
         return StepReward(own).declare(spec) if own is not None and own.path is not None else spec
 
-    def make(self, cfg: Any, context: EnvContext) -> ChunkedEnv:
+    def make(self, cfg: Any, context: EnvContext) -> ChunkedEnv | ArrayEnv:
         """Build the environment."""
         sims = self.simulators(cfg, context)
-        kind: Any = LockstepEnv if sims.spec.lockstep else ChunkedEnv
+        kind: Any = ArrayEnv if isinstance(sims, ArraySimulators) else LockstepEnv if sims.spec.lockstep else ChunkedEnv
         return kind(
             sims,
             context.num_slots,

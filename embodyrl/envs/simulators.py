@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from embodyrl.errors import EnvError
-from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import BoolArray, ByteArray, EnvSpec, EpisodeStart, FloatArray, IntArray, ObservationOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +72,47 @@ class BatchedSimulators(SlotSimulators):
     @abstractmethod
     def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:
         """Execute one action [A] in each of these slots; what all others do meanwhile is nobody's concern."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimSteps:
+    """`SimStep` of n slots, arrays [n]."""
+
+    reward: FloatArray
+    terminated: BoolArray
+    success: BoolArray
+    truncated: BoolArray
+
+
+class ArraySimulators(ABC):
+    """N simulators of one kind whose state is arrays: one call begins, steps or observes many slots.
+
+    `ArrayEnv` turns them into an `Env`. `slots` [n] are row numbers, each at most once; only these slots move.
+    """
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def begin(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Put the slots into initial states `reset_ids` [n]; `seeds` [n] fix all further randomness of each."""
+
+    @abstractmethod
+    def advance(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+        """Execute one action [n, A] in each slot."""
+
+    @abstractmethod
+    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray) -> None:
+        """Write what the slots show into `images` [n, C, H, W, 3] and `state` [n, S]."""
+
+    def render(self, slot: int) -> ByteArray:
+        """Return an upright RGB frame [H, W, 3] uint8."""
+        raise EnvError(f"env '{self.spec.name}' has no picture to record; set video=none.")
+
+    def info(self, slot: int) -> Mapping[str, Any]:
+        """What the simulator says about the last step beside `SimSteps`, for reward functions."""
+        return {}
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        return None

@@ -10,11 +10,11 @@ import numpy as np
 
 from embodyrl.channels.arena import Ticket
 from embodyrl.channels.layout import STEP_RESULT, Record
-from embodyrl.envs.protocol import ENVS, Env, EnvContext, TextEnv
+from embodyrl.envs.protocol import ENVS, BatchEnv, Env, EnvContext, TextEnv
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
-from embodyrl.types import ObservationOut, decode_instruction, encode_instruction
+from embodyrl.types import ByteArray, FloatArray, ObservationOut, decode_instruction, encode_instruction
 from embodyrl.workers.lifecycle import WorkerInit
 from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, StepRequest, WorkerReady
 
@@ -51,6 +51,8 @@ class EnvWorker:
         self._problems: list[Recording] = []
         self._unjudged: dict[int, str] = {}
         self._render_s = 0.0
+        self._instructions: ByteArray | None = None
+        """[tasks, bytes], for environments that observe in batches."""
 
     def ready(self) -> WorkerReady:
         """Introduce the worker."""
@@ -113,19 +115,37 @@ class EnvWorker:
                 self._start_recording(request)
         self._observe(slots, [o.target for o in requests])
 
+    def _observe_batch(self, env: BatchEnv, slots: list[int], targets: list[Ticket]) -> None:
+        """As `_observe`, without a loop over slots."""
+        arena, count = self._arena, len(slots)
+        images = np.empty((count, *arena[Record.images].shape[1:]), np.uint8)
+        state = np.empty((count, *arena[Record.observed_state].shape[1:]), np.float32)
+        with arena.write_all(targets) as records:
+            env.observe_batch(slots, images, state)
+            for slot in np.asarray(slots)[~np.isfinite(state).all(axis=1)].tolist():
+                raise EnvError(_not_finite(env, slot, state[slots.index(slot)]))
+            arena[Record.observed_state][records] = state
+            if images.size:
+                arena[Record.images][records] = images
+            if self._instructions is None:
+                width = arena[Record.instruction].shape[1]
+                self._instructions = np.stack([encode_instruction(task, width) for task in env.spec.tasks])
+            arena[Record.instruction][records] = self._instructions[env.tasks_of(np.asarray(slots))]
+
     def _observe(self, slots: list[int], targets: list[Ticket]) -> None:
         """Render into the records. A record stays unreadable until its observation is complete."""
         arena = self._arena
         started = time.perf_counter()
+        if isinstance(self._env, BatchEnv):
+            self._observe_batch(self._env, slots, targets)
+            self._render_s += time.perf_counter() - started
+            return
         for slot, target in zip(slots, targets, strict=True):
             with arena.write(target) as record:
                 out = ObservationOut(images=arena[Record.images][record], state=arena[Record.observed_state][record])
                 self._env.observe([slot], [out])
                 if not np.isfinite(out.state).all():
-                    raise EnvError(
-                        f"env '{self._env.spec.name}', slot {slot} ('{self._env.instruction(slot)}'): state "
-                        f"{out.state.tolist()}, expected finite numbers. Likely the physics diverged."
-                    )
+                    raise EnvError(_not_finite(self._env, slot, out.state))
                 row = arena[Record.instruction]
                 row[record] = encode_instruction(self._env.instruction(slot), row.shape[1])
         self._render_s += time.perf_counter() - started
@@ -181,3 +201,10 @@ class EnvWorker:
         self._env.close()
         if self._init.shared_arena is None:
             self._arena.close()
+
+
+def _not_finite(env: Env, slot: int, state: FloatArray) -> str:
+    return (
+        f"env '{env.spec.name}', slot {slot} ('{env.instruction(slot)}'): state {state.tolist()}, expected finite "
+        "numbers. Likely the physics diverged."
+    )

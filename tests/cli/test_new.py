@@ -67,6 +67,17 @@ def test_a_new_environment_passes_the_check_trains_and_evaluates(tmp_path):
 
 
 @pytest.mark.integration
+def test_a_new_batched_environment_passes_the_check_and_trains(tmp_path):
+    embodyrl(tmp_path, "new", "batched-env", "my_batch")
+    assert "1 passed" in own_tests(tmp_path / "my_batch")
+    few = ("env.train.total_num_envs=64", "env.train.max_steps_per_rollout_epoch=20", "runner.max_steps=1")
+    quiet = ("runner.val_check_interval=-1", "runner.logger.backends=[jsonl]", "runner.experiment_name=run")
+    words = ("experiment=my_batch", "--config-dir", "my_batch/conf", *few, *quiet)
+    embodyrl(tmp_path, "train", *words, package="my_batch")
+    assert row(tmp_path)["env/steps"] == 64 * 20
+
+
+@pytest.mark.integration
 def test_an_installed_environment_is_found_by_its_entry_point(tmp_path):
     pytest.importorskip("hatchling")
     embodyrl(tmp_path, "new", "env", "my_env")
@@ -165,8 +176,8 @@ def test_nothing_is_overwritten(kind, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "a kind (env, policy, algorithm, loss, reward, logger, launcher, experiment) and a name"),
-        (["env"], "a kind (env, policy, algorithm, loss, reward, logger, launcher, experiment) and a name"),
+        ([], "a kind (env, batched-env, policy, algorithm, loss, reward, logger"),
+        (["env"], "a kind (env, batched-env, policy, algorithm, loss, reward, logger"),
         (["envv", "x"], "Did you mean 'env'?"),
         (["env", "My-Env"], "use lower-case letters, digits and _, for example my_env"),
         (["env", "../x"], "use lower-case letters"),

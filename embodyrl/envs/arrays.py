@@ -1,0 +1,200 @@
+"""Episode semantics over simulators that step as arrays: `ChunkedEnv` with index arrays instead of loops over slots."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Never
+
+import numpy as np
+
+from embodyrl.envs.protocol import AfterStep
+from embodyrl.envs.reward import RewardStep, StepReward, StepRewardSettings
+from embodyrl.envs.simulators import ArraySimulators
+from embodyrl.errors import EnvError
+from embodyrl.types import (
+    BoolArray,
+    ByteArray,
+    ChunkResult,
+    EpisodeStart,
+    FloatArray,
+    IntArray,
+    ObservationOut,
+)
+
+_NOTHING, _RUNNING, _OVER = 0, 1, 2
+"""States of a slot."""
+
+
+class ArrayEnv:
+    """An `Env` over `ArraySimulators`; ends, rewards and errors as those of `ChunkedEnv`."""
+
+    def __init__(
+        self,
+        sims: ArraySimulators,
+        num_slots: int,
+        *,
+        use_rel_reward: bool,
+        reward_coef: float,
+        reward: StepRewardSettings | None = None,
+    ) -> None:
+        self._own = StepReward(reward) if reward is not None and reward.path is not None else None
+        spec = replace(sims.spec, reward_factor=reward_coef)
+        self.spec = self._own.declare(spec) if self._own else spec
+        self.task_limit: int | None = None
+        self._sims, self._relative, self._coef = sims, use_rel_reward, reward_coef
+        self._first_ids = np.cumsum([0, *self.spec.states_per_task])
+        self._phase = np.zeros(num_slots, np.int8)
+        self._reset_id, self._steps, self._limit = (np.zeros(num_slots, np.int64) for _ in range(3))
+        self._ignores = np.zeros(num_slots, np.bool_)
+        self._last = np.zeros(num_slots, np.float64)
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Begin an episode in each slot; EnvError for an unknown reset id or a time limit below 1."""
+        rows = np.asarray(slots, np.int64)
+        ids = np.asarray([start.reset_id for start in starts], np.int64)
+        limits = np.asarray([start.max_episode_steps for start in starts], np.int64)
+        if wrong := [int(i) for i in ids if not 0 <= i < self.spec.num_reset_ids]:
+            last = self.spec.num_reset_ids - 1
+            raise EnvError(f"env '{self.spec.name}': reset id {wrong[0]} is outside 0..{last}.")
+        if (limits < 1).any():
+            raise EnvError(f"env '{self.spec.name}': max_episode_steps is {limits.min()}; at least 1.")
+        self._phase[rows] = _NOTHING
+        self._sims.begin(rows, ids, np.asarray([start.seed for start in starts], np.int64))
+        self._reset_id[rows], self._limit[rows] = ids, limits
+        self._ignores[rows] = [start.ignore_terminations for start in starts]
+        self._steps[rows], self._last[rows], self._phase[rows] = 0, 0.0, _RUNNING
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Run a chunk of actions [n, K, A] in the given slots; all result arrays are [n, K] (see `Env.step_chunk`)."""
+        rows = np.asarray(slots, np.int64)
+        self._check(rows, actions)
+        shape = actions.shape[:2]
+        flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
+        parts = np.zeros((len(rows), len(self.spec.components)), np.float32)
+        result = ChunkResult(reward=np.zeros(shape, np.float32), components=parts, unjudged={}, **flags)
+        for k in range(shape[1]):
+            running = np.flatnonzero(self._phase[rows] == _RUNNING)
+            if not running.size:
+                break
+            self._step(result, running, rows[running], actions[running, k], k)
+            if after_step is not None:
+                for row in running.tolist():
+                    after_step(int(rows[row]), bool(result.success[row, k]))
+        return result
+
+    def _step(self, result: ChunkResult, running: IntArray, slots: IntArray, actions: FloatArray, k: int) -> None:
+        """Execute one action in the running rows of a chunk and note what it brought."""
+        step = self._sims.advance(slots, actions)
+        reward = np.asarray(step.reward, np.float64)
+        if reward.shape != slots.shape:
+            raise EnvError(f"env '{self.spec.name}': advance returned rewards {reward.shape}, expected {slots.shape}.")
+        if not np.isfinite(reward).all():
+            slot = int(slots[~np.isfinite(reward)][0])
+            raise EnvError(
+                f"{self._where(slot)}: the simulator returned a reward that is not finite. Likely the physics diverged "
+                "or the environment's reward is wrong; the episode cannot be used."
+            )
+        self._steps[slots] += 1
+        earned = reward - self._last[slots] if self._relative else reward
+        self._last[slots] = reward
+        ended = np.asarray(step.terminated, np.bool_) & ~self._ignores[slots]
+        cut = (np.asarray(step.truncated, np.bool_) | (self._steps[slots] >= self._limit[slots])) & ~ended
+        self._phase[slots[ended | cut]] = _OVER
+        result.valid[running, k] = True
+        result.success[running, k] = step.success
+        result.terminated[running, k], result.truncated[running, k] = ended, cut
+        if self._own is not None:
+            earned = self._own_rewards(self._own, result, running, slots, actions, k, earned)
+        result.reward[running, k] = self._coef * earned
+
+    def _own_rewards(
+        self, own: StepReward, result: ChunkResult, running: IntArray, slots: IntArray, actions: FloatArray, k: int,
+        simulated: FloatArray,
+    ) -> FloatArray:  # fmt: skip
+        """Ask the user's function about each slot."""
+        earned = np.zeros(len(slots))
+        for place, (row, slot) in enumerate(zip(running.tolist(), slots.tolist(), strict=True)):
+            task = int(self.tasks_of(slots[place : place + 1])[0])
+            step = RewardStep(
+                slot=slot, step=int(self._steps[slot]), reset_id=int(self._reset_id[slot]), task_id=task,
+                instruction=self.spec.tasks[task], action=actions[place], reward=float(self._last[slot]),
+                success=bool(result.success[row, k]), terminated=bool(result.terminated[row, k]),
+                truncated=bool(result.truncated[row, k]), look=lambda slot=slot: self._look(slot),
+                ask=lambda slot=slot: self._sims.info(slot),
+            )  # fmt: skip
+            parts, why = own.parts(step, float(simulated[place]))
+            assert result.components is not None
+            result.components[row] += parts
+            if why is not None:
+                result.unjudged[slot] = f"{self._where(slot)}: {why}"
+            earned[place] = own.total(parts)
+        return earned
+
+    def expert_chunk(
+        self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
+    ) -> Never:
+        """There is none, EnvError."""
+        raise EnvError(f"env '{self.spec.name}' steps as arrays and has no scripted expert.")
+
+    def observe_batch(self, slots: Sequence[int], images: ByteArray, state: FloatArray) -> None:
+        """Write what the slots show into arrays [n, C, H, W, 3] and [n, S]."""
+        rows = np.asarray(slots, np.int64)
+        self._require_begun(rows)
+        self._sims.observe(rows, images, state)
+
+    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
+        """Write what each slot shows into its views."""
+        for slot, out in zip(slots, outs, strict=True):
+            self.observe_batch([slot], out.images[None], out.state[None])
+
+    def tasks_of(self, slots: IntArray) -> IntArray:
+        """Task ids [n] of the slots' episodes."""
+        return np.searchsorted(self._first_ids, self._reset_id[slots], side="right") - 1
+
+    def instruction(self, slot: int) -> str:
+        """Language instruction of the slot's current episode."""
+        self._require_begun(np.array([slot]))
+        return self.spec.tasks[int(self.tasks_of(np.array([slot]))[0])]
+
+    def render(self, slot: int) -> np.ndarray:
+        """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
+        return self._sims.render(slot)
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        self._sims.close()
+
+    def _look(self, slot: int) -> ObservationOut:
+        shape = (1, len(self.spec.cameras), *self.spec.image_size, 3)
+        images, state = np.zeros(shape, np.uint8), np.zeros((1, self.spec.state_dim), np.float32)
+        self._sims.observe(np.array([slot]), images, state)
+        return ObservationOut(images=images[0], state=state[0])
+
+    def _check(self, slots: IntArray, actions: FloatArray) -> None:
+        self._require_begun(slots)
+        if (over := slots[self._phase[slots] == _OVER]).size:
+            where = self._where(int(over[0]))
+            raise EnvError(f"{where}: the episode is over; step_chunk expects a running one. Reset the slot first.")
+        if actions.ndim != 3 or len(actions) != len(slots) or actions.shape[2] != self.spec.action_dim:
+            raise EnvError(
+                f"env '{self.spec.name}': actions have shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, "
+                f"{self.spec.action_dim}). Check model.action_dim and the policy's action head."
+            )
+        finite: BoolArray = np.isfinite(actions).all(axis=(1, 2))
+        if not finite.all():
+            raise EnvError(
+                f"{self._where(int(slots[~finite][0]))}: its action is not finite. Likely the policy's weights or its "
+                "action statistics are not finite."
+            )
+
+    def _require_begun(self, slots: IntArray) -> None:
+        if (idle := slots[self._phase[slots] == _NOTHING]).size:
+            raise EnvError(f"env '{self.spec.name}', slot {int(idle[0])}: no episode; call reset for this slot first.")
+
+    def _where(self, slot: int) -> str:
+        task, state = self.spec.task_of(int(self._reset_id[slot]))
+        return (
+            f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
+            f"step {int(self._steps[slot])}"
+        )

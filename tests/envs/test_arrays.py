@@ -1,0 +1,129 @@
+"""Simulators that step as arrays: the episodes are those of single simulators, and training takes them as any other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from settings import env_of
+
+from embodyrl.commands.check_env import check_env
+from embodyrl.envs.arrays import ArrayEnv
+from embodyrl.envs.factory import SimFactory
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.reward import RewardStep, StepRewardSettings
+from embodyrl.envs.settings import EnvSettings, RewardSettings
+from embodyrl.envs.simulators import ArraySimulators, SimSteps
+from embodyrl.errors import EnvError
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, EpisodeStart, FloatArray, IntArray
+
+SPEC = EnvSpec(
+    name="cartpoles",
+    action_dim=1,
+    tasks=("left start", "right start"),
+    states_per_task=(100, 50),
+    state_dim=4,
+    max_episode_steps=500,
+    action_space=ActionSpace(kind=ActionKind.discrete, sizes=(2,)),
+    reports_success=False,
+)
+
+
+class CartPoles(ArraySimulators):
+    """CartPole in numpy; the start is Gymnasium's for the seed that is the reset id."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(SPEC)
+        self.state = np.zeros((num_slots, 4))
+
+    def begin(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        from gymnasium.utils import seeding  # heavy, as simulators are: the driver imports this module
+
+        draws = [seeding.np_random(int(i))[0].uniform(-0.05, 0.05, 4) for i in reset_ids]
+        self.state[slots] = draws
+
+    def advance(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+        x, v, angle, w = self.state[slots].T
+        force = np.where(actions[:, 0] > 0.5, 10.0, -10.0)
+        push = (force + 0.05 * np.square(w) * np.sin(angle)) / 1.1
+        turn = (9.8 * np.sin(angle) - np.cos(angle) * push) / (0.5 * (4.0 / 3.0 - 0.1 * np.square(np.cos(angle)) / 1.1))
+        speed = push - 0.05 * turn * np.cos(angle) / 1.1
+        self.state[slots] = np.stack([x + 0.02 * v, v + 0.02 * speed, angle + 0.02 * w, w + 0.02 * turn], 1)
+        fell = (np.abs(self.state[slots, 0]) > 2.4) | (np.abs(self.state[slots, 2]) > 12 * 2 * np.pi / 360)
+        never = np.zeros(len(slots), np.bool_)
+        return SimSteps(reward=np.ones(len(slots), np.float32), terminated=fell, success=never, truncated=never)
+
+    def observe(self, slots: IntArray, images: np.ndarray, state: FloatArray) -> None:
+        state[...] = self.state[slots]
+
+
+class CartPoleSettings(EnvSettings, RewardSettings):
+    """No keys of its own."""
+
+
+class CartPoleFactory(SimFactory[CartPoleSettings]):
+    settings = CartPoleSettings
+
+    def describe(self, cfg: CartPoleSettings, context: EnvContext) -> EnvSpec:
+        return SPEC
+
+    def simulators(self, cfg: CartPoleSettings, context: EnvContext) -> CartPoles:
+        return CartPoles(context.num_slots)
+
+
+FACTORY = CartPoleFactory()
+
+
+def lean(step: RewardStep) -> float:
+    return -float(abs(step.observation.state[2]))
+
+
+def make(slots: int, **values) -> ArrayEnv:
+    return ArrayEnv(CartPoles(slots), slots, **({"use_rel_reward": False, "reward_coef": 1.0} | values))
+
+
+def begin(env: ArrayEnv, ids: list[int], limit: int = 100) -> None:
+    env.reset(range(len(ids)), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=limit) for i in ids])
+
+
+def test_every_slot_is_gymnasiums_cartpole():
+    import gymnasium
+
+    env, ids = make(3), [7, 120, 3]
+    begin(env, ids)
+    assert [env.instruction(slot) for slot in range(3)] == ["left start", "right start", "left start"]
+    actions = np.random.default_rng(0).integers(0, 2, (3, 60, 1)).astype(np.float32)
+    result = env.step_chunk([0, 1, 2], actions)
+    state = np.zeros((3, 4), np.float32)
+    env.observe_batch([0, 1, 2], np.zeros((3, 0, 0, 0, 3), np.uint8), state)
+    for slot, reset_id in enumerate(ids):
+        theirs = gymnasium.make("CartPole-v1")
+        theirs.reset(seed=reset_id)
+        for step, action in enumerate(actions[slot, :, 0].astype(int)):
+            seen, reward, terminated, *_ = theirs.step(action)
+            assert (result.reward[slot, step], result.terminated[slot, step]) == (reward, terminated)
+            if terminated:
+                break
+        assert terminated
+        assert result.valid[slot].sum() == step + 1
+        np.testing.assert_allclose(state[slot], seen, rtol=1e-5)
+
+
+def test_the_time_limit_truncates_and_nothing_follows():
+    env = make(2)
+    begin(env, [1, 2], limit=3)
+    result = env.step_chunk([0, 1], np.zeros((2, 5, 1), np.float32))
+    assert result.truncated.tolist() == [[False, False, True, False, False]] * 2
+    with pytest.raises(EnvError, match="the episode is over"):
+        env.step_chunk([1], np.zeros((1, 1, 1), np.float32))
+
+
+def test_a_reward_of_the_users_takes_its_place():
+    env = make(2, reward_coef=2.0, reward=StepRewardSettings(path="test_arrays:lean"))
+    begin(env, [1, 2])
+    result = env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
+    np.testing.assert_allclose(result.reward[:, 0], -2.0 * np.abs(env._sims.state[:, 2]), rtol=1e-6)
+
+
+def test_the_contract_holds():
+    found = list(check_env(env_of(env_type="test_arrays:FACTORY", use_rel_reward=False)))
+    assert {finding.level for finding in found} == {"ok"}, found
