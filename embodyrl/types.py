@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,8 @@ class EnvSpec:
     """What each part counts in the reward."""
     suites: tuple[str, ...] = ()
     """Suite of each task where evaluations cover several, all with the tasks of the first, the only one to train on."""
+    reward_factor: float = 1.0
+    """What every reward was multiplied by for learning; reported returns are without it."""
 
     def suite_of(self, task_id: int) -> str:
         """Name of the suite that a task belongs to."""
@@ -257,6 +259,16 @@ class EpisodeSpec:
     """Seed of the action noise; different for every episode."""
 
 
+class EarlierPart(NamedTuple):
+    """An episode until a training step cut it; the next step goes on with it."""
+
+    spec: EpisodeSpec
+    """As it began."""
+    length: int
+    episode_return: float
+    success_once: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """A finished (or cut) episode: a list of arena records and what the algorithm needs of them."""
@@ -283,6 +295,8 @@ class Episode:
     """The quota left at its beginning sufficed for the longest episode; of others only short ones reach their end."""
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""
+    earlier: EarlierPart | None = None
+    """What came before in steps of the run that cut it, if it went on."""
     instruction: str = ""
     components: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """[T, C] parts of the reward of each chunk."""
@@ -298,6 +312,12 @@ class Episode:
     def episode_return(self) -> float:
         """Sum of the rewards of executed actions."""
         return float(self.reward[self.valid].sum())
+
+    @property
+    def whole(self) -> EarlierPart:
+        """All of it so far, with what earlier training steps saw."""
+        spec, length, earned, success = self.earlier or (self.spec, 0, 0.0, False)
+        return EarlierPart(spec, length + self.length, earned + self.episode_return, success or self.success_once)
 
     @property
     def success_once(self) -> bool:
@@ -383,15 +403,3 @@ def encode_instruction(text: str, width: int) -> ByteArray:
     if len(raw) > width:
         raise ValueError(f"instruction of {len(raw)} bytes does not fit into {width}: {text[:60]!r}.")
     return np.frombuffer(raw.ljust(width, b"\0"), dtype=np.uint8)
-
-
-def encode_reply(text: str, width: int) -> ByteArray:
-    """Write the first `width` UTF-8 bytes of a reply, zero-padded, without a broken character at the end."""
-    raw = text.replace("\0", "").encode("utf-8", errors="replace")[:width]
-    return encode_instruction(raw.decode("utf-8", errors="ignore"), width)
-
-
-def instruction_width(env: EnvSpec) -> int:
-    """Bytes that hold every instruction of an environment, rounded up to 64."""
-    longest = env.prompt_bytes or max((len(t.encode("utf-8")) for t in env.tasks), default=1)
-    return -(-max(longest, 1) // 64) * 64

@@ -17,12 +17,13 @@ from embodyrl.algorithms.settings import (
     AlgorithmSettings,
     GroupSettings,
     OldLogprob,
+    ReturnScaleSettings,
     RewardLevel,
     TokenLevel,
     TruncatedEpisodes,
     ValueSettings,
 )
-from embodyrl.algorithms.shaping import adapted_beta, shape_rewards, subtract_kl
+from embodyrl.algorithms.shaping import ReturnScale, adapted_beta, shape_rewards, subtract_kl
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
 
@@ -71,6 +72,9 @@ class Algorithm:
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
         """The actor scores the batch with its own weights before it trains; those are the ratio's denominator."""
         self._reward_kl_beta = cfg.kl_beta
+        self._scale = None
+        if isinstance(cfg, ReturnScaleSettings) and cfg.normalize_returns:
+            self._scale = ReturnScale(cfg.gamma)
 
     def value_dim(self, num_action_chunks: int) -> int:
         """V, the value outputs that the estimator needs: 0, 1 (chunk level) or K (action level)."""
@@ -79,12 +83,14 @@ class Algorithm:
         return num_action_chunks if self.settings.reward_type is RewardLevel.action_level else 1
 
     def state(self) -> dict[str, float]:
-        """Return what changes from step to step, for a checkpoint of the loop: the adaptive KL coefficient."""
-        return {"reward_kl_beta": self._reward_kl_beta}
+        """Return what changes from step to step, for a checkpoint of the loop."""
+        return {"reward_kl_beta": self._reward_kl_beta} | (self._scale.state() if self._scale else {})
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Go on from what `state` returned."""
         self._reward_kl_beta = state["reward_kl_beta"]
+        if self._scale:
+            self._scale.load_state(state)
 
     def prepare(self, episodes: Sequence[Episode], scores: Scores = _NO_SCORES) -> PreparedBatch:
         """Turn episodes into a flat batch of chunk samples, episode by episode, chunk by chunk.
@@ -140,6 +146,8 @@ class Algorithm:
     def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes with the rewards to credit, and metrics of the KL that was taken from them."""
         cfg, shaped = self._cfg, shape_rewards(episodes, self._cfg)
+        if self._scale:
+            shaped = self._scale.apply(shaped)
         if not self.needs_reference_in_prepare:
             return shaped, {}
         beta = self._reward_kl_beta

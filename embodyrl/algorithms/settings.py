@@ -106,6 +106,8 @@ class AlgorithmSettings(ActingAlgorithm):
     """Drop samples of negative advantage whose mean log pi_rollout - log pi exceeds this; null: off."""
     early_stop_imp_ratio: Bound | None = None
     """Leave out the rest of an update once the mean ratio of an optimizer step exceeds this; null: never."""
+    early_stop_kl: Positive | None = None
+    """Leave out the rest of an update once KL(old || new) in an optimizer step exceeds this; null: never."""
 
     def problems(self) -> Iterator[str]:
         """A KL that is taken from rewards has no gradient."""
@@ -178,6 +180,13 @@ class DiscountSettings(Settings):
 
     gamma: Share = 1.0
     """Discount per credited step (chunk or action, see reward_type)."""
+
+
+class ReturnScaleSettings(DiscountSettings):
+    """An estimator whose rewards may be brought to one scale."""
+
+    normalize_returns: bool = False
+    """Divide rewards by the running standard deviation of discounted returns; what is reported stays as it is."""
 
 
 class CreditSettings(AlgorithmSettings):

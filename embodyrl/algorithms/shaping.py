@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from embodyrl.algorithms.advantages import grpo
+from embodyrl.algorithms.advantages import Float64, grpo
 from embodyrl.algorithms.losses import KL_ESTIMATORS, MAX_LOG_RATIO
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
@@ -60,3 +61,43 @@ def subtract_kl(episodes: Sequence[Episode], scores: Scores, *, beta: float, kin
 def adapted_beta(beta: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
     """Beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon), the adaptive controller of arXiv 1909.08593."""
     return beta * (1.0 + float(np.clip(kl / target - 1.0, -0.2, 0.2)) * samples / horizon)
+
+
+class ReturnScale:
+    """Running spread of discounted returns, by which rewards are divided (as in arXiv 1811.02553, appendix A).
+
+    The return that counts is the forward sum r_t + gamma r_(t-1) + ... of each episode.
+    """
+
+    def __init__(self, gamma: float) -> None:
+        self._gamma = gamma
+        self._count, self._mean, self._spread = 0.0, 0.0, 0.0
+
+    def apply(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """Take these episodes into the statistics; returns them with rewards in units of the spread."""
+        sums: list[float] = []
+        for episode in episodes:
+            total = 0.0
+            for reward in episode.reward[episode.valid].tolist():
+                total = self._gamma * total + reward
+                sums.append(total)
+        self._take(np.asarray(sums))
+        scale = np.float32(1.0 / math.sqrt(self._spread / max(self._count, 1.0) + 1e-8))
+        return [replace(e, reward=np.clip(e.reward * scale, -10.0, 10.0)) for e in episodes]
+
+    def state(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {"returns_count": self._count, "returns_mean": self._mean, "returns_spread": self._spread}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` returned; a checkpoint of a run without it starts anew."""
+        self._count, self._mean, self._spread = (state.get(f"returns_{n}", 0.0) for n in ("count", "mean", "spread"))
+
+    def _take(self, values: Float64) -> None:
+        if not values.size:
+            return
+        total = self._count + values.size
+        delta = float(values.mean()) - self._mean
+        self._spread += float(values.var()) * values.size + delta**2 * self._count * values.size / total
+        self._mean += delta * values.size / total
+        self._count = total

@@ -14,6 +14,7 @@ from embodyrl.algorithms.settings import (
     DiscountSettings,
     GroupSettings,
     NormalizeSettings,
+    ReturnScaleSettings,
     RewardLevel,
     ValueSettings,
 )
@@ -22,7 +23,7 @@ from embodyrl.config.settings import Share
 from embodyrl.types import BoolArray, Episode
 
 
-class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
+class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
     """Generalised advantage estimation."""
 
     gae_lambda: Share = 1.0

@@ -5,7 +5,7 @@ from typing import Self
 
 import numpy as np
 
-from embodyrl.types import EnvSpec, PolicySpec, instruction_width
+from embodyrl.types import ByteArray, EnvSpec, PolicySpec, encode_instruction
 
 _ALIGN = 64  # one cache line: two writers never share one between fields
 
@@ -103,7 +103,7 @@ class Record:
     returns = Column("returns", "float32", "V")
     """Targets of the critic."""
     reply = Column("reply", "uint8", "reply_bytes")
-    """The tokens as text, where the task is one (`types.encode_reply`)."""
+    """The tokens as text, where the task is one (`encode_reply`)."""
     cut_off = Column("cut_off", "bool")
     """The reply was longer than allowed."""
     cost = Column("cost", "int64")
@@ -139,7 +139,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
         "height": height,
         "width": width,
         "state_dim": env.state_dim,
-        "instruction_bytes": instruction_width(env),
+        "instruction_bytes": _instruction_width(env),
         "K": policy.num_action_chunks,
         "A": policy.action_dim,
         "L": policy.tokens_per_chunk,
@@ -155,3 +155,15 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
             if with_reference or c != Record.ref_logprob
         )
     )
+
+
+def _instruction_width(env: EnvSpec) -> int:
+    """Bytes that hold every instruction of an environment, rounded up to 64."""
+    longest = env.prompt_bytes or max((len(t.encode("utf-8")) for t in env.tasks), default=1)
+    return -(-max(longest, 1) // 64) * 64
+
+
+def encode_reply(text: str, width: int) -> ByteArray:
+    """Write the first `width` UTF-8 bytes of a reply, zero-padded, without a broken character at the end."""
+    raw = text.replace("\0", "").encode("utf-8", errors="replace")[:width]
+    return encode_instruction(raw.decode("utf-8", errors="ignore"), width)

@@ -215,8 +215,8 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
     )
 
 
-def episode_row(episode: Episode, *, known: bool, suite: str = "") -> EpisodeRow:
-    """What is kept of an episode."""
+def episode_row(episode: Episode, *, known: bool, reward_factor: float = 1.0, suite: str = "") -> EpisodeRow:
+    """What is kept of an episode; its return without the factor that learning multiplies rewards by."""
     # What is not announced may come all the same: some environments only speak of success at the end.
     known = known or episode.success_once
     return EpisodeRow(
@@ -227,7 +227,7 @@ def episode_row(episode: Episode, *, known: bool, suite: str = "") -> EpisodeRow
         seed=episode.spec.seed,
         success_once=episode.success_once if known else None,
         success_at_end=episode.success_at_end if known else None,
-        episode_return=episode.episode_return,
+        episode_return=episode.episode_return / reward_factor,
         steps=episode.length,
         terminated=episode.terminated,
         truncated=episode.truncated,

@@ -128,7 +128,9 @@ def run_evaluation(
     with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log:
 
         def note(episode: Episode) -> None:
-            rows.append(episode_row(episode, known=blueprint.env.reports_success, suite=suites[episode.spec.task_id]))
+            env, suite = blueprint.env, suites[episode.spec.task_id]
+            known, factor = env.reports_success, env.reward_factor
+            rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             log.flush()
             progress(len(rows), plan.num_episodes, "eval")

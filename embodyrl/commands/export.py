@@ -94,12 +94,16 @@ def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
 
 
 def _results(file: Path) -> str:
-    """Success by task with its Wilson 95 % interval, as a table."""
+    """Success by task with its Wilson 95 % interval, or the return where success is not known, as a table."""
     if not file.is_file():
         return "This step was not evaluated.\n"
     table = json.loads(file.read_text(encoding="utf-8"))
-    lines = ["| task | success | 95 % interval | episodes |", "|---|---|---|---|"]
-    for row in [*table["tasks"], table["overall"] | {"task": "**all**"}]:
-        interval = f"{row['low']:.3f} to {row['high']:.3f}"
-        lines.append(f"| {row['task']} | {row['success_once']:.3f} | {interval} | {row['episodes']} |")
+    rows = [*table["tasks"], table["overall"] | {"task": "**all**"}]
+    known = table["overall"]["success_once"] is not None
+    value, low, high = ("success_once", "low", "high") if known else ("mean_return", "return_low", "return_high")
+    lines = [f"| task | {'success' if known else 'return'} | 95 % interval | episodes |", "|---|---|---|---|"]
+    for row in rows:
+        interval = "" if row[low] is None else f"{row[low]:.3f} to {row[high]:.3f}"
+        score = "" if row[value] is None else f"{row[value]:.3f}"
+        lines.append(f"| {row['task']} | {score} | {interval} | {row['episodes']} |")
     return "\n".join(lines) + "\n"

@@ -20,17 +20,21 @@ def rollout_metrics(
     restarts: int,
     components: Sequence[str] = (),
     reports_success: bool = True,
+    reward_factor: float = 1.0,
 ) -> dict[str, float]:
     """Success, return and length of episodes; how fast and where the time went.
 
     Episodes count that no quota could cut. Where the quota is too short for any such episode, those count that came to
-    their end, although they are the shorter ones, and else those that were cut.
+    their end, although they are the shorter ones, and else those that were cut. Where episodes go on in the next step,
+    those count that came to their end in this one, as a whole; there may be none.
     """
     tally = collection.tally
     # Work that went on beside an earlier update counts as far as this step waited for it.
     share = tally.wall_s / tally.span_s if tally.span_s else 1.0
     every = collection.episodes + collection.filtered
-    finished = [e for e in every if e.counted] or [e for e in every if not e.cut] or every
+    finished = [e for e in every if e.counted]
+    if not collection.continues:
+        finished = finished or [e for e in every if not e.cut] or every
     metrics = {
         "train/episodes": float(len(finished)),
         "train/groups_refilled": float(collection.refills),
@@ -47,31 +51,33 @@ def rollout_metrics(
         "time/infer": tally.infer_s * share,
     }
     if finished:
-        metrics |= _episode_metrics(finished, reports_success)
+        metrics |= _episode_metrics(finished, reports_success, reward_factor)
     if collection.greedy:
-        metrics["train/greedy_return"] = float(np.mean([e.episode_return for e in collection.greedy.values()]))
+        metrics["train/greedy_return"] = float(
+            np.mean([e.episode_return / reward_factor for e in collection.greedy.values()])
+        )
     if finished and components:
         parts = np.mean([e.components.sum(axis=0) for e in finished], axis=0)
         metrics |= {f"train/reward_{name}": float(part) for name, part in zip(components, parts, strict=True)}
     return metrics
 
 
-def _episode_metrics(episodes: Sequence[Episode], reports_success: bool) -> dict[str, float]:
-    count = len(episodes)
+def _episode_metrics(episodes: Sequence[Episode], reports_success: bool, reward_factor: float) -> dict[str, float]:
+    count, wholes = len(episodes), [e.whole for e in episodes]
     metrics = {
-        "train/return": sum(e.episode_return for e in episodes) / count,
-        "train/episode_len": sum(e.length for e in episodes) / count,
+        "train/return": sum(e.episode_return for e in wholes) / reward_factor / count,
+        "train/episode_len": sum(e.length for e in wholes) / count,
     }
-    if not reports_success and not any(e.success_once for e in episodes):
+    if not reports_success and not any(e.success_once for e in wholes):
         return metrics
-    rate = Rate.of((e.spec.reset_id, e.success_once) for e in episodes)
+    rate = Rate.of((e.spec.reset_id, e.success_once) for e in wholes)
     metrics |= {
         "train/success_once": rate.value,
         "train/success_at_end": sum(e.success_at_end for e in episodes) / count,
         "train/effective_episodes": rate.effective or 0.0,
     }
-    for task in sorted({e.spec.task_id for e in episodes}):
-        own = [e.success_once for e in episodes if e.spec.task_id == task]
+    for task in sorted({e.spec.task_id for e in wholes}):
+        own = [e.success_once for e in wholes if e.spec.task_id == task]
         metrics[f"train/task_{task}/success_once"] = sum(own) / len(own)
     return metrics
 

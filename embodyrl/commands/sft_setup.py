@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record, RecordLayout, record_layout
+from embodyrl.channels.layout import Record, RecordLayout, encode_reply, record_layout
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import join_messages
 from embodyrl.datasets.layout import read_card
@@ -33,7 +33,6 @@ from embodyrl.types import (
     IntArray,
     PolicySpec,
     encode_instruction,
-    encode_reply,
 )
 from embodyrl.workers.rollout_worker import convert_gripper
 

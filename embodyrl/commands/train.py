@@ -176,6 +176,7 @@ class _Training:
                 restarts=session.restarts + workers.supervisor.restarts,
                 components=self.blueprint.env.components,
                 reports_success=self.blueprint.env.reports_success,
+                reward_factor=self.blueprint.env.reward_factor,
             )
             metrics |= workers.supervisor.timeline.metrics() | batch.metrics
             metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}

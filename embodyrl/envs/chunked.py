@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ class ChunkedEnv:
     ) -> None:
         assert num_slots >= 1
         self._own = StepReward(reward) if reward is not None and reward.path is not None else None
-        self.spec = self._own.declare(sims.spec) if self._own else sims.spec
+        spec = replace(sims.spec, reward_factor=reward_coef)
+        self.spec = self._own.declare(spec) if self._own else spec
         self.task_limit = sims.task_limit
         self._sims = sims
         self._relative = use_rel_reward

@@ -66,6 +66,9 @@ class TrainSplit(EnvSplit):
 
     auto_reset: bool = True
     """An ended slot starts its next episode at once; false: one episode per slot and rollout epoch."""
+    continue_episodes: bool = False
+    """Where the algorithm counts steps (GAE): an episode that the end of a step cuts goes on in the next one, and
+    every episode begins in a state of its own."""
     use_fixed_reset_state_ids: bool = True
     """Members of a group, and all episodes of a slot within one rollout epoch, share one reset id."""
     max_steps_per_rollout_epoch: Count | None = None

@@ -97,7 +97,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
         cfg = cfg.updated({"env.init_params.camera_names": list(env.cameras[: policy.num_images])})
         env = factory.spec(cfg.env, context)
     learner = cfg if algorithm and isinstance(cfg, TrainConfig) else None
-    learning = _learning_problems(learner, algorithm, policy) if learner and algorithm else []
+    learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
     if problems := [*mismatches(env, policy), *_acting_problems(cfg, env, policy), *learning]:
         raise ConfigError(problems)
     for split in cfg.env.splits.values():
@@ -146,13 +146,17 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
     return problems
 
 
-def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, policy: PolicySpec) -> list[str]:
+def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What the algorithm asks of environment and policy that they cannot do."""
     problems = []
     if policy.untrainable:
         problems.append(
             f"model '{policy.name}' cannot be trained: {policy.untrainable}. Fix: another model, or `embodyrl eval`."
         )
+    typed = cfg.sources.get("env.train.continue_episodes") == COMMAND_LINE and cfg.env.train.continue_episodes
+    if typed and (env.lockstep or not algorithm.counts_chunk_steps):
+        reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
+        problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
     if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
         problems.append(
             f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
@@ -178,10 +182,13 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     if policy.num_images > len(env.cameras):
         problems.append(
             f"model '{policy.name}' reads {policy.num_images} camera images, env '{env.name}' gives "
-            f"{len(env.cameras)} ({', '.join(env.cameras) or 'none'}); set model.num_images_in_input or the cameras."
+            f"{len(env.cameras)} ({', '.join(env.cameras) or 'none'}); "
+            + ("set model.num_images_in_input or the cameras." if env.cameras else f"try {fitting_models(env)}.")
         )
     if policy.uses_state and not env.state_dim:
-        problems.append(f"model '{policy.name}' reads proprioception, env '{env.name}' has none.")
+        problems.append(
+            f"model '{policy.name}' reads a state vector, env '{env.name}' has none; try {fitting_models(env)}."
+        )
     if policy.scripted and not env.expert_tasks:
         problems.append(f"env '{env.name}' has no scripted expert; choose another model.")
     if not policy.scripted and (env.gripper is None) != (policy.gripper is None):

@@ -242,7 +242,8 @@ def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
     quota = -(-steps // cfg.model.num_action_chunks)
     per_slot = quota if split.auto_reset else 1
-    choices = () if split.use_fixed_reset_state_ids else selected_reset_ids(env, split)
+    fixed_ids = split.use_fixed_reset_state_ids and not split.continue_episodes
+    choices = () if fixed_ids else selected_reset_ids(env, split)
 
     def episode(member: int, fixed: int, nth: int) -> EpisodeSpec:
         reset_id = choices[derive(cfg.seed, "free-reset", step, member, nth) % len(choices)] if choices else fixed

@@ -99,6 +99,15 @@ class TextPolicy(Policy, Protocol):
         ...
 
 
+@runtime_checkable
+class LearnsStatistics(Policy, Protocol):
+    """A policy whose weights hold statistics of what it has seen in training."""
+
+    def take_statistics(self, obs: Observation) -> None:
+        """Take a batch that was just trained on into the statistics; what acts from now on uses them."""
+        ...
+
+
 class PolicyFactory(Protocol):
     """What the registry holds."""
 

@@ -58,6 +58,8 @@ class RolloutResult:
     """Greedy episode of each group, where the algorithm compares with it."""
     tally: Tally = field(default_factory=Tally)
     video_problems: list[str] = field(default_factory=list)
+    continues: bool = False
+    """Episodes that it cut go on in the next one."""
     unjudged: list[str] = field(default_factory=list)
     """Why the reward of an episode is not known, once for each of them."""
 
@@ -112,11 +114,14 @@ class Rollout:
     """Sampling temperature; None: the one of training."""
     keep: bool = True
     """Records stay in the arena; otherwise only the episodes' small arrays remain."""
+    continues: bool = False
+    """Slots go on with the episodes that the rollout before has cut, where those are still there."""
     video: VideoChoice | None = None
     on_episode: Callable[[Episode], None] | None = None
     out: RolloutResult = field(default_factory=RolloutResult)
 
     def __post_init__(self) -> None:
+        self.out.continues = self.continues
         self._waves = deque(self.plan.waves)
         self._running = 0
         self._queues: list[Queue] = []

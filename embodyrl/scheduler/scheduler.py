@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record
+from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_films
@@ -18,7 +18,7 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop
 from embodyrl.scheduler.policy_client import PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
-from embodyrl.scheduler.slot import KEPT, ChunkFields, Phase, Slot
+from embodyrl.scheduler.slot import KEPT, ChunkFields, Open, Phase, Slot
 from embodyrl.types import Episode, EpisodeSpec, EpisodeStart, decode_instruction
 from embodyrl.workers.messages import (
     Done,
@@ -151,8 +151,7 @@ class RolloutScheduler(EventLoop):
             if acted and any(s.phase is Phase.INFERRING or self._may_act(s) for s in slots):
                 acted = []
             steps = tuple(self._step_request(s) for s in acted)
-            starters = [s for s in slots if s.phase is Phase.IDLE]
-            resets = tuple(self._reset_request(s, rollout) for s in starters if (rollout := self._next_rollout(s)))
+            resets = tuple(self._reset_requests([s for s in slots if s.phase is Phase.IDLE]))
             if not steps and not resets:
                 continue
             self._sequence += 1
@@ -161,11 +160,28 @@ class RolloutScheduler(EventLoop):
             timeout = self._step_timeout_s * (len(steps) + len(resets))
             self._supervisor.send(key[0], request, timeout_s=timeout)
 
+    def _reset_requests(self, slots: Sequence[Slot]) -> Iterator[ResetRequest]:
+        """Let slots begin their next episodes; those that go on with a cut one need no reset."""
+        for slot in slots:
+            rollout = self._next_rollout(slot)
+            if rollout is None:
+                continue
+            if rollout.continues and slot.open is not None:
+                slot.begin(rollout, self._arena.allocate())
+                slot.go_on(self._arena)
+            else:
+                slot.open = None
+                yield self._reset_request(slot, rollout)
+
     def _next_rollout(self, slot: Slot) -> Rollout | None:
         """The first rollout whose next episode this slot can run now.
 
         A worker that holds few simulators takes few tasks at once; it then waits rather than take a later rollout's.
         """
+        limit = self._task_limits.get(slot.worker)
+        if limit is None and not any(rollout.fatal for rollout in self._rollouts):
+            # Nobody else matters; to look at them all for each of thousands of slots would take quadratic time.
+            return next((rollout for rollout in self._rollouts if rollout.upcoming(slot.index) is not None), None)
         running = [s for s in self._slots if s.worker == slot.worker and s.episode is not None]
         # What waits for new weights may wait for the end of this rollout, so it is in nobody's way.
         moving = [] if self._lockstep else [s for s in running if s.phase is not Phase.READY or self._may_act(s)]
@@ -177,7 +193,6 @@ class RolloutScheduler(EventLoop):
                 continue
             if moving and self._suspicious(rollout, spec):
                 return None
-            limit = self._task_limits.get(slot.worker)
             active = {s.episode.task_id for s in running if s.episode is not None}
             return rollout if limit is None or len(active | {spec.task_id}) <= limit else None
         return None
@@ -313,6 +328,9 @@ class RolloutScheduler(EventLoop):
             episode = replace(episode, final_record=final.record)
         else:
             self._arena.free([final])
+        if rollout.continues and episode.cut:
+            seen = {name: self._arena[name][final.record].copy() for name in OBSERVATION}
+            slot.open = Open(so_far=episode.whole, observation=seen)
         # Of lost attempts nothing counts, or a crash would show in the numbers of a deterministic run.
         self._tally.env_steps += episode.length
         rollout.out.episodes.append(episode)
@@ -325,6 +343,8 @@ class RolloutScheduler(EventLoop):
         """Play the running episodes of a dead worker again; the policy may still be reading some of their records."""
         self._busy = {key: request for key, request in self._busy.items() if key[0] != worker}
         for slot in self._slots:
+            if slot.worker == worker:
+                slot.open = None
             if slot.worker != worker or slot.rollout is None or slot.stale:
                 continue
             if slot.phase is Phase.INFERRING:

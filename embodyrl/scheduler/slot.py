@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import Record
 from embodyrl.scheduler.rollout import Rollout
-from embodyrl.types import Episode, EpisodeSpec
+from embodyrl.types import EarlierPart, Episode, EpisodeSpec
 
 
 class Phase(Enum):
@@ -29,6 +29,14 @@ KEPT: tuple[str, ...] = (Record.reward, Record.valid, Record.success, Record.val
 
 ChunkFields = Mapping[str, np.ndarray]
 """`KEPT` of one chunk, copied out of the arena."""
+
+
+@dataclass(frozen=True)
+class Open:
+    """An episode that a quota has cut and that may go on: what was, and what is seen now."""
+
+    so_far: EarlierPart
+    observation: Mapping[str, np.ndarray]
 
 
 @dataclass
@@ -55,6 +63,10 @@ class Slot:
     started: float = 0.0
     room: int | None = None
     """Chunk steps of the quota that were left when the episode began; None: no quota."""
+    open: Open | None = None
+    """The cut episode that its simulator still holds; only while idle."""
+    earlier: EarlierPart | None = None
+    """What came before the running episode's part of this rollout."""
     stale: bool = False
     """Its worker died while the policy was reading its record."""
 
@@ -68,7 +80,20 @@ class Slot:
         self.taken, self.chunks = [], []
         self.started = time.perf_counter()
         self.phase = Phase.RESETTING
+        self.earlier = self.open.so_far if self.open is not None and rollout.continues else None
+        if self.earlier is not None:
+            began = self.earlier.spec
+            self.episode = replace(self.episode, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
         return self.episode
+
+    def go_on(self, arena: Arena) -> None:
+        """Show the running episode, a cut one that goes on, to the policy: nothing is simulated for that."""
+        assert self.open is not None and self.target is not None
+        with arena.write(self.target) as record:
+            for name, value in self.open.observation.items():
+                arena[name][record] = value
+        self.open = None
+        self.advance()
 
     def advance(self) -> None:
         """The observation in `target` is complete."""
@@ -108,7 +133,10 @@ class Slot:
             terminated=terminated,
             truncated=truncated or cut,
             cut=cut,
-            counted=self.room is None or self.room * actions >= self.rollout.plan.max_episode_steps,
+            counted=not cut
+            if self.rollout.continues
+            else self.room is None or self.room * actions >= self.rollout.plan.max_episode_steps,
+            earlier=self.earlier,
             instruction=instruction,
             duration_s=time.perf_counter() - self.started,
             video=video,

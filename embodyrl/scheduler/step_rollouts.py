@@ -60,7 +60,11 @@ class StepRollouts:
         for step in range(first, min(last, self._blueprint.total_steps - 1) + 1):
             if step not in self._rollouts:
                 plan = train_episodes(cfg, self._blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
-                self._rollouts[step] = self._scheduler.open(Rollout(plan, not_before=step - self._lag))
+                # A batched simulator moves the slots that wait as well.
+                goes_on = cfg.env.train.continue_episodes and algorithm.counts_chunk_steps
+                goes_on &= not self._blueprint.env.lockstep
+                rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
+                self._rollouts[step] = self._scheduler.open(rollout)
 
     def _refill(self, step: int, attempt: int, missing: int, collection: RolloutResult, kept: list[Episode]) -> None:
         """Run further groups; the records of filtered episodes make room, their results stay in the metrics."""

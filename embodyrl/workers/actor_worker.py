@@ -11,7 +11,7 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.policies.protocol import Policy
+from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
 from embodyrl.workers.rollout_worker import even_parts, read_observation
@@ -76,14 +76,18 @@ class ActorWorker:
         self._ranks.train()
         result = yield from self._train(batch, proximal, request.step)
         self._trainer.optimization.zero_grad()
+        if isinstance(self._policy, LearnsStatistics):
+            # Only now: during the update the ratio compares with what these statistics' predecessors have drawn.
+            self._policy.take_statistics(read_observation(self._arena, records))
+            weights_changed(self._policy.module)
         self._ranks.reshard()
         return result
 
     def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
         warming_up = step < self._algorithm.critic_warmup
-        limit = self._rules.early_stop_imp_ratio or math.inf
+        limit, kl_limit = self._rules.early_stop_imp_ratio or math.inf, self._rules.early_stop_kl or math.inf
         steps: list[dict[str, float]] = []
-        skipped = 0
+        skipped, stopped = 0, 0.0
         planned = list(self._samples(len(batch.records), step))
         for number, samples in enumerate(planned):
             position = step + number / len(planned)
@@ -91,11 +95,12 @@ class ActorWorker:
             skipped += metrics is None
             if metrics:
                 steps.append(metrics)
-                if metrics.get("ratio", 0.0) > limit:
+                if metrics.get("ratio", 0.0) > limit or metrics.get("kl", 0.0) > kl_limit:
+                    stopped = 1.0
                     break
         result = _reduce(steps) | proximal.metrics
-        if math.isfinite(limit):
-            result["early_stopped"] = float(bool(steps) and steps[-1].get("ratio", 0.0) > limit)
+        if math.isfinite(min(limit, kl_limit)):
+            result["early_stopped"] = stopped
         result["lr"] = self._trainer.optimization.lr
         result["optimizer_steps"] = float(len(steps))
         result["skipped_nonfinite"] = float(skipped)

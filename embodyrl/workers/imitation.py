@@ -8,7 +8,7 @@ from torch import Tensor
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.policies.protocol import TextPolicy
+from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
 from embodyrl.types import FloatArray, ImitationScores, IntArray, decode_instruction
 from embodyrl.workers.augment import augment, draw
 from embodyrl.workers.messages import ImitateRequest
@@ -43,6 +43,9 @@ class ImitationWorker:
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()
+        if isinstance(self._policy, LearnsStatistics):
+            self._policy.take_statistics(read_observation(self._arena, records))
+            weights_changed(self._policy.module)
         return (result or {}) | {"lr": optimization.lr, "skipped_nonfinite": float(result is None)}
 
     @torch.no_grad()

@@ -60,6 +60,8 @@ class ValueOptimSettings(OptimSettings):
 
     value_lr: Rate = 3.0e-3
     """Learning rate of the value head."""
+    value_clip_grad: Positive | None = None
+    """Gradient norm limit of the value head alone; null: one limit for the gradient of all weights together."""
 
 
 class SupervisedActorSettings(Settings):

@@ -106,6 +106,7 @@ class Optimization:
         self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps)
         self._clip = optim.clip_grad
+        self._value_clip = optim.value_clip_grad if isinstance(optim, ValueOptimSettings) else None
         self._ranks = ranks or OneRank(RankInfo())
 
     @property
@@ -127,9 +128,7 @@ class Optimization:
         if values_only:
             for parameter in self.optimizer.param_groups[0]["params"]:
                 parameter.grad = None
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        whole = self._ranks.gathered(torch.nn.utils.clip_grad_norm_(params, self._clip), everywhere=True)
-        norm = float(whole)
+        norm = self._clip_gradients()
         if math.isfinite(norm):
             factor = self._schedule.factor(position)
             for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
@@ -138,6 +137,19 @@ class Optimization:
             weights_changed(self._module)
             self._schedule.count()
         return norm
+
+    def _clip_gradients(self) -> float:
+        """Bound the gradient of all weights, or those of the policy and of the value head apart; returns its norm."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        limits = [self._clip, self._value_clip]
+        if self._value_clip is None:
+            groups, limits = [[p for group in groups for p in group]], [self._clip]
+        norms = [
+            float(self._ranks.gathered(torch.nn.utils.clip_grad_norm_(group, limit), everywhere=True))
+            for group, limit in zip(groups, limits, strict=False)
+            if limit is not None
+        ]
+        return math.hypot(*norms)
 
     def save(self, folder: Path, policy: Policy) -> None:
         """Write the policy, and all that training needs to go on, below `folder`; all ranks, of which the first writes.

@@ -15,14 +15,21 @@ from embodyrl.workers.ranks import Ranks
 def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
     """All weights of a module."""
     return tuple(
-        WeightInfo(name, p.numel(), str(p.dtype).removeprefix("torch."), p.element_size(), p.requires_grad)
-        for name, p in module.named_parameters()
+        WeightInfo(name, w.numel(), str(w.dtype).removeprefix("torch."), w.element_size(), w.requires_grad or learned)
+        for name, w, learned in _weights(module)
     )
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Name, tensor, and whether training changes it though it has no gradient: statistics among the saved buffers."""
+    yield from ((name, parameter, False) for name, parameter in module.named_parameters())
+    saved = module.state_dict(keep_vars=True)
+    yield from ((name, buffer, True) for name, buffer in module.named_buffers() if name in saved)
 
 
 def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_arena: Arena) -> None:
     """Write parts of the weights into a bucket, in the type of those who take them; all ranks, the first writes."""
-    parameters = dict(module.named_parameters())
+    parameters = {name: weight for name, weight, _ in _weights(module)}
     writes = ranks.rank_info.rank == 0
     whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in request.parts)}
     if writes:
@@ -33,7 +40,7 @@ def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_are
 
 def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
     """Replace parts of the weights by those in a bucket."""
-    parameters = dict(module.named_parameters())
+    parameters = {name: weight for name, weight, _ in _weights(module)}
     (record,) = bucket_arena.read([request.ticket])
     with torch.no_grad():
         for part, source in _views(request.parts, bucket_arena, int(record)):

@@ -6,7 +6,7 @@ from settings import algorithm_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
-from embodyrl.algorithms.shaping import adapted_beta, shape_rewards
+from embodyrl.algorithms.shaping import ReturnScale, adapted_beta, shape_rewards
 
 REFERENCE = Scores(
     logprob=tuple(OLD_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
@@ -108,3 +108,21 @@ def test_adaptive_kl_moves_the_coefficient_and_travels_through_its_state():
     resumed = Algorithm(cfg)
     resumed.load_state(algorithm.state())
     assert resumed.state() == algorithm.state() != Algorithm(cfg).state()
+
+
+def test_rewards_are_divided_by_the_spread_of_all_discounted_returns_so_far():
+    draw = np.random.default_rng(0)
+    parts = [[make_episode(draw.normal(50, 20, (n, 1)).tolist()) for n in (7, 12)] for _ in range(3)]
+    scale, sums = ReturnScale(0.9), []
+    for number, episodes in enumerate(parts):
+        if number == 2:  # as after a resume
+            state, scale = scale.state(), ReturnScale(0.9)
+            scale.load_state(state)
+        shaped = scale.apply(episodes)
+        for episode in episodes:
+            total = 0.0
+            for reward in episode.reward[:, 0]:
+                total = 0.9 * total + float(reward)
+                sums.append(total)
+        for before, after in zip(episodes, shaped, strict=True):
+            np.testing.assert_allclose(after.reward, before.reward / np.std(sums), rtol=1e-5)

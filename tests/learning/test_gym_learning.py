@@ -126,7 +126,7 @@ def test_a_policy_for_real_numbers_is_refused_where_categories_are_chosen():
     ("words", "text"),
     [
         (["env.id=CartPole-v1", "model=cnn"], "reads 1 camera images, env 'CartPole-v1' gives 0"),
-        (["env.id=pixel_env:PixelEnv", "model=mlp"], "reads proprioception"),
+        (["env.id=pixel_env:PixelEnv", "model=mlp"], "has none; try model=cnn"),
         (["env.id=CartPole-v1", "model=mlp", "env.train.task_ids=[1]"], "tasks 0 to 0"),
     ],
 )

@@ -14,7 +14,8 @@ from settings import model_of
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
-from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.actor_critic.policy import RunningMoments
+from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
 
 SPACES = {
@@ -224,3 +225,44 @@ def test_damaged_checkpoints_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"policy\.0\.weight, policy\.9\.weight"):
         policy.load_weights(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["action_kind"] == "discrete"
+
+
+def test_running_moments_are_those_of_everything_seen():
+    parts = [np.random.default_rng(i).normal(3 * i, 1 + i, (50 + i, 4)).astype(np.float32) for i in range(5)]
+    moments = RunningMoments(4)
+    for part in parts:
+        moments.take(torch.from_numpy(part))
+    every = np.concatenate(parts).astype(np.float64)
+    np.testing.assert_allclose(moments.mean, every.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(moments.var, every.var(0), rtol=1e-5)
+    assert float(moments.count) == len(every)
+    normal = moments(torch.from_numpy(parts[1])).numpy()
+    np.testing.assert_allclose(normal, (parts[1] - every.mean(0)) / every.std(0), rtol=1e-3, atol=1e-4)
+
+
+def test_statistics_travel_with_the_weights_to_the_last_bit(tmp_path):
+    env = env_spec("box")
+    policy = build(space="box", env=env)
+    assert isinstance(policy, LearnsStatistics)
+    before = policy.act(observe(env, 6), noise=None).actions
+    for seed in range(3):
+        policy.take_statistics(observe(env, 40, seed))
+    after = policy.act(observe(env, 6), noise=None)
+    assert not np.array_equal(after.actions, before)
+    policy.save(tmp_path)
+    again = build(space="box", env=env, path=str(tmp_path), seed=99, trainable=False)
+    np.testing.assert_array_equal(again.act(observe(env, 6), noise=None).actions, after.actions)
+    np.testing.assert_array_equal(again.values(observe(env, 6)), after.value)
+
+
+def test_with_categories_states_stay_as_they_are():
+    assert not any(name.startswith("states.") for name in build(space="discrete").module.state_dict())
+
+
+def test_a_folder_from_before_there_were_statistics_still_loads(tmp_path):
+    policy = build(space="discrete")
+    policy.save(tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    del shape["activation"], shape["normalized"]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    build(space="discrete", path=str(tmp_path))

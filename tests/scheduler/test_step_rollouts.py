@@ -8,7 +8,10 @@ from toy_runs import Stage, rows, running_crew, toy_config, train_toy
 
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.layout import Record
+from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.slot import Phase
@@ -111,3 +114,45 @@ def test_asynchronous_and_deterministic_contradict_each_other(tmp_path):
 def test_refills_without_a_filter_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm.filter_refills has no effect: .*filter_rewards is null"):
         toy_config(tmp_path, "algorithm.filter_refills=1")
+
+
+CONTINUED = (
+    *("env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=ppo", "launcher=inline", "runner.max_steps=9"),
+    *("env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=90", "runner.val_check_interval=-1"),
+)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_cut_episode_goes_on_in_the_next_step(tmp_path, ahead):
+    """Pendulum's 200 steps are 90 + 90 + 20; the next episode has 70 of the third step, and so on."""
+    with running_crew(tmp_path, cfg=load_config("train", CONTINUED)) as stage:
+        sampler, arena = sampler_of(stage), stage.workers.arena
+        seen, pieces = {}, []
+        for step in range(3):
+            rollout = collect(stage, sampler, step)
+            for slot, episode in enumerate(e for e in rollout.episodes if e.earlier is not None):
+                np.testing.assert_array_equal(arena[Record.observed_state][episode.records[0]], seen[step - 1, slot])
+            for slot, episode in enumerate(e for e in rollout.episodes if e.cut):
+                seen[step, slot] = arena[Record.observed_state][episode.final_record].copy()
+            if ahead:
+                sampler.ahead(step + 1)
+            pieces.append(sorted((e.length, e.whole.length, e.cut) for e in rollout.episodes))
+            wholes = [e for e in rollout.episodes if not e.cut]
+            stage.workers.scheduler.release(rollout)
+        assert pieces == [
+            [(90, 90, True)] * 2,
+            [(90, 180, True)] * 2,
+            [(20, 200, False)] * 2 + [(70, 70, True)] * 2,
+        ]
+        metrics = rollout_metrics(rollout, num_workers=1, restarts=0, reports_success=False, reward_factor=2.0)
+        assert metrics["train/episodes"] == 2
+        assert metrics["train/episode_len"] == 200
+        assert metrics["train/return"] == pytest.approx(np.mean([e.whole.episode_return for e in wholes]) / 2)
+
+
+def test_where_no_episode_can_wait_it_is_refused():
+    words = [word for word in CONTINUED if word != "algorithm=ppo" and "per_rollout_epoch" not in word]
+    words += ["algorithm=grpo", "algorithm.group_size=2", "env.train.use_fixed_reset_state_ids=true"]
+    cfg = load_config("train", [*words, "env.train.continue_episodes=true"])
+    with pytest.raises(ConfigError, match=r"continue_episodes=true.*its steps end with their episodes"):
+        draw_blueprint(cfg, training=True)

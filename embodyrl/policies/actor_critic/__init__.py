@@ -1,7 +1,7 @@
 """Small actor-critic policies for states (`mlp`) and images (`cnn`). Importing this package does not import torch."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,12 @@ class ActorCriticSettings(WeightSettings):
 
     hidden_sizes: Annotated[list[Count], Field(min_length=1), Says("a list of widths, for example [64,64]")] = [64, 64]
     """Widths of the hidden layers (mlp, cnn), of the policy's and of the value's network."""
+    activation: Literal["tanh", "relu"] | None = None
+    """Between the hidden layers; default tanh, with images relu."""
+    log_std_init: Annotated[float, Field(ge=-20, le=2)] = 0.0
+    """Real-valued actions: logarithm of the standard deviation at first, in shares of half the action range."""
+    normalize_state: bool | None = None
+    """Shift and scale states by running statistics of training, which the weights keep; default with real actions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,8 @@ class ActorCriticFactory:
         from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
         spec = self.spec(cfg, request.env, request.value_dim)
-        return ActorCriticPolicy(spec, self._shape(cfg, request.env, request.value_dim), cfg.path, request)
+        shape = self._shape(cfg, request.env, request.value_dim)
+        return ActorCriticPolicy(spec, shape, request, path=cfg.path, log_std=cfg.log_std_init)
 
     def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
         return NetShape.of(
@@ -69,6 +76,8 @@ class ActorCriticFactory:
             num_actions=cfg.num_action_chunks,
             value_dim=value_dim,
             reads_images=self.reads_images,
+            activation=cfg.activation,
+            normalize=cfg.normalize_state,
         )
 
 

@@ -71,9 +71,9 @@ class GaussianHead(nn.Module):
     is the bit pattern of a float32, so that what was sampled is what is scored.
     """
 
-    def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
+    def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...], log_std: float) -> None:
         super().__init__()
-        self.log_std = nn.Parameter(torch.zeros(len(low)))
+        self.log_std = nn.Parameter(torch.full((len(low),), log_std))
         bounds = list(zip(low, high, strict=True))
         spans = [(0.0, 1.0) if a is None or b is None else ((a + b) / 2, (b - a) / 2) for a, b in bounds]
         self._centre, self._half = np.asarray(spans, np.float32).T
@@ -109,6 +109,6 @@ class GaussianHead(nn.Module):
         return ((actions - self._centre) / self._half).astype(np.float32)
 
 
-def build_head(shape: NetShape) -> CategoricalHead | GaussianHead:
-    """Head for an action space."""
-    return CategoricalHead(shape.sizes) if shape.sizes else GaussianHead(shape.low, shape.high)
+def build_head(shape: NetShape, log_std: float = 0.0) -> CategoricalHead | GaussianHead:
+    """Head for an action space; `log_std`: of real actions, at first."""
+    return CategoricalHead(shape.sizes) if shape.sizes else GaussianHead(shape.low, shape.high, log_std)

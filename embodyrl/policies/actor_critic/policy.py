@@ -22,22 +22,25 @@ VALUE_HEAD = "value_head"
 class ActorCritic(nn.Module):
     """Networks of their own for policy and value, above convolutions that they share."""
 
-    def __init__(self, shape: NetShape, seed: int) -> None:
+    def __init__(self, shape: NetShape, seed: int, log_std: float = 0.0) -> None:
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
         self.encoder = _convolutions(shape, generator) if shape.num_images else None
         # Nearly equal probabilities at first; orthogonal weights as in arXiv 2005.12729.
-        activation = nn.ReLU if shape.num_images else nn.Tanh
+        activation = nn.ReLU if shape.activation == "relu" else nn.Tanh
         widths = (shape.features, *shape.hidden)
         self.policy = _dense((*widths, shape.num_actions * shape.outputs), activation, generator, gain=0.01)
-        self.head = build_head(shape)
+        self.head = build_head(shape, log_std)
+        self.states = RunningMoments(shape.state_dim) if shape.normalized else None
         self.value_head = (
             _dense((*widths, shape.value_dim), activation, generator, gain=1.0) if shape.value_dim else None
         )
 
     def features(self, images: Tensor, state: Tensor) -> Tensor:
         """[B, F] of images [B, C, H, W, 3] uint8 and state [B, S] float32."""
+        if self.states is not None:
+            state = self.states(state)
         if self.encoder is None:
             return state
         pixels = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float() / 255.0
@@ -52,16 +55,47 @@ class ActorCritic(nn.Module):
         return features[:, :0] if self.value_head is None else self.value_head(features)
 
 
-class ActorCriticPolicy:
-    """Implements `Policy`."""
+class RunningMoments(nn.Module):
+    """Mean and variance of all vectors [S] that were taken so far; buffers, so that the weights bring them along."""
 
-    def __init__(self, spec: PolicySpec, shape: NetShape, path: str | None, request: PolicyRequest) -> None:
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("var", torch.ones(dim))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shift and scale x [B, S], bounded by +-10."""
+        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10.0, 10.0)
+
+    def take(self, x: Tensor) -> None:
+        """Add vectors [B, S]; batches are merged as by Chan, Golub and LeVeque (1979)."""
+        x = x.double()
+        old, new = self.count.double(), float(len(x))
+        total = old + new
+        delta = x.mean(0) - self.mean.double()
+        spread = self.var.double() * old + x.var(0, unbiased=False) * new + delta.square() * (old * new / total)
+        self.mean.copy_(self.mean.double() + delta * (new / total))
+        self.var.copy_(spread / total)
+        self.count.copy_(total)
+
+
+class ActorCriticPolicy:
+    """Implements `Policy`, and `LearnsStatistics`."""
+
+    def __init__(
+        self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, *, path: str | None, log_std: float
+    ) -> None:
         self.spec = spec
         self._shape = shape
         self._chunk = spec.num_action_chunks, spec.action_dim
         self._device = torch.device(request.device)
         self._temperature = request.temperature
-        self._net = ActorCritic(shape, request.seed)
+        self._net = ActorCritic(shape, request.seed, log_std)
         if path is not None:
             self.load_weights(resolve_asset(path))
         self._net.to(self._device).requires_grad_(request.trainable)
@@ -107,6 +141,12 @@ class ActorCriticPolicy:
         logprob, _ = self._net.head.score(outputs, choice, 1.0)
         right = self._net.head.choose(outputs.detach(), None, 1.0) == choice
         return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=right.float().flatten(1).mean(1))
+
+    @torch.no_grad()
+    def take_statistics(self, obs: Observation) -> None:
+        """Take the states of a batch into what normalises them (see `LearnsStatistics`)."""
+        if self._net.states is not None and len(obs):
+            self._net.states.take(torch.from_numpy(np.ascontiguousarray(obs.state)).to(self._device))
 
     def save(self, folder: Path) -> None:
         """Write `model.safetensors` and `config.json`."""

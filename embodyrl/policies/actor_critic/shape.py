@@ -39,12 +39,24 @@ class NetShape:
     hidden: tuple[int, ...]
     value_dim: int
     """V"""
+    activation: str = "tanh"
+    """Between the hidden layers: tanh or relu."""
+    normalized: bool = False
+    """States are shifted and scaled by running statistics."""
 
     @classmethod
     def of(
-        cls, env: EnvSpec, *, hidden: tuple[int, ...], num_actions: int, value_dim: int, reads_images: bool
+        cls,
+        env: EnvSpec,
+        *,
+        hidden: tuple[int, ...],
+        num_actions: int,
+        value_dim: int,
+        reads_images: bool,
+        activation: str | None = None,
+        normalize: bool | None = None,
     ) -> NetShape:
-        """Fit an environment."""
+        """Fit an environment; what is None is chosen by its spaces."""
         space = env.action_space or ActionSpace(
             kind=ActionKind.box, low=(-1.0,) * env.action_dim, high=(1.0,) * env.action_dim
         )
@@ -59,6 +71,9 @@ class NetShape:
             num_actions=num_actions,
             hidden=hidden,
             value_dim=value_dim,
+            activation=activation or ("relu" if reads_images else "tanh"),
+            # Real actions come with states of many units; categories mostly with small, bounded worlds.
+            normalized=bool(env.state_dim) and (space.kind is ActionKind.box if normalize is None else normalize),
         )
 
     @property
@@ -115,6 +130,8 @@ class NetShape:
                 f"{path} cannot be read ({error}); it wants a folder that a run with model=mlp or model=cnn saved."
             ) from error
         mine = json.loads(json.dumps(asdict(self)))
+        # What older folders do not say.
+        saved = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False} | saved
         wrong = [key for key in mine if key != "value_dim" and saved.get(key) != mine[key]]
         if wrong:
             differences = ", ".join(f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in wrong)
