@@ -27,7 +27,7 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
-    if env.cameras and not policy.num_images and not policy.scripted and policy.has_logprobs:
+    if env.cameras and not policy.num_images and blueprint.algorithm is not None:
         lines["not seen"] = f"{', '.join(env.cameras)}: '{policy.name}' reads no images (model=cnn does)"
     if env.task_bytes:
         lines["simulators"] = memory_of_tasks(env, split, workers)

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Never
 
 import numpy as np
+import numpy.typing as npt
 
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.reward import RewardStep, StepReward, StepRewardSettings
 from embodyrl.envs.simulators import ArraySimulators
 from embodyrl.errors import EnvError
 from embodyrl.types import (
-    BoolArray,
     ByteArray,
     ChunkResult,
     EpisodeStart,
@@ -20,6 +20,7 @@ from embodyrl.types import (
     ObservationOut,
 )
 
+Float64 = npt.NDArray[np.float64]
 _NOTHING, _RUNNING, _OVER = 0, 1, 2
 """States of a slot."""
 
@@ -110,8 +111,8 @@ class ArrayEnv:
 
     def _own_rewards(
         self, own: StepReward, result: ChunkResult, running: IntArray, slots: IntArray, actions: FloatArray, k: int,
-        simulated: FloatArray,
-    ) -> FloatArray:  # fmt: skip
+        simulated: Float64,
+    ) -> Float64:  # fmt: skip
         """Ask the user's function about each slot."""
         earned = np.zeros(len(slots))
         for place, (row, slot) in enumerate(zip(running.tolist(), slots.tolist(), strict=True)):
@@ -181,7 +182,7 @@ class ArrayEnv:
                 f"env '{self.spec.name}': actions have shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, "
                 f"{self.spec.action_dim}). Check model.action_dim and the policy's action head."
             )
-        finite: BoolArray = np.isfinite(actions).all(axis=(1, 2))
+        finite = np.asarray(np.isfinite(actions).all(axis=(1, 2)))
         if not finite.all():
             raise EnvError(
                 f"{self._where(int(slots[~finite][0]))}: its action is not finite. Likely the policy's weights or its "

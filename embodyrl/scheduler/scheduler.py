@@ -329,7 +329,7 @@ class RolloutScheduler(EventLoop):
         else:
             self._arena.free([final])
         if rollout.continues and episode.cut:
-            seen = {name: self._arena[name][final.record].copy() for name in OBSERVATION}
+            seen = {str(name): self._arena[name][final.record].copy() for name in OBSERVATION}
             slot.open = Open(so_far=episode.whole, observation=seen)
         # Of lost attempts nothing counts, or a crash would show in the numbers of a deterministic run.
         self._tally.env_steps += episode.length
