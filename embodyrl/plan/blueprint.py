@@ -9,6 +9,7 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
+from embodyrl.config.load import COMMAND_LINE
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
