@@ -110,7 +110,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
     if learner and learner.rollout.dump:
         _require_small_dump(samples * layout.record_bytes)
-    per_update = -(-samples // learner.actor.global_batch_size) if learner else 0
+    per_update = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
     return Blueprint(
         cfg=cfg,
         context=context,

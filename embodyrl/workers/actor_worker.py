@@ -114,7 +114,7 @@ class ActorWorker:
         for epoch in range(self._rules.update_epoch):
             order = _shuffle(count, self._seed, step, epoch)
             start = 0
-            for size in even_parts(count, self._cfg.global_batch_size):
+            for size in even_parts(count, self._cfg.global_batch_size, self._cfg.minibatches):
                 yield order[start : start + size].tolist()
                 start += size
 

@@ -126,13 +126,13 @@ def _pad(values: np.ndarray, rows: IntArray, padded_size: int) -> np.ndarray:
     return padded
 
 
-def even_parts(total: int, largest: int) -> list[int]:
-    """Split `total` into the fewest parts of at most `largest`, as equal as possible.
+def even_parts(total: int, largest: int, number: int | None = None) -> list[int]:
+    """Split `total` into the fewest parts of at most `largest`, or into `number`, as equal as possible.
 
-    >>> even_parts(10, 4)
-    [4, 3, 3]
+    >>> even_parts(10, 4), even_parts(10, 4, 2)
+    ([4, 3, 3], [5, 5])
     """
     if total == 0:
         return []
-    count = math.ceil(total / largest)
+    count = math.ceil(total / largest) if number is None else min(number, total)
     return [total // count + (i < total % count) for i in range(count)]

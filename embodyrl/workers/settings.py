@@ -1,10 +1,11 @@
 """Keys of the actor."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, CountOrAll, Index, Positive, Settings
+from embodyrl.config.settings import Count, CountOrAll, Index, Positive, Settings, Share
 
 Rate = Annotated[float, Field(ge=0, le=1000)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -50,9 +51,32 @@ class OptimSettings(Settings):
     clip_grad: Positive = 1.0
     """Gradient norm limit."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """constant, linear, cosine, or wsd (constant, linear over the last tenth), over runner.max_steps."""
+    """constant, linear, cosine, or wsd (constant, then linear over decay_ratio), over runner.max_steps."""
     warmup_steps: Index = 0
     """Optimizer steps of linear warm-up."""
+    warmup_ratio: Share = 0.0
+    """Share of the run's training steps over which the rate rises, in place of warmup_steps."""
+    min_lr_ratio: Share = 0.0
+    """Share of the learning rate at which linear, cosine and wsd end."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """wsd: share of the run, at its end, over which the rate falls."""
+
+    def problems(self) -> Iterator[str]:
+        """One warm-up."""
+        yield from super().problems()
+        if self.warmup_steps and self.warmup_ratio:
+            yield (
+                f"actor.optim.warmup_steps={self.warmup_steps} and actor.optim.warmup_ratio={self.warmup_ratio}: one "
+                "of them says how long the warm-up is; set the other to 0."
+            )
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what only other schedules read."""
+        yield from super().idle()
+        if self.schedule == "constant":
+            yield "actor.optim.min_lr_ratio", "schedule is constant; use linear, cosine or wsd"
+        if self.schedule != "wsd":
+            yield "actor.optim.decay_ratio", f"schedule is {self.schedule}; set it to wsd"
 
 
 class ValueOptimSettings(OptimSettings):
@@ -96,5 +120,7 @@ class ActorSettings(SupervisedActorSettings, ActingSettings):
 
     max_tokens_per_mbs: Count | None = None
     """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
+    minibatches: Count | None = None
+    """Optimizer steps per pass over what a training step collected, of equal size, in place of global_batch_size."""
     fsdp: FsdpSettings = FsdpSettings()
     optim: ValueOptimSettings = ValueOptimSettings()

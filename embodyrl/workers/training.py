@@ -46,11 +46,12 @@ def best_device() -> str:
 
 
 class Schedule:
-    """Linear warm-up, then constant, or a decay to zero until the run ends.
+    """Linear warm-up, then constant, or a decay to min_lr_ratio until the run ends.
 
-    Warm-up counts optimizer steps. The decay follows the position in the run, because nobody knows how many optimizer
-    steps a training step will take: episodes end early, groups are filtered, samples without a gradient are left out.
-    wsd (warm-up, stable, decay; arXiv 2404.06395) stays constant but for the last tenth of the run.
+    Warm-up counts optimizer steps, or is a share of the run. The decay follows the position in the run, because nobody
+    knows how many optimizer steps a training step will take: episodes end early, groups are filtered, samples without a
+    gradient are left out. wsd (warm-up, stable, decay; arXiv 2404.06395) stays constant but for the last part of the
+    run.
     """
 
     def __init__(self, cfg: OptimSettings, total: int) -> None:
@@ -63,18 +64,25 @@ class Schedule:
 
     def factor(self, position: float) -> float:
         """Share of the full learning rate for an optimizer step that begins at `position` out of `total` steps."""
-        warmup, left = self._cfg.warmup_steps, self._total - position
-        if self.taken < warmup:
-            return (self.taken + 1) / warmup
-        if warmup and self.taken == warmup:
+        cfg, left = self._cfg, self._total - position
+        warmup = cfg.warmup_ratio * self._total
+        if position < warmup:
+            return min(1.0, (position + 1.0) / warmup)
+        if self.taken < cfg.warmup_steps:
+            return (self.taken + 1) / cfg.warmup_steps
+        if cfg.warmup_steps and self.taken == cfg.warmup_steps:
             self.warm_until = position
-        progress = 1.0 - left / max(1e-9, self._total - self.warm_until)
+        return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * self._decay(left, max(warmup, self.warm_until))
+
+    def _decay(self, left: float, warm_until: float) -> float:
+        """Share of the way from min_lr_ratio to the full rate, with `left` steps to go."""
+        progress = 1.0 - left / max(1e-9, self._total - warm_until)
         if self._cfg.schedule == "linear":
             return 1.0 - progress
         if self._cfg.schedule == "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * progress))
         if self._cfg.schedule == "wsd":
-            return min(1.0, left / max(1.0, self._total / 10))
+            return min(1.0, left / max(1.0, self._total * self._cfg.decay_ratio))
         return 1.0
 
     def count(self) -> None:

@@ -46,6 +46,9 @@ def test_the_reference_stays_where_the_run_began(tmp_path):
 
 @pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])
 def test_even_parts_cover_everything_evenly(total, largest):
+    assert even_parts(total, largest, 3) == sorted(even_parts(total, largest, 3), reverse=True)
+    assert sum(even_parts(total, largest, 3)) == total
+    assert len(even_parts(total, largest, 3)) == min(3, total)
     parts = even_parts(total, largest)
     assert sum(parts) == total
     assert max(parts, default=0) <= largest
@@ -54,16 +57,20 @@ def test_even_parts_cover_everything_evenly(total, largest):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "expected"),
+    ("schedule", "more", "expected"),
     [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
-        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
-        ("wsd", [0.5, *[1.0] * 18, 0.5]),
+        ("constant", {}, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", {}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", {}, [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+        ("wsd", {}, [0.5, *[1.0] * 18, 0.5]),
+        ("wsd", {"decay_ratio": 0.5, "min_lr_ratio": 0.2}, [0.5, 1.0, 1.0, 1.0, 0.2 + 0.8 * 2 / 3, 0.2 + 0.8 / 3]),
+        ("linear", {"min_lr_ratio": 0.1}, [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("constant", {"warmup_steps": 0, "warmup_ratio": 0.5}, [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", {"warmup_steps": 0, "warmup_ratio": 1 / 3}, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
     ],
 )
-def test_learning_rate_warms_up_and_decays(schedule, expected):
-    cfg = ValueOptimSettings(schedule=schedule, warmup_steps=2)
+def test_learning_rate_warms_up_and_decays(schedule, more, expected):
+    cfg = ValueOptimSettings(**{"schedule": schedule, "warmup_steps": 2} | more)
     plan = Schedule(cfg, total=len(expected))
     seen = []
     for position in range(len(expected)):
@@ -84,6 +91,11 @@ def test_a_schedule_ends_with_the_run_whatever_the_number_of_optimizer_steps(tmp
     for row in logged:
         left = row["actor/lr"] / 0.001
         assert 1 - row["step"] / 3 < left <= 1 - (row["step"] - 1) / 3, "the rate that the last optimizer step took"
+
+
+def test_minibatches_are_counted_whatever_was_collected(tmp_path):
+    words = (*WORDS, "env.kwargs.echo=true", "runner.max_steps=1", "algorithm.update_epoch=2", "actor.minibatches=5")
+    assert rows(train_toy(tmp_path, *words))[0]["actor/optimizer_steps"] == 2 * 5
 
 
 def test_a_token_budget_holds_with_padding_and_loses_nothing():

@@ -1,0 +1,142 @@
+"""Reads what a shell script would start, without running it: variables, defaults, arrays, continued lines."""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+
+from embodyrl.cli.migration.expressions import number
+
+_WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
+_ASSIGNED = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)", re.DOTALL)
+_SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?:(?P<op>:?[-=])(?P<else>[^}]*))?\}|\$(?P<plain>\w+)")
+_PROGRAMS = ("--config", "--config-path", "--config_path", "--config-name", "--config_name")
+
+
+@dataclass(slots=True, kw_only=True)
+class Script:
+    """The command of a script that has the most overrides."""
+
+    program: str = ""
+    """Module or file that Python is given."""
+    words: list[str] = field(default_factory=list)
+    """Overrides, key=value."""
+    config: str | None = None
+    """The file that it names, where it names one."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_shell(text: str) -> Script:
+    r"""Find the command that trains and its words.
+
+    >>> read_shell("N=4\npython -m verl.trainer.main_ppo a.b=$N c.d=$((N * 2)) $@").words
+    ['a.b=4', 'c.d=8']
+    """
+    reader = _Reader()
+    for line in _logical_lines(text):
+        reader.read(line)
+    best = max(reader.scripts, key=lambda script: len(script.words), default=Script())
+    if len(reader.scripts) > 1:
+        best.notes.append(f"the script starts {len(reader.scripts)} commands; the one with the most settings was taken")
+    used = [name for name in dict.fromkeys(reader.changed) if re.search(rf"\$\{{?{name}\b", text)]
+    if used:
+        best.notes.append(f"set more than once in the script, the last one holds: {', '.join(used)}")
+    return best
+
+
+def _logical_lines(text: str) -> list[str]:
+    """Lines without comments; continued ones and arrays of several lines are joined."""
+    kept = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+    found: list[str] = []
+    for line in re.sub(r"\\\n\s*", " ", kept).split("\n"):
+        open_array = found and _ARRAY.match(found[-1].strip()) and not found[-1].rstrip().endswith(")")
+        if open_array:
+            found[-1] += f"\n{line.strip()}"
+        else:
+            found.append(line.strip())
+    return found
+
+
+class _Reader:
+    """Goes through a script from the top."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, str] = {}
+        self.arrays: dict[str, list[str]] = {}
+        self.changed: list[str] = []
+        """Variables that were given another value later."""
+        self.scripts: list[Script] = []
+
+    def read(self, line: str) -> None:
+        array = _ARRAY.fullmatch(line)
+        if array and line.endswith(")"):
+            words = [_expand(word, self.variables) for word in _split(array[3][:-1])]
+            self.arrays[array[1]] = (self.arrays.get(array[1], []) if array[2] else []) + words
+        elif any(_is_launch(word) for word in _split(line)):
+            self.scripts.append(_command(_split(line), self.variables, self.arrays))
+        elif found := _ASSIGNED.fullmatch(line):
+            words = _split(found[2])
+            value = _expand(words[0] if words else "", self.variables)
+            if self.variables.get(found[1], value) != value:
+                self.changed.append(found[1])
+            self.variables[found[1]] = value
+
+
+def _split(text: str) -> list[str]:
+    text = _SUM.sub(lambda found: re.sub(r"\s+", "", found[0]), text)
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:  # a quotation that does not end on this line
+        return text.split()
+
+
+def _is_launch(word: str) -> bool:
+    return word in ("python", "python3", "torchrun", "cosmos-rl", "bash", "deepspeed") or word.endswith("/python")
+
+
+def _expand(word: str, variables: dict[str, str]) -> str:
+    """Put in the values of variables; what is not known stays as it is written."""
+
+    def total(found: re.Match[str]) -> str:
+        inner = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda m: variables.get(m[1], m[0]), found[1])
+        result = number(inner)
+        return found[0] if result is None else f"{int(result)}"
+
+    def value(found: re.Match[str]) -> str:
+        name = found["name"] or found["plain"]
+        known = variables.get(name)
+        if found["op"] and (known is None or (known == "" and ":" in found["op"])):
+            return _expand(found["else"], variables)
+        return found[0] if known is None else known
+
+    return _VARIABLE.sub(value, _SUM.sub(total, word))
+
+
+def _command(words: list[str], variables: dict[str, str], arrays: dict[str, list[str]]) -> Script:
+    """Read the words of one command."""
+    plain: list[str] = []
+    for word in words:
+        if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word):
+            plain += [_expand(one, variables) for one in arrays.get(array[1], [])]
+        elif word not in ("$@", "$*", "\\"):
+            value = _expand(word, variables)
+            several = value.split()
+            plain += several if len(several) > 1 and all(_WORD.match(one) for one in several) else [value]
+    script = Script()
+    start = next(i for i, word in enumerate(plain) if _is_launch(word))
+    options: dict[str, str] = {}
+    for at, word in enumerate(plain[start:], start=start):
+        flag, equals, value = word.partition("=")
+        following = plain[at + 1] if at + 1 < len(plain) else ""
+        if flag in _PROGRAMS:
+            options[flag.strip("-").replace("_", "-")] = value if equals else following
+        elif not script.program and (plain[at - 1] == "-m" or word.endswith((".py", ".sh"))) and not equals:
+            script.program = word
+        elif _WORD.match(word) and "." in flag + value and not flag.isupper():
+            script.words.append(word)
+    if "config" in options:
+        script.config = options["config"]
+    elif "config-name" in options and options.get("config-path"):
+        script.config = f"{options['config-path']}/{options['config-name'].removesuffix('.yaml')}.yaml"
+    return script
