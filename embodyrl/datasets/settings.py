@@ -43,7 +43,7 @@ class RowSettings(DataSettings):
     prompt_key: str = "prompt"
     """Column of what is asked: text, or a list of messages with role and content."""
     answer_key: str = "answer"
-    """Column of what an answer is judged by, and what `embodyrl sft` imitates."""
+    """Column of what an answer is judged by, and what `embodyrl sft` imitates; a.b is b within a column a."""
     answer_pattern: str | None = None
     """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
     prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Says("text that contains {prompt}")] = "{prompt}"

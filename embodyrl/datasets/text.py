@@ -166,11 +166,11 @@ def _row(raw: Any, cfg: RowSettings, where: str) -> TextRow:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: expected an object with columns, found {str(raw)[:60]!r}.")
     for key, option in ((cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")):
-        if raw.get(key) is None:
+        if _column(raw, key) is None:
             raise ConfigError(
                 f"{where}: no column '{key}'. It has {', '.join(map(str, raw))}; set data.{option} to one of them."
             )
-    answer = raw[cfg.answer_key]
+    answer = _column(raw, cfg.answer_key)
     reference = answer if isinstance(answer, str) else json.dumps(answer)
     if cfg.answer_pattern is not None:
         match = re.search(cfg.answer_pattern, reference)
@@ -181,7 +181,16 @@ def _row(raw: Any, cfg: RowSettings, where: str) -> TextRow:
             )
         reference = match[1].strip() if match.groups() else match[0].strip()
     system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
-    return TextRow(messages=system + _messages(raw[cfg.prompt_key], cfg, where), reference=reference)
+    return TextRow(messages=system + _messages(_column(raw, cfg.prompt_key), cfg, where), reference=reference)
+
+
+def _column(raw: Mapping[str, Any], key: str) -> Any:
+    """Value of a column, or of a part of one: a.b is b within a."""
+    if key in raw or "." not in key:
+        return raw.get(key)
+    head, _, rest = key.partition(".")
+    inner = raw.get(head)
+    return _column(inner, rest) if isinstance(inner, Mapping) else None
 
 
 def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:

@@ -1,11 +1,14 @@
-"""Configs of other frameworks: every key accounted for, and the result is one of ours."""
+"""Configs of other frameworks: every key accounted for, what decides a result is kept, the rest is refused."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+from collections import Counter
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +16,10 @@ from processes import SOURCE
 from settings import model_of
 
 from embodyrl.cli.main import main
-from embodyrl.cli.migrate import Migration, load_table, read_source, systems, translate
+from embodyrl.cli.migration.facts import side_by_side
+from embodyrl.cli.migration.source import Source, read_source
+from embodyrl.cli.migration.tables import System, find, load_system, systems
+from embodyrl.cli.migration.translate import Migration, translate
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
@@ -22,7 +28,21 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 DATA = Path(__file__).parent / "migrate_data"
-SOURCES = sorted(p for p in (*DATA.glob("*.yaml"), *DATA.glob("*.toml")) if p.stem != "verl_base")
+EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "expected.yaml").read_text())
+"""By file: `facts`, what decides the result in both systems' terms, worked out by hand, or why it is `refused`."""
+SAME = [name for name, wanted in EXPECTED.items() if "facts" in wanted]
+REFUSED = [name for name, wanted in EXPECTED.items() if "refused" in wanted]
+REFERENCES = sorted(p.name for p in DATA.glob("*_reference.*"))
+
+
+@cache
+def migrated(name: str, *overrides: str, nearest: bool = False) -> tuple[Migration, Source]:
+    source = read_source(DATA / name, overrides)
+    return translate(source, nearest=nearest), source
+
+
+def settings(name: str, *overrides: str) -> dict[str, Any]:
+    return migrated(name, *overrides)[0].settings
 
 
 @pytest.fixture(scope="session")
@@ -35,94 +55,119 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device="cpu", seed=0)
     (folder / "model").mkdir()
     POLICIES.get(cfg.model_type).build(cfg, request).save(folder / "model")
-    row = json.dumps({name: "1+1=" for name in ("question", "prompt", "problem", "instruction")} | {"answer": "#### 2"})
-    (folder / "rows.jsonl").write_text(f"{row}\n" * 64)
+    names = ("question", "prompt", "problem", "messages")
+    row = dict.fromkeys(names, "1+1=") | {"reward_model": {"ground_truth": "#### 2"}}
+    row |= dict.fromkeys(("answer", "ground_truth"), "#### 2")
+    (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
     rows = str(folder / "rows.jsonl")
     return {"model.path": str(folder / "model"), "data.path": rows, "data.val_path": rows}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
-def test_every_key_is_accounted_for_and_the_result_is_accepted(
-    source: Path, tmp_path: Path, here: dict[str, str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", SAME)
+def test_what_decides_the_result_is_kept(name: str) -> None:
+    """Both sides: the source's is worked out from facts.yaml, ours from the config that the key tables make."""
+    result, _ = migrated(name)
+    facts = {fact.what: fact for fact in side_by_side(result)}
+    assert not result.refused
+    assert [fact.line() for fact in facts.values() if fact.is_same is False] == []
+    for what, value in EXPECTED[name]["facts"].items():
+        assert facts[what].ours == (pytest.approx(value) if isinstance(value, float) else value), what
+    for key, value in EXPECTED[name].get("settings", {}).items():
+        assert result.settings[key] == (pytest.approx(value) if isinstance(value, float) else value), key
+    assert {key: result.groups[key] for key in EXPECTED[name].get("groups", {})} == EXPECTED[name].get("groups", {})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_the_same_experiment_is_refused_with_what_is_nearest(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        migrated(name)
+    wanted = EXPECTED[name]["refused"]
+    assert [line.split(": ")[1] for line in refused.value.problems] == list(wanted)
+    for line, words in zip(refused.value.problems, wanted.values(), strict=True):
+        assert line.startswith("this cannot be the same experiment: ")
+        assert words in line
+        assert "Nearest: " in line
+
+
+@pytest.mark.parametrize("name", [*SAME, *REFERENCES])
+def test_every_key_is_accounted_for(name: str) -> None:
+    result, source = migrated(name, nearest=name in REFERENCES)
+    account = [v for v in result.verdicts if not v.is_default]
+    assert [v.key for v in account] == list(source.values)
+    assert [v.key for v in account if v.state == "unknown"] == []
+    assert all(v.note for v in account if v.state in ("changed", "not needed", "unsupported"))
+    assert result.system.folder == next(s for s in systems() if name.startswith(s))
+    if name in REFERENCES:
+        assert sum(result.counts.values()) == EXPECTED[name]["keys"]
+        page = (SOURCE / "docs" / "migrate.md").read_text()
+        numbers = " | ".join(str(result.counts[state]) for state in list(result.counts)[:4])
+        assert f"| {result.system.name} | {EXPECTED[name]['keys']} | {numbers} |" in page
+
+
+@pytest.mark.parametrize("name", ["verl_grpo_gsm8k.yaml", "rlinf_libero_10_grpo.yaml"])
+def test_a_written_experiment_trains(
+    name: str, tmp_path: Path, here: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["migrate", str(source), "--to", str(tmp_path), "--json"]) == 0
-    account = json.loads(capsys.readouterr().out)
-    keys = read_source(source, [])
-    assert account["counts"]["unknown"] == 0, [k for k in account["keys"] if k["state"] == "unknown"]
-    assert sorted(k["key"] for k in account["keys"]) == sorted(keys)
-    assert source.stem.startswith(account["system"])
-    page = (SOURCE / "docs" / "migrate.md").read_text()
-    assert re.search(rf"^\| {source.name} \| [\w-]+ \| {len(keys)} (\| \d+ ){{4}}\| 0 \|$", page, re.MULTILINE)
-    assert all(k["note"] for k in account["keys"] if k["state"] in ("changed", "not needed", "unsupported"))
-    groups = yaml.safe_load((tmp_path / "experiment" / f"{source.stem}.yaml").read_text())["defaults"]
+    assert main(["migrate", str(DATA / name), "--to", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["counts"]["unknown"] == 0
+    assert all(fact["same"] is not False for fact in told["facts"])
     # The engine of the source, vLLM, is an extra that may not be installed here.
-    words = [*(f"{name}={path}" for name, path in here.items()), "rollout.backend=hf"]
-    if {"override /env": "libero_10"} in groups:
+    words = [*(f"{key}={path}" for key, path in here.items()), "rollout.backend=hf"]
+    if name.startswith("rlinf"):
         pytest.importorskip("libero")
-        words = ["model.path=assets/openvla_oft_tiny", "model.unnorm_key=libero_10_no_noops"]
-        words += ["model.is_lora=false", "model.lora.path=null"]
-    word = [f"experiment={source.stem}", "--config-dir", str(tmp_path)]
+        words = ["model.path=assets/openvla_oft_tiny", "model.unnorm_key=libero_10_no_noops", "rollout.backend=hf"]
+    word = [f"experiment={Path(name).stem}", "--config-dir", str(tmp_path)]
     assert main(["train", *word, *words, "--dry-run"]) == 0, capsys.readouterr().err
 
 
-def settings(name: str, *overrides: str) -> tuple[Migration, dict]:
-    (source,) = (p for p in SOURCES if p.stem == name)
-    result = translate(read_source(source, list(overrides)))
-    return result, result.settings
-
-
-def test_sizes_of_a_step_are_those_of_the_source() -> None:
-    _, found = settings("verl_grpo_gsm8k")
-    assert found["algorithm.group_size"] == 4
-    assert found["env.train.total_num_envs"] * found["algorithm.rollout_epoch"] == 32 * 4
-    assert found["actor.global_batch_size"] == 16 * 4, "prompts there, samples here"
-    _, found = settings("roll_rlvr")
-    assert found["actor.global_batch_size"] == 1 * 32
-    _, found = settings("areal_rloo_m2po")
-    assert found["actor.global_batch_size"] == 8 * 8 // 2
-    assert found["algorithm.adv_type"] == "rloo"
-
-
 def test_meanings_are_turned_where_they_are_turned_around() -> None:
-    _, found = settings("cosmos_rl_gsm8k")
+    found = settings("cosmos_rl_gsm8k.toml")
     assert found["algorithm.normalize_advantages"] is False
     assert found["algorithm.kl_penalty_type"] == "k3_unbiased"
-    assert found["model.is_lora"] is True
-    _, found = settings("verl_ppo_gspo")
-    assert (found["algorithm.kl_in_reward"], found["algorithm.kl_beta"], found["algorithm.kl_target"]) == (
-        True,
-        0.005,
-        0.1,
-    )
-    assert found["algorithm.loss_type"] == "gspo"
+    found = settings("verl_ppo_gspo.yaml")
+    wanted = {"algorithm.kl_in_reward": True, "algorithm.kl_beta": 0.005, "algorithm.kl_target": 0.1}
+    assert {key: found[key] for key in wanted} == wanted
 
 
 def test_a_defaults_list_and_overrides_are_followed() -> None:
-    _, found = settings("verl_grpo_gsm8k", "actor_rollout_ref.actor.optim.lr=3e-6", "+actor_rollout_ref.rollout.n=8")
-    assert found["data.prompt_key"] == "question", "from the inherited file"
+    found = settings("verl_grpo_gsm8k.yaml", "actor_rollout_ref.actor.optim.lr=3e-6", "+actor_rollout_ref.rollout.n=8")
+    assert found["data.prompt_key"] == "prompt", "from the inherited file"
     assert found["actor.optim.lr"] == pytest.approx(3e-6)
     assert found["algorithm.group_size"] == 8
-    _, found = settings("rlinf_libero_10_grpo")
-    assert found["env.reward_coef"] == 5.0, "from the environment's file"
+    assert settings("rlinf_libero_10_grpo.yaml")["env.reward_coef"] == 5.0, "from the environment's file"
 
 
 def test_an_unknown_key_and_a_refused_value_are_shown_not_dropped() -> None:
-    result, found = settings("verl_ppo_gspo", "trainer.surprise=1", "actor_rollout_ref.actor.optim.lr=-1")
+    words = ("trainer.surprise=1", "actor_rollout_ref.actor.optim.lr=-1")
+    result, _ = migrated("verl_ppo_gspo.yaml", *words)
     states = {v.key: v for v in result.verdicts}
     assert states["trainer.surprise"].state == "unknown"
     assert states["actor_rollout_ref.actor.optim.lr"].state == "unsupported"
     assert "refused" in states["actor_rollout_ref.actor.optim.lr"].note
-    assert "actor.optim.lr" not in found
+    assert "actor.optim.lr" not in result.settings
+    assert [fact.what for fact in side_by_side(result) if fact.is_same is False] == ["learning rate"]
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("a: [", "not readable"), ("defaults: [nowhere]\na: 1", "defaults list"), ("a: 1\nb: 2", "too few of its keys")],
+    ("name", "text", "message"),
+    [
+        ("x.yaml", "a: [", "not readable"),
+        ("x.yaml", "a: 1\nb: 2", "too few of its keys"),
+        ("x.yaml", "[1, 2]", "holds a list"),
+        ("x.toml", "a = ", "not readable"),
+        ("x.sh", "echo hello", "starts no training"),
+        ("x.yaml", "\0\1\2", "not readable"),
+        ("ls", "#!\n", "starts no training"),
+    ],
 )
-def test_files_that_cannot_be_translated(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "x.yaml").write_text(text)
+def test_files_that_cannot_be_translated(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
-        translate(read_source(tmp_path / "x.yaml", []))
+        translate(read_source(tmp_path / name))
+    (tmp_path / name).write_bytes(b"\x7fELF\xff\xfe" + bytes(range(256)))
+    with pytest.raises(ConfigError, match="not readable"):
+        read_source(tmp_path / name)
 
 
 def test_an_existing_experiment_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,17 +179,56 @@ def test_an_existing_experiment_is_kept(tmp_path: Path, capsys: pytest.CaptureFi
     assert "exists" in capsys.readouterr().err
 
 
-def test_every_target_of_the_tables_is_a_key_of_ours() -> None:
+def test_what_is_nearest_is_written_where_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "roll_reference.yaml"
+    assert main(["migrate", str(DATA / name), "--to", str(tmp_path)]) == 2
+    told = capsys.readouterr().err.splitlines()[0]
+    assert re.match(r"embodyrl: error: this cannot be the same experiment: algorithm: PPO with a critic", told)
+    assert main(["migrate", str(DATA / name), "--to", str(tmp_path), "--nearest"]) == 0
+    assert capsys.readouterr().out.startswith("not the same experiment: algorithm: PPO with a critic")
+    written = (tmp_path / "experiment" / "roll_reference.yaml").read_text()
+    assert "# Not the same experiment: algorithm" in written
+    assert "override /algorithm: ppo" in written
+
+
+@pytest.mark.parametrize("system", systems())
+def test_every_target_of_the_tables_is_a_key_of_ours(system: str) -> None:
     from embodyrl.plan.roots import is_known
 
-    for system in systems():
-        for key, entry in load_table(system)["keys"].items():
-            rule = {"to": entry} if isinstance(entry, str) else entry
-            targets = rule.get("to", [])
-            targets = [targets] if isinstance(targets, str) else targets
-            sets = [v for v in rule.get("values", {}).values() if isinstance(v, dict)]
-            for target in (*targets, *rule.get("also", {}), *(t for one in sets for t in one)):
-                assert target.startswith(("@", "group/")) or is_known(target), (key, target)
+    found = load_system(system)
+    rules = [one for entry in found.keys["keys"].values() for one in (entry if isinstance(entry, list) else [entry])]
+    targets: list[str] = []
+    for rule in ({"to": one} if isinstance(one, str) else one for one in rules):
+        named = rule.get("to", [])
+        targets += [named] if isinstance(named, str) else named
+        sets = [value for value in rule.get("values", {}).values() if isinstance(value, dict)]
+        targets += [*rule.get("also", {}), *(key for one in sets for key in one)]
+    cases = [case for question in found.identity for case in question["cases"]]
+    targets += [key for part in (*cases, *found.keys["kinds"]) for key in part.get("settings", {})]
+    assert [key for key in targets if not key.startswith(("@", "group/")) and not is_known(key)] == []
+    assert all("nearest" in case for case in cases if "refuse" in case)
+    groups = [
+        (group, option) for part in (*cases, *found.keys["kinds"]) for group, option in part.get("groups", {}).items()
+    ]
+    assert [pair for pair in groups if not (SOURCE / "conf" / pair[0] / f"{pair[1]}.yaml").is_file()] == []
+
+
+def test_the_counts_of_the_comparison_are_those_of_the_tables() -> None:
+    page = (SOURCE / "docs" / "compared.md").read_text()
+    for name in REFERENCES:
+        system = load_system(name.partition("_reference")[0])
+        deciding = {key for q in system.identity for case in q["cases"] for key in case.get("when", {})}
+        found = Counter(_kind(system, key, deciding) for key in read_source(DATA / name).values)
+        numbers = f"{found['supported']} | {found['equivalent']} | {found['refused']}"
+        assert f"| {system.name} | {system.keys['version']} | {sum(found.values())} | {numbers} |" in page
+
+
+def _kind(system: System, key: str, deciding: set[str]) -> str:
+    state, entry = find(system.keys, key)
+    if state == "mapped":
+        rules = entry if isinstance(entry, list) else [entry]
+        return "equivalent" if any(isinstance(rule, dict) and "note" in rule for rule in rules) else "supported"
+    return "supported" if key in deciding else "equivalent" if state == "not needed" else "refused"
 
 
 def test_the_written_experiment_is_what_was_judged(tmp_path: Path) -> None:

@@ -87,7 +87,9 @@ class _Evaluator:
             case ast.Name() | ast.Attribute():
                 return self._key(ast.unparse(node))
             case ast.IfExp():
-                return self.value(node.body if self.value(node.test) else node.orelse)
+                return self.value(node.body if self._or_none(node.test) else node.orelse)
+            case ast.List():
+                return [self.value(part) for part in node.elts]
             case ast.BoolOp():
                 results = [self._or_none(part) for part in node.values]
                 wanted = isinstance(node.op, ast.Or)
@@ -103,8 +105,8 @@ class _Evaluator:
             case ast.Call(func=ast.Name(id="first")):
                 results = (self._or_none(part) for part in node.args)
                 return next((result for result in results if result is not None), None)
-            case ast.Call(func=ast.Name()):
-                return _FUNCTIONS[node.func.id](*(self.value(part) for part in node.args))
+            case ast.Call(func=ast.Name(id=function)):
+                return _FUNCTIONS[function](*(self.value(part) for part in node.args))
         raise SyntaxError(f"{ast.unparse(node)} is no expression of keys")
 
     def _or_none(self, node: ast.expr) -> Any:
@@ -115,6 +117,6 @@ class _Evaluator:
 
     def _key(self, name: str) -> Any:
         value = self._values.get(name)
-        if value is None or (isinstance(value, str) and "$" in value):
+        if value is None or value == "" or (isinstance(value, str) and "$" in value):
             raise Unknown(name)
         return value

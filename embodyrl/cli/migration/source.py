@@ -37,8 +37,8 @@ class Source:
     """By dotted key; an interpolation that cannot be resolved stays as text."""
     program: str = ""
     """What a shell script starts, for example verl.trainer.main_ppo."""
-    missing: dict[str, str] = field(default_factory=dict)
-    """Files that a defaults list names and that are not there, with the key below which they belong."""
+    missing: list[tuple[str, str]] = field(default_factory=list)
+    """Files that a defaults list names and that are not there, each with the key below which it belongs."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -146,7 +146,7 @@ class _Composer:
         found = OmegaConf.create({})
         entries = OmegaConf.to_container(raw.get("defaults", OmegaConf.create([])), resolve=False)
         primary = path == self._path
-        own = OmegaConf.masked_copy(raw, [key for key in raw if key != "defaults" or primary])
+        own = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "defaults" or primary])
         assert isinstance(entries, list)
         for entry in [*entries, *([] if "_self_" in entries else ["_self_"])]:
             if entry == "_self_":
@@ -168,7 +168,7 @@ class _Composer:
                 at_root = head is not None and head[1] == "_global_" and place is None
                 found.merge_with(self._merged(self._load(at), at, "" if at_root else below))
                 return
-        self._source.missing[name.lstrip("/")] = below
+        self._source.missing.append((name.lstrip("/"), below))
 
 
 def _named(entry: Any) -> list[tuple[str, str | None]]:
@@ -208,7 +208,7 @@ def _leaves(raw: Any) -> dict[str, Any]:
                     value = OmegaConf.to_container(value, resolve=True)
             except (OmegaConfBaseException, TypeError, ArithmeticError, RecursionError):
                 value = dict(OmegaConf.to_container(node, resolve=False))[name]  # pyright: ignore
-            if OmegaConf.is_dict(value) and len(value):
+            if isinstance(value, DictConfig) and len(value):
                 walk(value, f"{key}.")
             else:
                 found[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
