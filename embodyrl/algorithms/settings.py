@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from embodyrl.config.settings import Count, Index, Positive, Says, Settings, Share, Weight
+from embodyrl.config.settings import Count, Index, Path, Positive, Says, Settings, Share, Weight
 from embodyrl.config.shared import SamplingSettings
 
 RewardLevel = StrEnum("RewardLevel", ["chunk_level", "action_level"])
@@ -66,7 +66,10 @@ class AlgorithmSettings(ActingAlgorithm):
     positive_nll_coef: Weight = 0.0
     """Weight of the mean of -log pi over actions with a positive advantage."""
     kl_beta: Weight = 0.0
-    """Weight of the KL to the reference (the initial weights)."""
+    """Weight of the KL to the reference (the initial weights, or those of reference_path)."""
+    reference_path: Path | None = None
+    """Weights of the reference: a run, a checkpoint, or a folder in the public layout; it may be of another size, a
+    teacher with the same tokens. Default: the weights at the start."""
     kl_penalty_type: Literal["k1", "abs", "k2", "low_var_kl", "k3", "k3+", "k3_unbiased"] = "low_var_kl"
     """KL estimator: k1, abs, k2, low_var_kl (= k3), k3+ (value of k3, gradient of k2), k3_unbiased."""
     kl_in_reward: bool = False
@@ -123,7 +126,11 @@ class AlgorithmSettings(ActingAlgorithm):
         yield from super().idle()
         no_ratio = "old_logprob is rollout, so pi_old / pi_rollout is 1; set old_logprob=recompute"
         for off, missing, keys in (
-            (self.kl_beta == 0, "kl_beta is 0; set kl_beta above 0", ("kl_penalty_type", "kl_in_reward")),
+            (
+                self.kl_beta == 0,
+                "kl_beta is 0; set kl_beta above 0",
+                ("kl_penalty_type", "kl_in_reward", "reference_path"),
+            ),
             (not self.kl_in_reward, "kl_in_reward is false; set it to true", ("kl_target",)),
             (self.kl_target is None, "kl_target is null; set it", ("kl_horizon",)),
             (self.reward_norm is RewardNorm.group and self.group_size == 1, "group_size is 1", ("reward_norm",)),

@@ -11,6 +11,8 @@ def describe(cfg: Root) -> str:
     """Return the derived sizes of a run, a line each."""
     if isinstance(cfg, ActingConfig | ServeConfig) and cfg.ckpt is not None:
         resolve_weights(cfg.ckpt)
+    if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
+        resolve_weights(cfg.algorithm.reference_path, "algorithm.reference_path")
     if isinstance(cfg, CollectConfig):
         from embodyrl.commands.collect import draw_collection
 

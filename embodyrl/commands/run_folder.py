@@ -222,8 +222,8 @@ def _processor() -> str:
     return next(found, platform.processor() or platform.machine())
 
 
-def resolve_weights(ckpt: str) -> Path:
-    """Find the policy folder that `ckpt` names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
+def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
+    """Find the policy folder that a key names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
 
     Whatever lies in a checkpoint is compared with its manifest first.
 
@@ -234,7 +234,7 @@ def resolve_weights(ckpt: str) -> Path:
     if (path / "checkpoints").is_dir():
         steps = (store := CheckpointStore(path / "checkpoints")).folders()
         if not steps:
-            raise CheckpointError(f"ckpt={ckpt}: this run has no complete checkpoint yet.")
+            raise CheckpointError(f"{key}={ckpt}: this run has no complete checkpoint yet.")
         path = store.path(steps[-1])
     elif path.name == POLICY_FOLDER and path.parent.parent.name == "checkpoints":
         path = path.parent
@@ -244,5 +244,5 @@ def resolve_weights(ckpt: str) -> Path:
     if (path / "config.json").is_file():
         return path
     raise CheckpointError(
-        f"ckpt={ckpt}: {path} is no run, no checkpoint (runs/<id>/checkpoints/step_...) and no folder with config.json."
+        f"{key}={ckpt}: {path} is no run, no checkpoint (runs/<id>/checkpoints/step_...), no folder with config.json."
     )

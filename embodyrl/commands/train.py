@@ -64,6 +64,7 @@ def train(
     Raises:
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
+    cfg = _with_reference(cfg)
     blueprint = draw_blueprint(cfg, training=True)
     cfg = blueprint.config(TrainConfig) if cfg.eval.protocol.name else cfg
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
@@ -72,6 +73,13 @@ def train(
         return _Training(blueprint, folder, weights, on_step, on_eval).run()
     finally:
         folder.unlock()
+
+
+def _with_reference(cfg: TrainConfig) -> TrainConfig:
+    """Find the folder of the reference policy now: it stays this one, also where the run is resumed."""
+    path = cfg.algorithm.reference_path
+    found = path and str(resolve_weights(path, "algorithm.reference_path"))
+    return cfg.updated({"algorithm.reference_path": found}) if found else cfg
 
 
 class _Training:

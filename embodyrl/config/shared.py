@@ -1,8 +1,9 @@
 """Settings that rooms beside each other share."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 
-from embodyrl.config.settings import Count, CountOrAll, Positive, Settings, Share
+from embodyrl.config.settings import Count, CountOrAll, Index, Positive, Settings, Share
 
 Precision = StrEnum("Precision", ["bf16", "fp32"])
 
@@ -20,5 +21,18 @@ class SamplingSettings(Settings):
     """Text generation only; 1: off."""
     max_new_tokens: Count | None = None
     """Text generation only: tokens of the longest reply."""
+    min_new_tokens: Index = 0
+    """Text generation only: no reply ends before it has so many tokens."""
     stop: list[str] = []
     """Text generation only: a reply ends with the first of these texts."""
+    stop_token_ids: list[Index] = []
+    """Text generation only: tokens that end a reply, besides the model's own."""
+
+    def problems(self) -> Iterator[str]:
+        """The shortest reply is not longer than the longest."""
+        yield from super().problems()
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            yield (
+                f"algorithm.sampling_params.min_new_tokens={self.min_new_tokens} is more than max_new_tokens="
+                f"{self.max_new_tokens}; lower it."
+            )

@@ -20,7 +20,10 @@ from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 C = TypeVar("C", bound=ActingConfig)
 ALL_SUITES = "all"
-_SAMPLING = ("top_k", "top_p", "repetition_penalty", "stop", "max_new_tokens")
+_SAMPLING = (
+    *("top_k", "top_p", "repetition_penalty", "stop", "stop_token_ids"),
+    *("min_new_tokens", "max_new_tokens"),
+)
 _TEXT_ONLY = (*(f"algorithm.sampling_params.{n}" for n in _SAMPLING), "rollout.backend", "actor.max_tokens_per_mbs")
 
 

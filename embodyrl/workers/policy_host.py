@@ -9,7 +9,7 @@ import torch
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.protocol import POLICIES, Policy
 from embodyrl.workers.actor_worker import ActorWorker
 from embodyrl.workers.imitation import ImitationWorker
@@ -58,7 +58,7 @@ class PolicyHost:
             algorithm = None if init.algorithm is None else Algorithm(init.algorithm, init.longest_episode)
             reference = None
             if algorithm is not None and algorithm.needs_reference:
-                reference = self._build()
+                reference = self._build_reference(algorithm.settings.reference_path)
                 reference.module.requires_grad_(False)
             self._ranks = self._open_ranks(half=half)
             self._trainer = Trainer(
@@ -81,6 +81,23 @@ class PolicyHost:
         if self._init.start_from is not None:
             policy.load_weights(Path(self._init.start_from))
         return policy
+
+    def _build_reference(self, path: str | None) -> Policy:
+        """The policy at the start, or another one, for example a larger teacher, which must speak the same tokens."""
+        if path is None:
+            return self._build()
+        alone = {"is_lora": False} if self._init.model.adapted else {}
+        model = self._init.model.updated({"path": path, **alone})
+        request = replace(self._init.request, device=best_device(), trainable=False, backend="hf")
+        reference = POLICIES.get(model.model_type).build(model, request)
+        reference.load_weights(Path(path))
+        own, other = (getattr(policy, "vocabulary", None) for policy in (self.policy, reference))
+        if own != other:
+            raise ConfigError(
+                f"algorithm.reference_path={path}: its tokenizer is not the policy's, so its probabilities are of "
+                "other tokens. Use a model of the same family."
+            )
+        return reference
 
     def _open_ranks(self, *, half: bool) -> Ranks:
         """Bind the module to the ranks of the run; collective."""

@@ -55,6 +55,18 @@ def test_copy_from_nothing(tmp_path: Path, words: list[str]):
 
 
 @pytest.mark.slow
+def test_a_student_reaches_its_teacher_on_its_own_replies(tmp_path: Path):
+    """On-policy distillation: nothing but the KL to the teacher, token by token, on what the student writes."""
+    teacher = imitate(tmp_path / "teacher", "embodyrl.datasets.tasks:copy", 300)
+    nothing = ("reward.weights={exact: 0.0, overlap: 0.0}", "algorithm.entropy_bonus=0")
+    words = (f"algorithm.reference_path={teacher}", "algorithm.kl_beta=1", "algorithm.kl_penalty_type=k2", *nothing)
+    before, after = gain(learn(tmp_path / "student", "copy", *words))
+    taught = gain(learn(tmp_path / "check", "copy", f"ckpt={teacher}", "runner.max_steps=1", "actor.optim.lr=0"))[0]
+    assert before < 0.1
+    assert after >= taught - 0.03 >= 0.8
+
+
+@pytest.mark.slow
 def test_copy_with_two_passes_of_two_batches(tmp_path: Path):
     words = ("algorithm.update_epoch=2", "actor.global_batch_size=128", "actor.micro_batch_size=128")
     assert gain(learn(tmp_path, "copy", *words, "actor.optim.lr=5e-4"))[1] >= 0.95

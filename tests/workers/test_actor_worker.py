@@ -44,6 +44,18 @@ def test_the_reference_stays_where_the_run_began(tmp_path):
     assert logged[2]["actor/ref_kl"] > 1e-6
 
 
+def test_the_reference_may_be_another_policy(tmp_path):
+    """A run's own start is no distance away, what it became is; the file of the run names the folder that was found."""
+    words = (*WORDS, "runner.max_steps=2", "env.kwargs.echo=true", "algorithm.kl_beta=0.01")
+    first = train_toy(tmp_path, *words, "runner.save_interval=1", "actor.optim.lr=0.01", name="first")
+    reference = f"algorithm.reference_path={first}"
+    away = rows(train_toy(tmp_path, *words, reference, name="away"))[0]["actor/ref_kl"]
+    again = train_toy(tmp_path, *words, reference, f"ckpt={first}", name="again")
+    assert away > 1e-6
+    assert rows(again)[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
+    assert "step_000002/policy" in (again / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])
 def test_even_parts_cover_everything_evenly(total, largest):
     assert even_parts(total, largest, 3) == sorted(even_parts(total, largest, 3), reverse=True)

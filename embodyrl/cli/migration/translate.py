@@ -19,7 +19,15 @@ from embodyrl.plan.roots import all_keys
 STATES = ("mapped", "changed", "not needed", "unsupported", "unknown")
 OFF = (None, False, 0, "", "none", [], {})
 """Values of a key that turn its feature off."""
-LOCAL_KEYS = ("model.path", "model.lora.path", "data.path", "data.val_path", "runner.logger.backends", "reward.path")
+LOCAL_KEYS = (
+    "model.path",
+    "model.lora.path",
+    "algorithm.reference_path",
+    "data.path",
+    "data.val_path",
+    "runner.logger.backends",
+    "reward.path",
+)
 """What another machine has and this one may lack: it stays, and is listed to be mended."""
 LACKING = ("is not installed", "Unknown reward ")
 """The same, in problems that do not begin with the key."""
@@ -273,10 +281,6 @@ def _fit(result: Migration) -> None:
     """Leave out what the schema or the chosen parts refuse, each with the reason, until the config is accepted."""
     for _ in range(len(result.settings) + 2):
         problems = _problems(result)
-        result.to_mend = [
-            text for text in problems if text.startswith(LOCAL_KEYS) or any(one in text for one in LACKING)
-        ]
-        problems = [text for text in problems if text not in result.to_mend]
         if not problems:
             return
         refused = {match[0]: text for text in problems if (match := re.match(r"[\w.]+(?==|:|\s)", text))}
@@ -297,12 +301,18 @@ def _refused(verdict: Verdict, text: str) -> Verdict:
 
 
 def _problems(result: Migration) -> list[str]:
+    """What is wrong with the config so far; what this machine merely lacks goes to `to_mend`."""
     words = [f"{group}={option}" for group, option in result.groups.items()]
     for key, value in result.settings.items():
         words.append(f"{key}={json.dumps(value) if isinstance(value, str) else spell(value)}")
+    result.to_mend = []
     try:
         result.config = load_config("train", words)
-        check_components(result.config)
     except ConfigError as error:
         return error.problems
+    try:
+        check_components(result.config)
+    except ConfigError as error:
+        result.to_mend = [p for p in error.problems if p.startswith(LOCAL_KEYS) or any(one in p for one in LACKING)]
+        return [problem for problem in error.problems if problem not in result.to_mend]
     return []

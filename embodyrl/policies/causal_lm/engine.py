@@ -107,6 +107,8 @@ class VllmEngine:
                 top_p=s.top_p,
                 repetition_penalty=s.repetition_penalty,
                 stop=s.stop or None,
+                stop_token_ids=s.stop_token_ids or None,
+                min_tokens=s.min_new_tokens,
                 include_stop_str_in_output=True,
                 detokenize=bool(s.stop),  # a sixth of the time of a small model
                 max_tokens=limit,

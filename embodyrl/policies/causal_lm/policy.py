@@ -91,12 +91,18 @@ class CausalLMPolicy:
         self._net = net
         ends = model.generation_config.eos_token_id
         ends = self.tokenizer.eos_token_id if ends is None else ends
-        self.ends = torch.tensor([ends] if isinstance(ends, int) else ends, device=self._device)
+        ends = [ends] if isinstance(ends, int) else list(ends)
+        self.ends = torch.tensor([*ends, *request.sampling.stop_token_ids], device=self._device)
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
         self.encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_prompt)
         self._engine_asked = request.backend != "hf"
         self._engine: VllmEngine | None = None
+
+    @property
+    def vocabulary(self) -> frozenset[tuple[str, int]]:
+        """Every token with its number."""
+        return frozenset(self.tokenizer.get_vocab().items())
 
     # --- acting -----------------------------------------------------------------------------------------------------
 
@@ -149,7 +155,8 @@ class CausalLMPolicy:
         value = np.zeros_like(logprob)
         s = self._sampling
         # vLLM's log-probabilities are those of the truncated distribution; the loss has the whole one's.
-        truncated = self._temperature != 1.0 and (s.top_k, s.top_p, s.repetition_penalty) != (-1, 1.0, 1.0)
+        untouched = (s.top_k, s.top_p, s.repetition_penalty, s.min_new_tokens) == (-1, 1.0, 1.0, 0)
+        truncated = self._temperature != 1.0 and not untouched
         if self.spec.value_dim or truncated:
             scored, _, values, _ = self._score(obs, tokens)
             value = values.cpu().numpy()
@@ -197,11 +204,13 @@ class CausalLMPolicy:
         uniform = None if noise is None else torch.from_numpy(noise).to(self._device)
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
         for t in range(limit):
-            chosen = choose(logits, None if uniform is None else uniform[rows, t], scale, self._sampling, seen)
+            barred = self.ends if t < self._sampling.min_new_tokens else None
+            chosen = choose(logits, None if uniform is None else uniform[rows, t], scale, self._sampling, seen, barred)
             logprob = (logits / scale).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
             for array, now in zip(out, (chosen, logprob, value), strict=True):
                 array[rows, t] = torch.where(done, array[rows, t], now.to(array.dtype))
             done = done | torch.isin(chosen, self.ends) | self._stops(out[0][rows], t)
+            done = done & (t + 1 >= self._sampling.min_new_tokens)
             if t + 1 == limit or bool(done.all()):
                 break
             # Copying the cache pays once half of the rows are no longer needed.

@@ -8,7 +8,12 @@ from embodyrl.policies.drawing import cumulative
 
 
 def choose(
-    logits: Tensor, uniform: Tensor | None, temperature: float, params: SamplingSettings, seen: Tensor
+    logits: Tensor,
+    uniform: Tensor | None,
+    temperature: float,
+    params: SamplingSettings,
+    seen: Tensor,
+    barred: Tensor | None = None,
 ) -> Tensor:
     """Next tokens [B].
 
@@ -18,10 +23,13 @@ def choose(
         temperature: divides the logits after the penalty.
         params: top_k, top_p and repetition_penalty.
         seen: [B, V] bool, tokens of the prompt and the reply so far, for the penalty (arXiv 1909.05858).
+        barred: ids of tokens that are not chosen, whatever their probability.
     """
     if params.repetition_penalty != 1.0:
         penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
+    if barred is not None:
+        logits = logits.index_fill(1, barred, -torch.inf)
     if uniform is None:
         return logits.argmax(-1)
     cdf = cumulative(truncate(logits / temperature, params).softmax(-1))
