@@ -95,8 +95,8 @@ class Algorithm:
     def prepare(self, episodes: Sequence[Episode], scores: Scores = _NO_SCORES) -> PreparedBatch:
         """Turn episodes into a flat batch of chunk samples, episode by episode, chunk by chunk.
 
-        Left out: groups outside `filter_rewards`, truncated episodes where `truncated_episodes` says mask, chunks
-        without an executed action. What a masked episode earned still counts for the others of its group.
+        Left out: groups that `select` filters, truncated episodes where `truncated_episodes` says mask, chunks without
+        an executed action. What a masked episode earned still counts for the others of its group.
 
         Raises:
             NonFiniteError: a reward, value or advantage is NaN or infinite; names the episode.
@@ -109,7 +109,7 @@ class Algorithm:
         shaped, metrics = self._shape(episodes, scores)
         # The order matters: groups are filtered first, then credited with what their masked members earned, and only
         # then do those leave the batch. Estimators without groups never see them.
-        keep = [i for i in self.select(shaped) if self._estimator.needs_groups or not self._is_masked(shaped[i])]
+        keep = [i for i in self.select(episodes) if self._estimator.needs_groups or not self._is_masked(shaped[i])]
         kept = [shaped[i] for i in keep]
         scores = Scores(
             states=tuple(scores.states[i] for i in keep) if self.needs_states else (),
@@ -276,14 +276,19 @@ class Algorithm:
         return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
-        """Return the indices of the episodes whose groups lie within `filter_rewards`."""
-        if not isinstance(self._cfg, GroupSettings) or self._cfg.filter_rewards is None:
+        """Indices of the episodes, not shaped yet, whose groups are within `filter_rewards` and `filter_returns`."""
+        cfg = self._cfg
+        if not isinstance(cfg, GroupSettings):
             return list(range(len(episodes)))
-        low, high = self._cfg.filter_rewards
-        success: dict[int, list[bool]] = defaultdict(list)
+        groups: dict[int, list[Episode]] = defaultdict(list)
         for episode in episodes:
-            success[episode.spec.group_id].append(episode.success_once)
-        kept = {group for group, members in success.items() if low <= np.mean(members) <= high}
+            groups[episode.spec.group_id].append(episode)
+        kept = {
+            group
+            for group, members in groups.items()
+            if _within(cfg.filter_rewards, [float(e.success_once) for e in members])
+            and _within(cfg.filter_returns, [float(e.reward[e.valid].sum()) for e in members])
+        }
         return [i for i, episode in enumerate(episodes) if episode.spec.group_id in kept]
 
     def _is_masked(self, episode: Episode) -> bool:
@@ -393,3 +398,8 @@ def _value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
         "train/value_target_mean": float(returns.mean()),
         "train/explained_variance": float(1.0 - (returns - value).var() / spread) if spread > 0 else 0.0,
     }
+
+
+def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
+    """Whether the mean lies within the bounds; without bounds everything does."""
+    return bounds is None or bounds[0] <= np.mean(values) <= bounds[1]

@@ -30,6 +30,12 @@ def _around_zero(value: list[float]) -> list[float]:
     return value
 
 
+def _rising(value: list[float]) -> list[float]:
+    if len(value) != 2 or value[0] >= value[1]:
+        raise ValueError
+    return value
+
+
 def _shares(value: list[float]) -> list[float]:
     if len(value) != 2 or not 0 <= value[0] < value[1] <= 1:
         raise ValueError
@@ -156,6 +162,11 @@ class GroupSettings(AlgorithmSettings):
         | None
     ) = None
     """[low, high]: groups whose mean success lies outside do not enter the update."""
+    filter_returns: (
+        Annotated[list[float], AfterValidator(_rising), Says("two numbers [low,high] with low < high")] | None
+    ) = None
+    """[low, high]: groups whose mean return (before algorithm.reward_scale) lies outside do not enter the update; for
+    rewards that are not success."""
     filter_refills: Index = 0
     """Rounds of further groups in place of filtered ones; if none is left after them, the weights stay as they are."""
 
@@ -171,8 +182,8 @@ class GroupSettings(AlgorithmSettings):
     def idle(self) -> Iterator[tuple[str, str]]:
         """Without a filter there is nothing to refill."""
         yield from super().idle()
-        if self.filter_rewards is None:
-            yield "algorithm.filter_refills", "filter_rewards is null; set its bounds"
+        if self.filter_rewards is None and self.filter_returns is None:
+            yield "algorithm.filter_refills", "filter_rewards is null, and filter_returns; set bounds"
 
 
 class NormalizeSettings(Settings):

@@ -58,6 +58,8 @@ class LoraSettings(Settings):
     """Rank."""
     lora_alpha: Count = 32
     """Scale numerator."""
+    use_rslora: bool = False
+    """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r (arXiv 2312.03732)."""
     target_modules: str = "all-linear"
     """Which modules get adapters: all-linear, or last parts of module names with commas (q_proj,v_proj)."""
     init_lora_weights: Literal["gaussian", "kaiming"] = "gaussian"

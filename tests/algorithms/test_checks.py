@@ -39,7 +39,7 @@ def test_keys_follow_the_estimator():
     only_gae |= {"normalize_returns"}
     grpo, gae = keys("grpo", "ppo_clip"), keys("gae", "ppo_clip")
     assert gae - grpo == only_gae
-    assert grpo - gae == {"filter_rewards", "filter_refills", "std_unbiased"}
+    assert grpo - gae == {"filter_rewards", "filter_returns", "filter_refills", "std_unbiased"}
 
 
 def test_keys_follow_the_loss():

@@ -336,6 +336,16 @@ def test_filter_keeps_groups_within_the_bounds():
     assert batch.metrics["train/groups_without_signal"] == pytest.approx(3 / 5)
 
 
+def test_groups_are_filtered_by_what_they_earned_before_it_is_shaped():
+    groups = success_groups(0, 1, 2, 3, 4)
+    earned = [float(np.mean([e.reward[e.valid].sum() for e in groups[i : i + 4]])) for i in range(0, 20, 4)]
+    assert len(set(earned)) == 5, "or this shows nothing"
+    bounds = [sorted(earned)[1], sorted(earned)[2]]
+    batch = Algorithm(algorithm_of(filter_returns=bounds, reward_scale=10.0, reward_norm="batch")).prepare(groups)
+    wanted = [i for i, value in enumerate(earned) if bounds[0] <= value <= bounds[1]]
+    np.testing.assert_array_equal(np.unique(batch.episode // 4), wanted)
+
+
 def test_filter_that_drops_everything_leaves_an_empty_batch_without_signal():
     cfg = algorithm_of(filter_rewards=[0.3, 0.8], entropy_bonus=0.1)
     batch = Algorithm(cfg).prepare(success_groups(0, 4))

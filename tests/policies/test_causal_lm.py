@@ -150,6 +150,25 @@ def test_replies_end_with_stop_texts_and_end_tokens(policy: CausalLMPolicy):
         policy.ends = kept
 
 
+def test_replies_end_with_stop_tokens_but_not_before_they_are_long_enough(policy: CausalLMPolicy):
+    plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
+    row = int(np.argmax((plain.tokens >= 0).sum(1)))
+    token = int(plain.tokens[row, 1])
+    params = {"stop_token_ids": [token]}
+    stopped = build(sampling=SamplingSettings(**params)).act(observe(*PROMPTS), noise=noise(5, 1))
+    first = int(np.flatnonzero(plain.tokens[row] == token)[0])
+    assert (stopped.tokens[row] >= 0).sum() == first + 1
+    assert stopped.tokens[row, first] == token
+    longer = build(sampling=SamplingSettings(**params, min_new_tokens=4))
+    tokens = longer.act(observe(*PROMPTS), noise=noise(5, 1)).tokens
+    assert ((tokens >= 0).sum(1) >= 4).all()
+    assert not np.isin(tokens[:, :3], longer.ends.numpy()).any()
+    # What is scored is the probability among all tokens, those that were barred included.
+    out = longer.act(observe(*PROMPTS), noise=noise(5, 1))
+    scored = longer.score(observe(*PROMPTS), out.tokens).logprob.detach().numpy()
+    np.testing.assert_allclose(out.logprob, scored, atol=1e-5)
+
+
 def test_truncation_and_penalty():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     assert truncate(logits, SamplingSettings(top_k=2)).isfinite().tolist() == [[True, True, False, False]]

@@ -13,6 +13,7 @@ from test_oft_policy import observe, uniforms
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import export_policy
+from embodyrl.policies.openvla_oft.adapter import read_adapter_spec
 from embodyrl.policies.openvla_oft.lora import read_adapter
 from embodyrl.policies.settings import LoraSettings
 
@@ -148,11 +149,17 @@ def test_adapters_that_do_not_fit_are_named(checkpoint, make_policy, adapter, tm
         make_policy(checkpoint, is_lora=True, lora=LoraSettings(target_modules="q_prj"))
 
 
-def test_a_saved_adapter_is_read_by_peft(checkpoint, make_policy, tmp_path):
+@pytest.mark.parametrize(("stabilised", "scale"), [(False, 2.0), (True, 4.0)])
+def test_a_saved_adapter_is_read_by_peft(checkpoint, make_policy, tmp_path, stabilised, scale):
     from peft import PeftConfig
 
-    policy = make_policy(checkpoint, is_lora=True, lora=LoraSettings(r=4, lora_alpha=8, target_modules="q_proj,v_proj"))
+    lora = LoraSettings(r=4, lora_alpha=8, target_modules="q_proj,v_proj", use_rslora=stabilised)
+    policy = make_policy(checkpoint, is_lora=True, lora=lora)
+    layers = [layer for layer in policy.module.modules() if hasattr(layer, "scaling")]
+    assert [layer.scaling["default"] for layer in layers] == [scale] * 2 * 3
     policy.save(tmp_path / "saved")
     config = PeftConfig.from_pretrained(str(tmp_path / "saved" / "lora_adapter"))
     assert (config.r, config.lora_alpha, config.target_modules) == (4, 8, {"q_proj", "v_proj"})
+    assert config.use_rslora is stabilised
+    assert read_adapter_spec(tmp_path / "saved" / "lora_adapter").scale == scale
     assert len(load_file(tmp_path / "saved" / "lora_adapter" / "adapter_model.safetensors")) == 2 * 2 * 3

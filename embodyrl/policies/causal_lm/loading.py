@@ -101,6 +101,7 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool) ->
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.lora_alpha,
+        use_rslora=lora.use_rslora,
         target_modules=names,
         init_lora_weights="gaussian" if lora.init_lora_weights == "gaussian" else True,
         task_type="CAUSAL_LM",

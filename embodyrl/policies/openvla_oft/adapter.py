@@ -1,6 +1,7 @@
 """The JSON side of low-rank adapter folders (peft's layout); imports nothing heavy."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,6 @@ _ONLY = {
     "peft_type": "LORA",
     "bias": "none",
     "use_dora": False,
-    "use_rslora": False,
     "fan_in_fan_out": False,
     "rank_pattern": {},
     "alpha_pattern": {},
@@ -34,11 +34,12 @@ class AdapterSpec:
     lora_alpha: int
     target_modules: tuple[str, ...]
     """Last parts of module names; `("all-linear",)` for all."""
+    use_rslora: bool = False
 
     @property
     def scale(self) -> float:
-        """Factor on B A: alpha / r."""
-        return self.lora_alpha / self.r
+        """Factor on B A: alpha / r, or alpha / sqrt(r)."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 def find_adapter(folder: Path) -> Path | None:
@@ -60,6 +61,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             r=int(raw["r"]),
             lora_alpha=int(raw["lora_alpha"]),
             target_modules=(targets,) if isinstance(targets, str) else tuple(sorted(map(str, targets))),
+            use_rslora=bool(raw.get("use_rslora", False)),
         )
         strange = {name: raw[name] for name, only in _ONLY.items() if raw.get(name, only) not in (only, None)}
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -82,7 +84,8 @@ def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
         folder = resolve_asset(cfg.lora.path)
         return read_adapter_spec(find_adapter(folder) or folder)
     targets = tuple(sorted(name.strip() for name in cfg.lora.target_modules.split(",")))
-    return AdapterSpec(r=cfg.lora.r, lora_alpha=cfg.lora.lora_alpha, target_modules=targets)
+    lora = cfg.lora
+    return AdapterSpec(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=targets, use_rslora=lora.use_rslora)
 
 
 def adapter_problems(cfg: AdapterSettings) -> list[str]:
@@ -93,7 +96,7 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
     if not untouched and lora.path is not None:
         problems.append(
             "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "
-            "lora_alpha, target_modules and init_lora_weights."
+            "lora_alpha, use_rslora, target_modules and init_lora_weights."
         )
     elif not untouched and not cfg.is_lora:
         problems.append("model.lora has values but model.is_lora=false; set model.is_lora=true, or remove them.")

@@ -109,6 +109,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
     config = LoraConfig(
         r=spec.r,
         lora_alpha=spec.lora_alpha,
+        use_rslora=spec.use_rslora,
         target_modules=names,
         lora_dropout=0.0,
         init_lora_weights="gaussian" if init == "gaussian" else True,
@@ -165,4 +166,5 @@ def save_adapter(module: nn.Module, spec: AdapterSpec, folder: Path) -> None:
     }
     save_file(state, target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     targets = ALL_LINEAR if spec.target_modules == (ALL_LINEAR,) else list(spec.target_modules)
-    LoraConfig(r=spec.r, lora_alpha=spec.lora_alpha, target_modules=targets).save_pretrained(str(target))
+    config = LoraConfig(r=spec.r, lora_alpha=spec.lora_alpha, use_rslora=spec.use_rslora, target_modules=targets)
+    config.save_pretrained(str(target))
