@@ -26,6 +26,8 @@ class TaskResult:
     episodes: int
     states: int
     """Different initial states among them."""
+    solved: int | None
+    """States with at least one success; None: the environment says nothing of success."""
     effective_episodes: float
     """Independent episodes that say as much."""
     successes: int | None
@@ -107,6 +109,8 @@ class EvalResult:
             "eval/effective_episodes": self.overall.effective_episodes,
             "eval/dropped_episodes": float(self.dropped),
         }
+        if self.overall.solved is not None and self.overall.states < self.overall.episodes:
+            rows["eval/pass_at_n"] = self.overall.solved / self.overall.states
         rows |= {f"eval/task_{row.task_id}/success_once": row.success_once for row in self.tasks}
         for row in self.suites[1:]:
             rows |= {f"eval/{row.task}/success_once": row.success_once, f"eval/{row.task}/return": row.mean_return}
@@ -178,6 +182,7 @@ def _summarise_task(
         task=task,
         episodes=count,
         states=earned.states,
+        solved=len({(e.task_id, e.reset_id) for e in episodes if e.success_once}) if rate else None,
         effective_episodes=rate.effective if rate and rate.effective is not None else count,
         successes=rate.successes if rate else None,
         success_once=rate.value if rate else None,

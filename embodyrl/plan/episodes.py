@@ -150,7 +150,8 @@ def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int
 
 def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
     """Episodes that an evaluation is asked for."""
-    return cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
+    each = cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
+    return each * cfg.eval.samples
 
 
 def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
@@ -161,10 +162,12 @@ def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeL
     split = cfg.env.eval
     tasks = selected_tasks(env, split, across=True)
     episodes = []
-    for i in range(count_asked(cfg, env)):
-        task, trial = tasks[i % len(tasks)], i // len(tasks)
+    asked = count_asked(cfg, env)
+    for i in range(asked):
+        sample, place = divmod(i, asked // cfg.eval.samples)
+        task, trial = tasks[place % len(tasks)], place // len(tasks)
         ids = reset_ids_of(env, split, task)
-        if trial >= len(ids) and repeats_exactly(cfg, env, policy, task):
+        if (sample or trial >= len(ids)) and repeats_exactly(cfg, env, policy, task):
             continue
         episodes.append(
             EpisodeSpec(

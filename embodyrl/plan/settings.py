@@ -187,7 +187,16 @@ class EvalSettings(Settings):
     protocol: ProtocolSettings = ProtocolSettings()
     baseline: Path | None = None
     """An earlier evaluation's run folder: what both played is compared in pairs, suite by suite."""
+    samples: Count = 1
+    """So many sampled episodes in place of each one, from the same initial state; eval/pass_at_n is the share of states
+    with a success."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
+
+    def idle(self):
+        """Greedy samples would be copies of each other."""
+        yield from super().idle()
+        if not self.sampling_params.do_sample:
+            yield "eval.samples", "evaluation is greedy; set eval.sampling_params.do_sample=true"
 
 
 class RecordedSettings(Settings):

@@ -151,6 +151,17 @@ def test_a_total_of_evaluation_episodes_is_spread_over_the_tasks(config):
     assert plan_slots(config("eval.episodes=1")) == 1
 
 
+def test_samples_of_an_evaluation_share_their_starts_and_nothing_else(config):
+    words = ("eval.episodes_per_task=2", "eval.sampling_params.do_sample=true")
+    once = episodes_of(eval_episodes(config(*words), ENV, POLICY))
+    thrice = episodes_of(eval_episodes(config(*words, "eval.samples=3"), ENV, POLICY))
+    starts = Counter((e.task_id, e.reset_id, e.seed) for e in thrice)
+    assert set(starts) == {(e.task_id, e.reset_id, e.seed) for e in once}
+    assert set(starts.values()) == {3}
+    assert len({e.noise_seed for e in thrice}) == len({e.episode_id for e in thrice}) == 3 * len(once)
+    assert {e.episode_id: e for e in once}.items() <= {e.episode_id: e for e in thrice}.items()
+
+
 def plan_slots(cfg: TrainConfig) -> int:
     return eval_episodes(cfg, ENV, POLICY).num_slots
 
