@@ -47,6 +47,7 @@ def test_the_reference_stays_where_the_run_began(tmp_path):
 def test_the_reference_may_be_another_policy(tmp_path):
     """A run's own start is no distance away, what it became is; the file of the run names the folder that was found."""
     words = (*WORDS, "runner.max_steps=2", "env.kwargs.echo=true", "algorithm.kl_beta=0.01")
+    words = (*words, "actor.global_batch_size=16")
     first = train_toy(tmp_path, *words, "runner.save_interval=1", "actor.optim.lr=0.01", name="first")
     reference = f"algorithm.reference_path={first}"
     away = rows(train_toy(tmp_path, *words, reference, name="away"))[0]["actor/ref_kl"]
