@@ -176,6 +176,8 @@ class PolicySpec:
     """The same with actor.gradient_checkpointing."""
     untrainable: str = ""
     """Why RL cannot train it; empty: it can, for its actions are drawn with probabilities."""
+    warmup_steps: int = 0
+    """Optimizer steps of warm-up in reinforcement learning where actor.optim.warmup_steps is not set."""
     takes_noise: bool = True
     """Sampling differs from acting greedily."""
     scripted: bool = False

@@ -67,6 +67,7 @@ class PolicyHost:
                 skips_nonfinite=init.skips_nonfinite,
                 total_steps=init.total_steps,
                 ranks=self._ranks,
+                warmup=0 if algorithm is None else self.policy.spec.warmup_steps,
             )
             if algorithm is None:
                 self._actor = ImitationWorker(self._trainer, self._arena)

@@ -52,8 +52,8 @@ class OptimSettings(Settings):
     """Gradient norm limit."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """constant, linear, cosine, or wsd (constant, then linear over decay_ratio), over runner.max_steps."""
-    warmup_steps: Index = 0
-    """Optimizer steps of linear warm-up."""
+    warmup_steps: Index | None = None
+    """Optimizer steps of linear warm-up; default: the model's own (train: 10 of flow policies, else none)."""
     warmup_ratio: Share = 0.0
     """Share of the run's training steps over which the rate rises, in place of warmup_steps."""
     min_lr_ratio: Share = 0.0

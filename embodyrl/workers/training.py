@@ -54,8 +54,11 @@ class Schedule:
     run.
     """
 
-    def __init__(self, cfg: OptimSettings, total: int) -> None:
+    def __init__(self, cfg: OptimSettings, total: int, warmup: int = 0) -> None:
+        """`warmup`: optimizer steps of it where the config leaves them open."""
         self._cfg = cfg
+        own = 0 if cfg.warmup_ratio else warmup
+        self._warmup = own if cfg.warmup_steps is None else cfg.warmup_steps
         self._total = total
         self.taken = 0
         """Optimizer steps so far."""
@@ -65,14 +68,14 @@ class Schedule:
     def factor(self, position: float) -> float:
         """Share of the full learning rate for an optimizer step that begins at `position` out of `total` steps."""
         cfg, left = self._cfg, self._total - position
-        warmup = cfg.warmup_ratio * self._total
-        if position < warmup:
-            return min(1.0, (position + 1.0) / warmup)
-        if self.taken < cfg.warmup_steps:
-            return (self.taken + 1) / cfg.warmup_steps
-        if cfg.warmup_steps and self.taken == cfg.warmup_steps:
+        share = cfg.warmup_ratio * self._total
+        if position < share:
+            return min(1.0, (position + 1.0) / share)
+        if self.taken < self._warmup:
+            return (self.taken + 1) / self._warmup
+        if self._warmup and self.taken == self._warmup:
             self.warm_until = position
-        return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * self._decay(left, max(warmup, self.warm_until))
+        return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * self._decay(left, max(share, self.warm_until))
 
     def _decay(self, left: float, warm_until: float) -> float:
         """Share of the way from min_lr_ratio to the full rate, with `left` steps to go."""
@@ -94,7 +97,13 @@ class Optimization:
     """AdamW with its own learning rate for the value head, and a schedule over the `total_steps` of a run."""
 
     def __init__(
-        self, module: torch.nn.Module, optim: OptimSettings, total_steps: int, ranks: Ranks | None = None
+        self,
+        module: torch.nn.Module,
+        optim: OptimSettings,
+        total_steps: int,
+        ranks: Ranks | None = None,
+        *,
+        warmup: int = 0,
     ) -> None:
         self._module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -112,7 +121,7 @@ class Optimization:
             fused=torch.cuda.is_available() or None,
         )
         self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self._schedule = Schedule(optim, total_steps)
+        self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
         self._value_clip = optim.value_clip_grad if isinstance(optim, ValueOptimSettings) else None
         self._ranks = ranks or OneRank(RankInfo())
@@ -222,6 +231,7 @@ class Trainer:
         skips_nonfinite: bool,
         total_steps: int,
         ranks: Ranks,
+        warmup: int = 0,
     ) -> None:
         """Prepare the optimizer.
 
@@ -231,11 +241,12 @@ class Trainer:
             skips_nonfinite: leave an optimizer step out where loss or gradient is not finite, instead of an error.
             total_steps: of the run, for the schedule.
             ranks: who trains together.
+            warmup: see `Schedule`.
         """
         self.policy = policy
         self.cfg = cfg
         self.ranks = ranks
-        self.optimization = Optimization(policy.module, cfg.optim, total_steps, ranks)
+        self.optimization = Optimization(policy.module, cfg.optim, total_steps, ranks, warmup=warmup)
         self._skips_nonfinite = skips_nonfinite
 
     def descend(

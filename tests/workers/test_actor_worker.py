@@ -92,6 +92,11 @@ def test_learning_rate_warms_up_and_decays(schedule, more, expected):
     assert seen == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(("typed", "first"), [(None, 0.25), (2, 0.5), (0, 1.0)])
+def test_the_model_says_how_long_to_warm_up_unless_somebody_else_does(typed, first):
+    assert Schedule(ValueOptimSettings(warmup_steps=typed), total=9, warmup=4).factor(0) == first
+
+
 @pytest.mark.parametrize(
     "words",
     [("env.kwargs.echo=true", "actor.global_batch_size=10"), ("env.kwargs.goal=0.5", "actor.global_batch_size=8")],

@@ -9,7 +9,7 @@ from pydantic import Field
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
-from embodyrl.policies.flow.settings import FlowSettings
+from embodyrl.policies.flow.settings import WARMUP_STEPS, FlowSettings
 from embodyrl.policies.flow.small.config import SmallConfig
 from embodyrl.policies.flow.small.units import Units, units_of
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -65,6 +65,7 @@ class SmallFlowFactory:
             uses_state=plan.config.state_dim > 0,
             gripper=_gripper(env),
             num_parameters=plan.config.num_parameters,
+            warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
 

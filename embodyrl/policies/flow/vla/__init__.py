@@ -7,6 +7,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.flow.configs import CONFIG_FILE
 from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
+from embodyrl.policies.flow.settings import WARMUP_STEPS
 from embodyrl.policies.flow.specs import FlowSpec
 from embodyrl.policies.flow.vla.folder import (
     TOKENIZER_FILE,
@@ -69,6 +70,7 @@ class VlaFactory:
             num_trained=lora if lora is not None else sizes.expert if only else None,
             activation_bytes=kept,
             recomputed_bytes=kept // 10,
+            warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
 
