@@ -143,8 +143,8 @@ class FaultyEnv(ChunkedEnv):
             result = replace(result, valid=np.ones_like(result.valid))
         return result
 
-    def expert_chunk(self, slots, num_actions, *, noise, after_step=None):
-        clean, result = super().expert_chunk(slots, num_actions, noise=noise, after_step=after_step)
+    def expert_chunk(self, slots, num_actions, *, noise, instead=None, after_step=None):
+        clean, result = super().expert_chunk(slots, num_actions, noise=noise, instead=instead, after_step=after_step)
         return clean * (0.9 if self.plant == "expert_reports_something_else" else 1.0), result
 
 

@@ -19,7 +19,7 @@ from embodyrl.monitor.fanout import Fanout
 from embodyrl.plan.blueprint import Blueprint, count_env_workers, deal_slots, draw_blueprint
 from embodyrl.plan.episodes import demonstration_episodes, selected_tasks
 from embodyrl.plan.roots import CollectConfig
-from embodyrl.plan.settings import EpisodeFilter, FrameFormat
+from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import Episode
@@ -70,7 +70,8 @@ def draw_collection(cfg: CollectConfig) -> Blueprint:
     """
     base = draw_blueprint(cfg, training=False)
     tasks = selected_tasks(base.env, cfg.env.train)
-    if base.policy.scripted and (unknown := [t for t in tasks if t not in base.env.expert_tasks]):
+    labelled = cfg.collect.labels is Labels.expert
+    if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert_tasks]):
         known = ",".join(map(str, base.env.expert_tasks))
         raise ConfigError(
             f"env '{base.env.name}' has no scripted expert for tasks {unknown}; set env.train.task_ids=[{known}]."
@@ -82,6 +83,7 @@ def draw_collection(cfg: CollectConfig) -> Blueprint:
         # The running episode of each slot, and what is in flight.
         capacity=slots * (cfg.env.train.max_episode_steps + 2),
         single_step=True,
+        labelled=labelled,
     )
 
 
@@ -99,6 +101,7 @@ def card_of(blueprint: Blueprint) -> Card:
             "temperature": cfg.algorithm.sampling_params.temperature,
             "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
             "filter": cfg.collect.filter.value,
+            **({"labels": cfg.collect.labels.value} if blueprint.labelled else {}),
             "seed": cfg.seed,
             "state_ids": cfg.env.train.state_ids,
             "max_episode_steps": cfg.env.train.max_episode_steps,

@@ -14,7 +14,7 @@ from embodyrl.channels.layout import Record, RecordLayout, encode_reply, record_
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import join_messages
 from embodyrl.datasets.layout import read_card
-from embodyrl.datasets.reader import Demonstrations, check_layout, load_demonstrations
+from embodyrl.datasets.reader import Demonstrations, check_layout, join_demonstrations, load_demonstrations
 from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.datasets.statistics import vector_stats
 from embodyrl.datasets.text import TextRows, open_rows
@@ -128,10 +128,11 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
 
     Raises:
         EmbodyError: a folder is damaged, empty, or too large for the memory.
-        ConfigError: the validation data come from another environment.
+        ConfigError: further or validation data come from another environment.
     """
     assert cfg.data.path is not None
-    demos = load_demonstrations(Path(cfg.data.path))
+    assert isinstance(cfg.data, DemonstrationSettings)
+    demos = join_demonstrations([load_demonstrations(Path(cfg.data.path)), *(_more(p, env) for p in cfg.data.more)])
     train, held_out = list(range(demos.num_episodes)), []
     if cfg.data.val_path is None and cfg.data.val_share and demos.num_episodes > 1:
         count = max(1, round(cfg.data.val_share * demos.num_episodes))
@@ -140,12 +141,17 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     training = _samples(demos, train, env, policy)
     if cfg.data.val_path is None:
         return training, _samples(demos, held_out, env, policy) if held_out else None
-    other = read_card(Path(cfg.data.val_path)).env
+    validation = _more(cfg.data.val_path, env)
+    return training, _samples(validation, list(range(validation.num_episodes)), env, policy)
+
+
+def _more(folder: str, env: EnvSpec) -> Demonstrations:
+    """Load demonstrations beside those of `data.path`, which are of `env`."""
+    other = read_card(Path(folder)).env
     shape = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
     if differs := [name for name in shape if getattr(other, name) != getattr(env, name)]:
-        raise ConfigError(f"data.val_path={cfg.data.val_path} differs from data.path in {', '.join(differs)}.")
-    validation = load_demonstrations(Path(cfg.data.val_path))
-    return training, _samples(validation, list(range(validation.num_episodes)), env, policy)
+        raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {', '.join(differs)}.")
+    return load_demonstrations(Path(folder))
 
 
 def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:

@@ -201,6 +201,21 @@ def load_demonstrations(root: Path) -> Demonstrations:
     )
 
 
+def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
+    """One set of several of the same environment, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    offsets = np.cumsum([0, *(len(part.images) for part in parts[:-1])])
+    return Demonstrations(
+        images=np.concatenate([part.images for part in parts]),
+        state=np.concatenate([part.state for part in parts]),
+        action=np.concatenate([part.action for part in parts]),
+        start=np.concatenate([part.start + offset for part, offset in zip(parts, offsets, strict=True)]),
+        stop=np.concatenate([part.stop + offset for part, offset in zip(parts, offsets, strict=True)]),
+        instruction=np.concatenate([part.instruction for part in parts]),
+    )
+
+
 def _image_bytes(column: Any) -> Iterator[bytes]:
     for chunk in column.chunks:
         yield from (value.as_py() for value in chunk.field("bytes"))

@@ -31,6 +31,8 @@ class DataSettings(Settings):
 class DemonstrationSettings(DataSettings):
     """Demonstrations of a robot."""
 
+    more: list[Path] = []
+    """Further folders of demonstrations of the same environment, learned from together with data.path."""
     image_aug: bool = True
     """Random crop, brightness, contrast, saturation and hue, as in the official fine-tuning recipe."""
 

@@ -104,7 +104,13 @@ class ChunkedEnv:
         return self._run(slots, actions.shape[1], lambda row, k, slot: actions[row, k], after_step)
 
     def expert_chunk(
-        self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
+        self,
+        slots: Sequence[int],
+        num_actions: int,
+        *,
+        noise: float,
+        instead: FloatArray | None = None,
+        after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
         """Let the expert act (see `Env.expert_chunk`)."""
         for slot in slots:
@@ -113,10 +119,14 @@ class ChunkedEnv:
                     f"{self._where(slot)}: there is no scripted expert for this task; env '{self.spec.name}' has "
                     f"one for tasks {list(self.spec.expert_tasks)}. Set env.train.task_ids and env.eval.task_ids."
                 )
+        if instead is not None:
+            self._check_actions(slots, instead)
         clean = np.zeros((len(slots), num_actions, self.spec.action_dim), np.float32)
 
         def choose(row: int, k: int, slot: int) -> FloatArray:
             clean[row, k] = self._sims.expert(slot)
+            if instead is not None:
+                return instead[row, k]
             progress = self._begun(slot)
             action = clean[row, k].copy()
             shake = np.random.default_rng([progress.start.seed, progress.steps]).normal(0.0, noise, len(action))

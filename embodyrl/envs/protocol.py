@@ -48,12 +48,19 @@ class Env(Protocol):
         ...
 
     def expert_chunk(
-        self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
+        self,
+        slots: Sequence[int],
+        num_actions: int,
+        *,
+        noise: float,
+        instead: FloatArray | None = None,
+        after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
         """Let the scripted expert (it may read privileged state) act for up to `num_actions` steps.
 
-        Executes its actions with Gaussian noise of standard deviation `noise` on all dimensions but the gripper, and
-        returns its own, clean choices [n, K, A] (what a learner should imitate) with the outcome.
+        Executes its actions with Gaussian noise of standard deviation `noise` on all dimensions but the gripper, or
+        `instead` [n, K, A], and returns its own, clean choices [n, K, A] (what a learner should imitate) with the
+        outcome.
 
         Raises:
             EnvError: there is no expert for a slot's task.

@@ -62,6 +62,8 @@ class Blueprint:
     devices: Devices
     single_step: bool = False
     """Every env step is a record: the policy is asked anew after each action."""
+    labelled: bool = False
+    """The environment's expert says beside each action what it would have done."""
 
     def config(self, kind: type[C]) -> C:
         """`cfg`, of a command that is known to be this one."""

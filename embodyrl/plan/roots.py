@@ -29,9 +29,11 @@ from embodyrl.plan.settings import (
     ActingRunSettings,
     CheckpointSettings,
     CollectSettings,
+    DaggerSettings,
     EvalSettings,
     FaultSettings,
     MeasuredRunSettings,
+    LearnedRunSettings,
     RecordedSettings,
     RolloutMode,
     RolloutSettings,
@@ -46,7 +48,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.registry import Registry, closest
 from embodyrl.rewards.settings import JudgeSettings
-from embodyrl.workers.settings import ActingSettings, ActorSettings, SupervisedActorSettings
+from embodyrl.workers.settings import ActingSettings, ActorSettings, LearnedActorSettings, SupervisedActorSettings
 
 R = TypeVar("R", bound="Root")
 
@@ -186,6 +188,22 @@ class ServeConfig(PolicyConfig):
     serve: ServeSettings = ServeSettings()
 
 
+class DaggerConfig(CollectConfig, SftConfig):
+    """`embodyrl dagger`: what collecting and supervised training read."""
+
+    runner: LearnedRunSettings = LearnedRunSettings()
+    data: DemonstrationSettings = DemonstrationSettings()
+    actor: LearnedActorSettings = LearnedActorSettings()
+    faults: FaultSettings = FaultSettings()
+    dagger: DaggerSettings = DaggerSettings()
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what every round sets."""
+        yield "collect.labels", "the expert labels in every round"
+        yield "collect.filter", "failures are labelled too"
+        yield "runner.resume_dir", "the same command goes on with the first round that is not complete"
+
+
 class TextTask(Settings):
     """What an environment of rows brings along."""
 
@@ -199,6 +217,7 @@ ROOTS: dict[str, type[Root]] = {
     "collect": CollectConfig,
     "sft": SftConfig,
     "serve": ServeConfig,
+    "dagger": DaggerConfig,
     "check-env": CheckConfig,
 }
 

@@ -231,6 +231,18 @@ class FaultSettings(ActingFaults, SupervisedFaults):
 
 EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])
 FrameFormat = StrEnum("FrameFormat", ["png", "mp4"])
+Labels = StrEnum("Labels", ["executed", "expert"])
+
+
+class LearnedRunSettings(SupervisedRunSettings, ActingRunSettings):
+    """A run that plays episodes and learns from labels."""
+
+
+class DaggerSettings(Settings):
+    """DAgger."""
+
+    rounds: Count = 3
+    """Rounds: the policy acts, the environment's expert labels, the policy learns from all labels so far."""
 
 
 class CollectSettings(Settings):
@@ -242,6 +254,8 @@ class CollectSettings(Settings):
     """Episodes to keep, spread evenly over the tasks."""
     filter: EpisodeFilter = EpisodeFilter.success
     """success: keep only episodes that reach their goal; all: keep every episode."""
+    labels: Labels = Labels.executed
+    """Actions that are recorded: the policy's own, or what the environment's expert would have done in its place."""
     images: FrameFormat = FrameFormat.png
     """png: lossless, inside the parquet files; mp4: much smaller, but frames come back slightly changed."""
 

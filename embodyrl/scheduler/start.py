@@ -100,6 +100,7 @@ def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
         expert_noise=getattr(cfg.model, "expert_noise", 0.0),
         arena=arena.handle,
         scripted=blueprint.policy.scripted,
+        labelled=blueprint.labelled,
         single_step=blueprint.single_step,
         shared_arena=shared_arena(cfg, arena),
     )

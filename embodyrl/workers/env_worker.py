@@ -30,6 +30,8 @@ class EnvWorkerInit(WorkerInit):
     """Standard deviation of the noise on what the scripted expert does."""
     scripted: bool = False
     """The environment's expert acts; the chunk in the record is ignored and overwritten."""
+    labelled: bool = False
+    """The chunk in the record is executed, and overwritten with what the environment's expert would have done."""
     single_step: bool = False
     """Execute only the first action of each chunk, so that every env step has a record of its own."""
 
@@ -84,8 +86,11 @@ class EnvWorker:
         records = arena.read([o.source for o in requests])
         film = self._film if self._open_recordings else None
         length = 1 if self._init.single_step else arena[Record.action].shape[1]
-        if self._init.scripted:
-            actions, result = self._env.expert_chunk(slots, length, noise=self._init.expert_noise, after_step=film)
+        if self._init.scripted or self._init.labelled:
+            acted = None if self._init.scripted else arena[Record.action][records, :length]
+            actions, result = self._env.expert_chunk(
+                slots, length, noise=self._init.expert_noise, instead=acted, after_step=film
+            )
             arena[Record.action][records, :length] = actions
         else:
             if arena[Record.reply].shape[1]:

@@ -115,6 +115,12 @@ class SupervisedActorSettings(Settings):
             )
 
 
+class LearnedActorSettings(SupervisedActorSettings, ActingSettings):
+    """The actor of a command that acts and learns from labels."""
+
+    fsdp: FsdpSettings = FsdpSettings()
+
+
 class ActorSettings(SupervisedActorSettings, ActingSettings):
     """The actor of reinforcement learning."""
 

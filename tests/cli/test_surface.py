@@ -30,6 +30,7 @@ SURFACE = {
     "collect": RUN,
     "sft": RUN | {"--resume"},
     "serve": RUN,
+    "dagger": RUN,
     "report": {"--out", "--open", "--json"},
     "view": {"--follow"},
     "replay": {"--step", "--json"},

@@ -158,7 +158,13 @@ class ConversationEnv:
         return True
 
     def expert_chunk(
-        self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
+        self,
+        slots: Sequence[int],
+        num_actions: int,
+        *,
+        noise: float,
+        instead: FloatArray | None = None,
+        after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
         """Refuse: the answers are in the data; `embodyrl sft` learns from them."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")

@@ -1,0 +1,69 @@
+"""DAgger with real workers: what is executed, what is recorded, and what each round learns from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_runs import TOY_COLLECT
+
+from embodyrl.commands.collect import collect
+from embodyrl.commands.dagger import dagger
+from embodyrl.datasets.reader import load_demonstrations
+from embodyrl.datasets.writer import read_episodes
+from embodyrl.errors import ConfigError
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+
+TASKS = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6", "env.train.max_episode_steps=8")
+QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
+
+
+def configure(command: str, folder: Path, *words: str):
+    cfg = load_config(command, [*TOY_COLLECT, *TASKS, *QUIET, f"runner.output_dir={folder}/runs", *words])
+    check_components(cfg)
+    return cfg
+
+
+def test_the_policy_acts_and_the_expert_labels(tmp_path: Path) -> None:
+    out = tmp_path / "labelled"
+    words = ("model=random", "collect.labels=expert", "collect.filter=all", "eval.sampling_params.do_sample=true")
+    collect(configure("collect", tmp_path, *words, f"collect.out={out}", "collect.episodes=4"))
+    demos = load_demonstrations(out)
+    for row, (start, stop) in zip(read_episodes(out), zip(demos.start, demos.stop, strict=True), strict=True):
+        sign = 1.0 if row["embodyrl/task_id"] == 0 else -1.0
+        np.testing.assert_array_equal(demos.action[start:stop, 0], 0.5 * sign)
+        # The expert would have moved by the same amount in every step.
+        assert np.ptp(np.diff(demos.state[start:stop, 0])) > 0.1
+
+
+@pytest.mark.integration
+def test_each_round_learns_from_all_labels_so_far(tmp_path: Path) -> None:
+    collect(configure("collect", tmp_path, f"collect.out={tmp_path}/demos", "collect.episodes=4"))
+    words = (
+        *("model=flow_small", "model.num_action_chunks=2", "model.num_images_in_input=0", "data.image_aug=false"),
+        *("actor.global_batch_size=8", "actor.micro_batch_size=8", "runner.max_steps=3", "dagger.rounds=2"),
+        *(f"data.path={tmp_path}/demos", f"collect.out={tmp_path}/rounds", "collect.episodes=4"),
+        "runner.experiment_name=learner",
+    )
+    result = dagger(configure("dagger", tmp_path, *words))
+    rounds = [read_episodes(folder) for folder in result.data]
+    assert [len(rows) for rows in rounds] == [4, 4]
+    seeds = [{row["embodyrl/seed"] for row in rows} for rows in rounds]
+    assert not seeds[0] & seeds[1]
+    learned = load_config_text(result.run)
+    assert all(str(folder) in learned for folder in result.data)
+    assert str(tmp_path / "runs" / "learner_round_1" / "checkpoints" / "step_000003") in learned
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    assert dagger(configure("dagger", tmp_path, *words)) == result
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == before
+
+
+def load_config_text(run: Path) -> str:
+    return (run / "config.yaml").read_text(encoding="utf-8")
+
+
+def test_what_every_round_sets_is_not_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"collect\.filter has no effect"):
+        configure("dagger", tmp_path, "model=flow_small", "collect.filter=all", "collect.out=a", "data.path=b")
