@@ -38,6 +38,7 @@ def test_policy_benchmark_against_its_peer(tmp_path):
     assert names == [f"tiny fp32 {what} batch 1" for what in ("act", "act", "score", "score")]
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_flow_benchmark_against_its_peers(tmp_path, capfd):
     names = run(tmp_path, "policy.py", "--sizes", "pi0-tiny", "--batches", "2", "--seconds", "0", "--turns", "1")
