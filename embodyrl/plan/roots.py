@@ -35,7 +35,6 @@ from embodyrl.plan.settings import (
     LearnedRunSettings,
     MeasuredRunSettings,
     RecordedSettings,
-    RolloutMode,
     RolloutSettings,
     RunnerSettings,
     ServeSettings,
@@ -43,7 +42,7 @@ from embodyrl.plan.settings import (
     SupervisedRunSettings,
     VideoChoice,
 )
-from embodyrl.plan.slots import slot_problems
+from embodyrl.plan.slots import slot_problems, staleness_problems
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.registry import Registry, closest
@@ -151,7 +150,8 @@ class TrainConfig(EvalConfig):
         """Say what does not fit together, one line each with the fix."""
         yield from super().problems()
         yield from slot_problems(self.env.train, self.algorithm.group_size, self.launcher)
-        yield from _asynchronous(self)
+        lag, certain = self.algorithm.max_staleness, self.runner.deterministic
+        yield from staleness_problems(lag, self.actor.fsdp, self.rollout.mode, deterministic=certain)
         yield from _ranks(self)
         if self.runner.resume_dir is not None and self.ckpt is not None:
             yield (
@@ -384,20 +384,6 @@ def suggest(name: str) -> str:
 
 def _with_parents(keys: Mapping[str, Key]) -> list[str]:
     return [*keys, *{parent for key in keys for parent in parents_of(key)}]
-
-
-def _asynchronous(cfg: TrainConfig) -> Iterator[str]:
-    fsdp, lag = cfg.actor.fsdp, cfg.algorithm.max_staleness
-    if lag and cfg.runner.deterministic:
-        yield (
-            f"algorithm.max_staleness={lag}: which weights an asynchronous rollout acts with depends on the clock, so "
-            "runner.deterministic=true cannot hold. Set one of them back."
-        )
-    if lag and (fsdp.size > 1 or fsdp.cpu_offload) and cfg.rollout.mode is RolloutMode.collocated:
-        yield (
-            f"algorithm.max_staleness={lag} acts while it trains, which takes one actor rank with its weights in "
-            "place. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
-        )
 
 
 def _ranks(cfg: TrainConfig | SftConfig) -> Iterator[str]:

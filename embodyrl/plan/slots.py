@@ -1,9 +1,11 @@
-"""Whether the slots of a training run can be dealt to groups and workers."""
+"""Whether the slots of a training run can be dealt to groups and workers, and may act while others train."""
 
 from collections.abc import Iterator
 
 from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
 from embodyrl.envs.settings import TrainSplit
+from embodyrl.plan.settings import RolloutMode
+from embodyrl.workers.settings import FsdpSettings
 
 
 def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:
@@ -27,4 +29,18 @@ def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> I
         yield (
             f"launcher.env_workers={workers} but only env.train.total_num_envs={slots} slots: some workers would idle. "
             f"Use launcher.env_workers={slots}."
+        )
+
+
+def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool) -> Iterator[str]:
+    """Say what an asynchronous run cannot be beside, one line each with the fix."""
+    if lag and deterministic:
+        yield (
+            f"algorithm.max_staleness={lag}: which weights an asynchronous rollout acts with depends on the clock, so "
+            "runner.deterministic=true cannot hold. Set one of them back."
+        )
+    if lag and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
+        yield (
+            f"algorithm.max_staleness={lag} acts while it trains, which takes one actor rank with its weights in "
+            "place. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
         )
