@@ -118,7 +118,7 @@ def test_a_written_experiment_trains(
     words = [*(f"{key}={path}" for key, path in here.items()), "rollout.backend=hf"]
     if name.startswith("rlinf"):
         pytest.importorskip("libero")
-        words = ["model.path=assets/openvla_oft_tiny", "model.unnorm_key=libero_10_no_noops", "rollout.backend=hf"]
+        words = ["model.path=assets/openvla_oft_tiny", "model.unnorm_key=libero_10_no_noops"]
     word = [f"experiment={Path(name).stem}", "--config-dir", str(tmp_path)]
     assert main(["train", *word, *words, "--dry-run"]) == 0, capsys.readouterr().err
 

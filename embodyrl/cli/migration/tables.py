@@ -42,7 +42,8 @@ class System:
 def read(*parts: str) -> Any:
     """Read a file of the package."""
     text = FOLDER.joinpath(*parts).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where there is libyaml
+    return safe(text).get_single_data()
 
 
 def systems() -> list[str]:
