@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ from embodyrl.algorithms.settings import (
     TruncatedEpisodes,
     ValueSettings,
 )
-from embodyrl.algorithms.shaping import ReturnScale, adapted_beta, shape_rewards, subtract_kl
+from embodyrl.algorithms.shaping import ReturnScale, adapted_beta, shape_rewards, subtract_kl, within_bounds
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
 
@@ -280,16 +279,7 @@ class Algorithm:
         cfg = self._cfg
         if not isinstance(cfg, GroupSettings):
             return list(range(len(episodes)))
-        groups: dict[int, list[Episode]] = defaultdict(list)
-        for episode in episodes:
-            groups[episode.spec.group_id].append(episode)
-        kept = {
-            group
-            for group, members in groups.items()
-            if _within(cfg.filter_rewards, [float(e.success_once) for e in members])
-            and _within(cfg.filter_returns, [float(e.reward[e.valid].sum()) for e in members])
-        }
-        return [i for i, episode in enumerate(episodes) if episode.spec.group_id in kept]
+        return within_bounds(episodes, success=cfg.filter_rewards, returns=cfg.filter_returns)
 
     def _is_masked(self, episode: Episode) -> bool:
         """Whether a limit ended the episode and such episodes stay out of the loss."""
@@ -398,8 +388,3 @@ def _value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
         "train/value_target_mean": float(returns.mean()),
         "train/explained_variance": float(1.0 - (returns - value).var() / spread) if spread > 0 else 0.0,
     }
-
-
-def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
-    """Whether the mean lies within the bounds; without bounds everything does."""
-    return bounds is None or bounds[0] <= np.mean(values) <= bounds[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -101,3 +102,23 @@ class ReturnScale:
         self._spread += float(values.var()) * values.size + delta**2 * self._count * values.size / total
         self._mean += delta * values.size / total
         self._count = total
+
+
+def within_bounds(
+    episodes: Sequence[Episode], *, success: Sequence[float] | None, returns: Sequence[float] | None
+) -> list[int]:
+    """Indices of the episodes whose groups have their mean success, and their mean return, within [low, high]."""
+    groups: dict[int, list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        groups[episode.spec.group_id].append(episode)
+    kept = {
+        group
+        for group, members in groups.items()
+        if _within(success, [float(e.success_once) for e in members])
+        and _within(returns, [float(e.reward[e.valid].sum()) for e in members])
+    }
+    return [i for i, episode in enumerate(episodes) if episode.spec.group_id in kept]
+
+
+def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
+    return bounds is None or bounds[0] <= np.mean(values) <= bounds[1]
