@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -391,17 +390,3 @@ class ImitationScores:
     """[B], with gradients."""
     accuracy: torch.Tensor
     """[B] share of the chunk's numbers whose bin or category is the given one's when acting greedily."""
-
-
-def decode_instruction(row: ByteArray) -> str:
-    """Read zero-padded UTF-8 bytes."""
-    return bytes(row).rstrip(b"\0").decode("utf-8")
-
-
-@lru_cache(maxsize=256)
-def encode_instruction(text: str, width: int) -> ByteArray:
-    """Write an instruction as `width` zero-padded UTF-8 bytes; read-only. ValueError: the text does not fit."""
-    raw = text.encode("utf-8", errors="replace")
-    if len(raw) > width:
-        raise ValueError(f"instruction of {len(raw)} bytes does not fit into {width}: {text[:60]!r}.")
-    return np.frombuffer(raw.ljust(width, b"\0"), dtype=np.uint8)

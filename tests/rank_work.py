@@ -14,10 +14,9 @@ from torch import Tensor
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.channels.layout import Record
+from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
-from embodyrl.types import encode_instruction
 from embodyrl.workers.messages import InferItem, InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 

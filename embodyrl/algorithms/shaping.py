@@ -121,4 +121,4 @@ def within_bounds(
 
 
 def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
-    return bounds is None or bounds[0] <= np.mean(values) <= bounds[1]
+    return bounds is None or bounds[0] <= float(np.mean(values)) <= bounds[1]

@@ -1,11 +1,12 @@
 """What one transition record holds, and where each field lies in the arena."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
 
-from embodyrl.types import ByteArray, EnvSpec, PolicySpec, encode_instruction
+from embodyrl.types import ByteArray, EnvSpec, PolicySpec
 
 _ALIGN = 64  # one cache line: two writers never share one between fields
 
@@ -81,7 +82,7 @@ class Record:
     observed_state = Column("observed_state", "float32", "state_dim")
     """Proprioception, as the environment gives it."""
     instruction = Column("instruction", "uint8", "instruction_bytes")
-    """UTF-8, padded (`types.encode_instruction`)."""
+    """UTF-8, padded (`encode_instruction`)."""
     tokens = Column("tokens", "int64", "L")
     """What was drawn, and is scored again while training."""
     logprob = Column("logprob", "float32", "L")
@@ -161,6 +162,20 @@ def _instruction_width(env: EnvSpec) -> int:
     """Bytes that hold every instruction of an environment, rounded up to 64."""
     longest = env.prompt_bytes or max((len(t.encode("utf-8")) for t in env.tasks), default=1)
     return -(-max(longest, 1) // 64) * 64
+
+
+def decode_instruction(row: ByteArray) -> str:
+    """Read zero-padded UTF-8 bytes."""
+    return bytes(row).rstrip(b"\0").decode("utf-8")
+
+
+@lru_cache(maxsize=256)
+def encode_instruction(text: str, width: int) -> ByteArray:
+    """Write an instruction as `width` zero-padded UTF-8 bytes; read-only. ValueError: the text does not fit."""
+    raw = text.encode("utf-8", errors="replace")
+    if len(raw) > width:
+        raise ValueError(f"instruction of {len(raw)} bytes does not fit into {width}: {text[:60]!r}.")
+    return np.frombuffer(raw.ljust(width, b"\0"), dtype=np.uint8)
 
 
 def encode_reply(text: str, width: int) -> ByteArray:

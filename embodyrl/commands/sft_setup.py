@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record, RecordLayout, encode_reply, record_layout
+from embodyrl.channels.layout import Record, RecordLayout, encode_instruction, encode_reply, record_layout
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import join_messages
 from embodyrl.datasets.layout import read_card
@@ -25,15 +25,7 @@ from embodyrl.plan.seeds import derive
 from embodyrl.plan.texts import tokenizer_folder
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.types import (
-    ActionKind,
-    ActionSpace,
-    EnvSpec,
-    FloatArray,
-    IntArray,
-    PolicySpec,
-    encode_instruction,
-)
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, PolicySpec
 from embodyrl.workers.rollout_worker import convert_gripper
 
 STATISTICS_FILE = "dataset_statistics.json"

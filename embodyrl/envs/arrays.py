@@ -133,7 +133,13 @@ class ArrayEnv:
         return earned
 
     def expert_chunk(
-        self, slots: Sequence[int], num_actions: int, *, noise: float, after_step: AfterStep | None = None
+        self,
+        slots: Sequence[int],
+        num_actions: int,
+        *,
+        noise: float,
+        instead: FloatArray | None = None,
+        after_step: AfterStep | None = None,
     ) -> Never:
         """There is none, EnvError."""
         raise EnvError(f"env '{self.spec.name}' steps as arrays and has no scripted expert.")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import OBSERVATION, Record
+from embodyrl.channels.layout import OBSERVATION, Record, decode_instruction
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_films
@@ -19,7 +19,7 @@ from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop
 from embodyrl.scheduler.policy_client import PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
 from embodyrl.scheduler.slot import KEPT, ChunkFields, Open, Phase, Slot
-from embodyrl.types import Episode, EpisodeSpec, EpisodeStart, decode_instruction
+from embodyrl.types import Episode, EpisodeSpec, EpisodeStart
 from embodyrl.workers.messages import (
     Done,
     EnvReport,

@@ -9,12 +9,12 @@ from typing import cast
 import numpy as np
 
 from embodyrl.channels.arena import Ticket
-from embodyrl.channels.layout import STEP_RESULT, Record
+from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, encode_instruction
 from embodyrl.envs.protocol import ENVS, BatchEnv, Env, EnvContext, TextEnv
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
-from embodyrl.types import ByteArray, FloatArray, ObservationOut, decode_instruction, encode_instruction
+from embodyrl.types import ByteArray, FloatArray, ObservationOut
 from embodyrl.workers.lifecycle import WorkerInit
 from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, StepRequest, WorkerReady
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record
+from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
-from embodyrl.types import FloatArray, ImitationScores, IntArray, decode_instruction
+from embodyrl.types import FloatArray, ImitationScores, IntArray
 from embodyrl.workers.augment import augment, draw
 from embodyrl.workers.messages import ImitateRequest
 from embodyrl.workers.rollout_worker import read_observation

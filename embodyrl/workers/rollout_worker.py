@@ -7,10 +7,10 @@ from typing import Any, cast
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record, encode_reply
+from embodyrl.channels.layout import Record, decode_instruction, encode_reply
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
-from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation, decode_instruction
+from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation
 from embodyrl.workers.messages import InferRequest, RankInfo, ValueRequest
 
 
