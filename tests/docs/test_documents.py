@@ -112,7 +112,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(place / "runs" / name)
     for file in EXAMPLES.glob("*.py"):
         shutil.copy(file, place)
-    shutil.copy(SOURCE / "tests" / "cli" / "migrate_data" / "verl_ppo_gspo.yaml", place / "ppo_trainer.yaml")
+    foreign = {"verl_ppo_gspo.yaml": "ppo_trainer.yaml", "simplevla_rl_libero.sh": "run_openvla_oft_rl_libero.sh"}
+    for name, called in foreign.items():
+        shutil.copy(SOURCE / "tests" / "cli" / "migrate_data" / name, place / called)
     return place
 
 
