@@ -76,7 +76,7 @@ def card_text(card: Mapping[str, Any]) -> str:
         "protocol": _protocol_text(card["protocol"]),
         "states": "; ".join(f"{name} {value}" for name, value in card["states"].items()),
         "seeds": "; ".join(f"{name} {value}" for name, value in card["seeds"].items()),
-        "costs": "; ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in card["costs"].items()),
+        "costs": "; ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in card["costs"].items() if value),
         "code": f"embodyrl {card['embodyrl']}, commit {card['commit'] or 'not known'}",
         "config": f"sha256 {card['config_sha256'][:16]}",
         "machine": "; ".join(f"{name} {value}" for name, value in card["machine"].items()),
@@ -172,9 +172,10 @@ def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
     """Env steps, and hours: of the attempts that came to their end, or of what the metrics say."""
     attempts = read_rows(history.folder / COSTS_FILE)
     steps = sum(row.get("env/steps") or 0.0 for row in history.rows)
-    wall = sum(row["wall_s"] for row in attempts) or sum(step_seconds(row) for row in history.rows)
+    steps_s, evaluations_s = (sum(map(step_seconds, history.rows)), sum(t.get("wall_s", 0.0) for t in tables))
+    wall = sum(row["wall_s"] for row in attempts) or steps_s or evaluations_s
     costs = {
-        "env_steps": int(steps),
+        "training_env_steps": int(steps),
         "evaluation_env_steps": sum(int(table.get("env_steps", 0)) for table in tables),
         "wall_hours": round(wall / 3600, 3),
     }
