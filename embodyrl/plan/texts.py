@@ -51,7 +51,7 @@ def _further_suites(cfg: EvalConfig) -> tuple[str, ...]:
     wanted, factory = cfg.runner.val_suites, ENVS.get(cfg.env.env_type)
     if not wanted:
         return ()
-    offered = factory.suites(cfg.env) if hasattr(factory, "suites") else ()
+    offered: tuple[str, ...] = getattr(factory, "suites", lambda _: ())(cfg.env)
     if wanted == [ALL_SUITES] and offered:
         return offered
     own, known = getattr(factory, "own_suite", lambda _: None)(cfg.env), ", ".join(offered) or "no further suites"
