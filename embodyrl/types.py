@@ -119,11 +119,6 @@ class EnvSpec:
         return self.suites[task_id] if self.suites else self.name
 
     @property
-    def own_tasks(self) -> range:
-        """Tasks of the own suite."""
-        return range(self.suites.count(self.suites[0]) if self.suites else len(self.tasks))
-
-    @property
     def action_kind(self) -> ActionKind:
         """What kind of numbers an action is."""
         return self.action_space.kind if self.action_space else ActionKind.box

@@ -12,6 +12,7 @@ from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.monitor.paired import Paired, pair_suites
+from embodyrl.plan.episodes import own_tasks
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode
 
@@ -206,7 +207,7 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
     tasks = []
     for task in ids:
         played = [row for row in rows if row.task_id == task]
-        place = {"suite": played[0].suite, "number": task % len(env.own_tasks)}
+        place = {"suite": played[0].suite, "number": task % len(own_tasks(env))}
         tasks.append(_summarise_task(task, env.tasks[task], played, **place))
     return EvalResult(
         overall=_summarise_task(-1, "overall", own),

@@ -59,6 +59,11 @@ class EpisodeList:
         return replace(self, waves=tuple(waves)) if episodes else self
 
 
+def own_tasks(env: EnvSpec) -> range:
+    """Tasks of the environment's own suite."""
+    return range(env.suites.count(env.suites[0]) if env.suites else len(env.tasks))
+
+
 def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
     """All reset ids of the selected tasks and initial states; `across`: of every suite.
 
@@ -75,7 +80,7 @@ def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> li
     Raises:
         ConfigError: a task id does not exist.
     """
-    own = env.own_tasks
+    own = own_tasks(env)
     tasks = list(split.task_ids) if split.task_ids is not None else list(own)
     bad = [t for t in tasks if t not in own]
     if bad:
