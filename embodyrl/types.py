@@ -107,8 +107,7 @@ class EnvSpec:
     """The last so many initial states of each task are for evaluation, unless `state_ids` says otherwise."""
     components: tuple[str, ...] = ()
     """Names of the parts of the reward that are logged one by one."""
-    component_weights: tuple[float, ...] = ()
-    """What each part counts in the reward."""
+    component_weights: tuple[float, ...] = ()  # what each part counts in the reward
     suites: tuple[str, ...] = ()
     """Suite of each task where evaluations cover several, all with the tasks of the first, the only one to train on."""
     reward_factor: float = 1.0
@@ -141,8 +140,7 @@ class EnvSpec:
         """All reset ids of one task."""
         if not 0 <= task_id < len(self.tasks):
             raise ValueError(f"task id {task_id} is outside 0..{len(self.tasks) - 1} of env '{self.name}'.")
-        start = sum(self.states_per_task[:task_id])
-        return range(start, start + self.states_per_task[task_id])
+        return range(start := sum(self.states_per_task[:task_id]), start + self.states_per_task[task_id])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
