@@ -156,7 +156,7 @@ def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
     assert complete("embodyrl", "tr") == {"train"}
     assert "env=tabletop" in complete("embodyrl", "train", "env=t")
     assert "--dry-run" in complete("embodyrl", "train", "--")
-    assert complete("embodyrl", "train", "actor.optim.warm") == {"actor.optim.warmup_steps="}
+    assert complete("embodyrl", "train", "actor.optim.warmup_s") == {"actor.optim.warmup_steps="}
 
 
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
