@@ -22,14 +22,13 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.channels.arena import Arena, Ticket
-from embodyrl.channels.layout import Record
+from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.config.paths import assets_dir
 from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import GIB, plan_memory
 from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
-from embodyrl.types import encode_instruction
 from embodyrl.workers.messages import InferItem, InferRequest, RankInfo, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
