@@ -45,6 +45,8 @@ class PolicyRequest:
     """Heads and projectors that the checkpoint lacks start at random instead of being an error."""
     backend: str = "hf"
     """Who writes replies: hf (the policy's module) or vllm."""
+    engine_share: float = 0.4
+    """Of the GPU's memory, which vLLM takes for its weights and its cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     """How replies in words are drawn; log-probabilities are those of all tokens at `temperature`."""
 

@@ -7,11 +7,15 @@ from typing import ClassVar
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
+from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, read_sizes
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 BYTES_PER_TOKEN = 32
 """Room for what a reply says: longer ones, far above the average of any language, keep their beginning."""
+
+BYTES_OF_PROMPT_TOKEN = 4
+"""Of a prompt, about; English text has four to five."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +42,27 @@ class CausalLMFactory:
 
     def spec(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy: a chunk is a reply, an action one token of it."""
+        size = read_sizes(None if cfg.path is None else resolve_asset(cfg.path))
+        tokens = cfg.num_action_chunks + -(-env.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
+        per_token, total = size.per_token(half=cfg.half, adapters=cfg.is_lora), _count(cfg.path)
+        stream = 4 if not (cfg.half and cfg.is_lora) else 2
         return PolicySpec(
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=1,
             tokens_per_chunk=cfg.num_action_chunks,
             value_dim=value_dim,
-            num_parameters=_count(cfg.path),
+            num_parameters=total,
+            num_trained=size.adapter_parameters(cfg.lora.r) if cfg.is_lora else None,
+            activation_bytes=tokens * size.layers * per_token,
+            recomputed_bytes=tokens * size.layers * stream * size.width,
+            largest_layer=(size.layer_parameters, tokens * per_token),
+            outside_layers=size.outside_parameters,
+            scoring_bytes=size.scoring_bytes(CHUNK_LOGITS, half=cfg.half),
+            acting_bytes=tokens * size.layers * 6 * size.keys + 12 * size.vocabulary,
+            sample_tokens=tokens,
+            forward_flops=2.0 * total * tokens,
+            act_passes=cfg.num_action_chunks,
             action_kinds=frozenset({ActionKind.text}),
             reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
         )

@@ -16,8 +16,7 @@ from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
-"""Of a CPU build; on a GPU vLLM takes GPU_SHARE of the memory, the rest is for training."""
-GPU_SHARE = 0.4
+"""Of a CPU build; on a GPU vLLM takes the share of the memory that the run's plan leaves it."""
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest difference of a log-probability that rounding explains."""
 
@@ -26,9 +25,16 @@ class VllmEngine:
     """One vLLM engine whose weights follow a module's."""
 
     def __init__(
-        self, save: Callable[[Path], None], *, dtype: str, temperature: float, sampling: SamplingSettings, seed: int
+        self,
+        save: Callable[[Path], None],
+        *,
+        dtype: str,
+        temperature: float,
+        sampling: SamplingSettings,
+        seed: int,
+        gpu_share: float,
     ) -> None:
-        """Build the engine from a folder that `save` writes.
+        """Build the engine from a folder that `save` writes; on a GPU it takes `gpu_share` of the whole memory.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
@@ -44,7 +50,7 @@ class VllmEngine:
                 "use rollout.backend=hf."
             ) from error
         self._engine_sampling, self._sampling = vllm.SamplingParams, sampling
-        memory: dict[str, Any] = {"gpu_memory_utilization": GPU_SHARE}
+        memory: dict[str, Any] = {"gpu_memory_utilization": gpu_share}
         if not torch.cuda.is_available():
             memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True}
         self._dtype = dtype
@@ -98,8 +104,13 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int
     ) -> tuple[IntArray, FloatArray]:
-        """Tokens (-1 after the end) and log-probabilities [B, limit]; each reply's seed comes from its noise."""
+        """Tokens (-1 after the end) and log-probabilities [B, limit].
+
+        Each reply's seed comes from its noise; on a GPU, where vLLM draws replies that have seeds one after the other,
+        only in deterministic mode.
+        """
         s = self._sampling
+        seeded = noise is not None and (not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled())
         params = [
             self._engine_sampling(
                 temperature=0.0 if noise is None else temperature,
@@ -113,7 +124,7 @@ class VllmEngine:
                 detokenize=bool(s.stop),  # a sixth of the time of a small model
                 max_tokens=limit,
                 logprobs=0,
-                seed=None if noise is None else int(float(noise[i, 0]) * 2**31),
+                seed=int(float(noise[i, 0]) * 2**31) if noise is not None and seeded else None,
             )
             for i in range(len(prompts))
         ]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from embodyrl.config.shared import Precision
 from embodyrl.conversation import split_messages
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.causal_lm.loading import add_adapters, load
+from embodyrl.policies.causal_lm.model import LanguageModel, scores_of
 from embodyrl.policies.causal_lm.sampling import choose
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.drawing import categorical_scores
+from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -31,37 +32,6 @@ ADAPTER_FOLDER = "adapter"
 VALUE_FILE = "value_head/model.safetensors"
 """In a folder of its own: others take every weight file beside config.json for the language model's."""
 _CACHED_PROMPTS = 4096
-
-
-class LanguageModel(nn.Module):
-    """A causal LM and, where values are asked for, a head on its last hidden states."""
-
-    def __init__(self, lm: Any, value_dim: int) -> None:
-        super().__init__()
-        self.lm = lm
-        self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1) if value_dim else None
-        if self.value_head is not None:
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
-
-    def forward(
-        self, ids: Tensor, mask: Tensor, positions: Tensor, keep: int, cache: DynamicCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32."""
-        out = self.lm(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            logits_to_keep=keep,
-            output_hidden_states=self.value_head is not None,
-        )
-        logits = out.logits.float()
-        if self.value_head is None:
-            return logits, logits.new_zeros(logits.shape[:2])
-        hidden = out.hidden_states[-1][:, -keep:]
-        return logits, self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
 
 
 class CausalLMPolicy:
@@ -96,7 +66,8 @@ class CausalLMPolicy:
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
         self.encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_prompt)
-        self._engine_asked = request.backend != "hf"
+        self._plain_head = self._net.head_is_last(self._precision())
+        self._engine_asked, self._engine_share = request.backend != "hf", request.engine_share
         self._engine: VllmEngine | None = None
 
     @property
@@ -149,6 +120,7 @@ class CausalLMPolicy:
                 temperature=self._temperature,
                 sampling=self._sampling,
                 seed=self._seed,
+                gpu_share=self._engine_share,
             )
         self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
         tokens, logprob = self._engine.generate(prompts, noise, temperature, self.spec.num_action_chunks)
@@ -272,18 +244,20 @@ class CausalLMPolicy:
         longest = max(int(length.max()), 1)
         checkpointing = torch.is_grad_enabled() and self._checkpointing
         self._net.train(checkpointing)  # transformers recomputes in training mode only
+        said, positions = ids[:, -longest:], (mask.cumsum(1) - 1).clamp(min=0)
         with self._precision():
-            logits, value = self._net(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), longest + 1)
+            if self._plain_head and said.numel() * self._net.vocabulary > CHUNK_LOGITS:
+                parts = self._net.scores_in_chunks(ids, mask, positions, longest, self._temperature)
+            else:
+                logits, value = self._net(ids, mask, positions, longest + 1)
+                parts = (*scores_of(logits[:, :-1], said, self._temperature), value[:, :-1])
         self._net.eval()
-        said = ids[:, -longest:]
-        logits = logits[:, :-1] / self._temperature
-        parts = (*categorical_scores(logits, said), value[:, :-1], logits.argmax(-1) == said)
         # Rows end in the same column, so that none is wider than the longest; the results begin in the same one.
         column = torch.arange(longest, device=self._device) + (longest - length)[:, None]
         real, column = column < longest, column.clamp(max=longest - 1)
         rest = (0, tokens.shape[1] - longest)
-        first, second, third, last = (nn.functional.pad(part.gather(1, column) * real, rest) for part in parts)
-        return first, second, third, last
+        first, second, third, fourth = (nn.functional.pad(part.gather(1, column) * real, rest) for part in parts)
+        return first, second, fourth, third
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:

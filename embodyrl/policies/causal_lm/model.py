@@ -1,0 +1,96 @@
+"""The network of a language-model policy: logits and values, and scores of tokens without all logits at a time."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+
+from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
+from embodyrl.policies.drawing import categorical_scores
+
+
+class LanguageModel(nn.Module):
+    """A causal LM and, where values are asked for, a head on its last hidden states."""
+
+    def __init__(self, lm: Any, value_dim: int) -> None:
+        super().__init__()
+        self.lm = lm
+        self.value_head = nn.Linear(lm.config.get_text_config().hidden_size, 1) if value_dim else None
+        if self.value_head is not None:
+            nn.init.zeros_(self.value_head.weight)
+            nn.init.zeros_(self.value_head.bias)
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, keep: int, cache: DynamicCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32."""
+        out = self.lm(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            logits_to_keep=keep,
+            output_hidden_states=self.value_head is not None,
+        )
+        logits = out.logits.float()
+        if self.value_head is None:
+            return logits, logits.new_zeros(logits.shape[:2])
+        return logits, self._values(out.hidden_states[-1][:, -keep:], logits[..., 0])
+
+    @property
+    def vocabulary(self) -> int:
+        """V: rows of the output matrix."""
+        return int(self.lm.get_output_embeddings().weight.shape[0])
+
+    def head_is_last(self, precision: torch.autocast) -> bool:
+        """Whether the logits are the output matrix times the last hidden states, which few models scale or cap."""
+        given: list[Tensor] = []
+
+        def replace(head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            given.append(torch.linspace(-50, 50, out.numel(), device=out.device).to(out.dtype).view_as(out))
+            return given[-1]
+
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=next(self.parameters()).device)
+        handle = self.lm.get_output_embeddings().register_forward_hook(replace)
+        with handle, torch.no_grad(), precision:
+            out = self.lm(input_ids=ids, use_cache=False)
+        return len(given) == 1 and bool((out.logits == given[0]).all())
+
+    def scores_in_chunks(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, count: int, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What `scores_of` says of the last `count` tokens, and the values at them, without all logits at a time.
+
+        The logits of `CHUNK_LOGITS` are there at once, and are computed again in the backward pass.
+        """
+        out = self.lm.get_decoder()(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        hidden, said, head = out[:, -count - 1 : -1], ids[:, -count:], self.lm.get_output_embeddings()
+        rows, chosen = hidden.flatten(0, 1), said.flatten()
+        size = max(1, CHUNK_LOGITS // self.vocabulary)
+
+        def scores(rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return scores_of(head(rows).float(), chosen, temperature)
+
+        parts = [
+            checkpoint(scores, rows[i : i + size], chosen[i : i + size], use_reentrant=False)
+            for i in range(0, len(rows), size)
+        ]
+        first, second, third = (torch.cat(part).view_as(said) for part in zip(*parts, strict=True))
+        return first, second, third, self._values(hidden, first)
+
+    def _values(self, hidden: Tensor, like: Tensor) -> Tensor:
+        """Values [B, n] of hidden states [B, n, D]; zeros without a head."""
+        if self.value_head is None:
+            return torch.zeros_like(like)
+        return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+
+
+def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability, entropy and whether it is the most probable one, of tokens [...] by float32 logits [..., V]."""
+    scaled = logits / temperature
+    return *categorical_scores(scaled, said), scaled.argmax(-1) == said

@@ -1,0 +1,79 @@
+"""What a language model takes, from the numbers of its config.json alone; imports nothing heavy."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHUNK_LOGITS = 2**27
+"""Logits that are scored at a time: half a GiB in float32, of which a backward pass holds a few copies."""
+_TINY = {
+    "vocab_size": 32,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+"""Of the model that ships."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSizes:
+    """A decoder-only transformer with gated MLPs; others come out roughly."""
+
+    vocabulary: int
+    width: int
+    hidden: int
+    layers: int
+    keys: int
+    """Width of keys and of values."""
+    tied: bool
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+        return 2 * self.width * (self.width + self.keys) + 3 * self.width * self.hidden
+
+    @property
+    def outside_parameters(self) -> int:
+        """Embeddings and output matrix."""
+        return self.vocabulary * self.width * (1 if self.tied else 2)
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Trained parameters of adapters on all linear layers but the output matrix."""
+        w, m, k = self.width, self.hidden, self.keys
+        return rank * self.layers * (2 * (w + w) + 2 * (w + k) + 3 * (w + m))
+
+    def per_token(self, *, half: bool, adapters: bool) -> int:
+        """Bytes that a layer keeps per token for its backward pass, counted tensor by tensor.
+
+        bfloat16 with float32 masters: residual stream and norms in float32, a bfloat16 copy of a norm's output for each
+        linear layer; keys and values are repeated for all heads.
+        """
+        w, m = self.width, self.hidden
+        if not half:
+            return 4 * (12 * w + 4 * m)
+        return 24 * w + 8 * m if adapters else 34 * w + 8 * m
+
+    def scoring_bytes(self, tokens: int, *, half: bool) -> int:
+        """What the scores of so many tokens take beside that."""
+        logits = min(tokens * self.vocabulary, CHUNK_LOGITS)
+        return logits * 4 * 7 + (self.vocabulary * self.width * 2 if half else 0)
+
+
+def read_sizes(folder: Path | None) -> TextSizes:
+    """Sizes of a folder, of which config.json is read; None: of the small model that ships."""
+    config: Mapping[str, Any] = _TINY if folder is None else json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
+    width = int(config.get("hidden_size", config.get("n_embd", 0)))
+    heads = int(config.get("num_attention_heads", config.get("n_head", 1)))
+    head = int(config.get("head_dim") or width // max(1, heads))
+    return TextSizes(
+        vocabulary=int(config.get("vocab_size", 0)),
+        width=width,
+        hidden=int(config.get("intermediate_size") or 4 * width),
+        layers=int(config.get("num_hidden_layers", config.get("n_layer", 0))),
+        keys=int(config.get("num_key_value_heads") or heads) * head,
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )

@@ -1,0 +1,41 @@
+"""Scores in chunks of a vocabulary's logits: the same numbers and gradients as from all logits at once."""
+
+import pytest
+import torch
+from settings import model_of
+from test_causal_lm import PROMPTS, TINY, build, noise, observe
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from embodyrl.policies.causal_lm import model, policy
+from embodyrl.policies.causal_lm.model import LanguageModel
+from embodyrl.policies.settings import LoraSettings
+
+
+@pytest.mark.parametrize("is_lora", [False, True])
+def test_chunks_change_no_score_and_no_gradient(is_lora, monkeypatch):
+    cfg = model_of(**dict(TINY) | {"is_lora": is_lora, "lora": LoraSettings(r=2, lora_alpha=2)})
+    tested = build(cfg, value_dim=6, temperature=0.7, trainable=True)
+    torch.nn.init.normal_(tested.module.value_head.weight)
+    out = tested.act(observe(*PROMPTS), noise=noise(5))
+    seen = []
+    for logits in (2**27, 5 * tested._net.vocabulary):
+        monkeypatch.setattr(policy, "CHUNK_LOGITS", logits)
+        monkeypatch.setattr(model, "CHUNK_LOGITS", logits)
+        scores = tested.score(observe(*PROMPTS), out.tokens)
+        loss = scores.logprob.square().sum() + scores.entropy.sum() + scores.value.square().sum()
+        loss.backward()
+        grads = [p.grad.clone() for p in tested.module.parameters() if p.requires_grad]
+        seen.append((scores.logprob.detach(), scores.entropy.detach(), scores.value.detach(), *grads))
+        tested.module.zero_grad()
+    for whole, chunked in zip(*seen, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_models_that_change_their_logits_keep_their_own_way(cap):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma2Config(
+        vocab_size=32, num_key_value_heads=1, head_dim=8, final_logit_softcapping=cap, pad_token_id=0, **sizes
+    )
+    net = LanguageModel(Gemma2ForCausalLM(config), 0)
+    assert net.head_is_last(torch.autocast("cpu", enabled=False)) is (cap is None)
