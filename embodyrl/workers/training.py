@@ -276,7 +276,7 @@ class Trainer:
             NonFiniteError: loss or gradient is not finite.
         """
         self.optimization.zero_grad()
-        parts: list[dict[str, float]] = []
+        counted: list[dict[str, Tensor]] = []
         dealt = deal(cost, self.ranks.rank_info, self.cfg.micro_batch_size, max_cost)
         for number, (rows, counts) in enumerate(dealt, start=1):
             scores = self.ranks.score(partial(forward, rows), last=number == len(dealt))
@@ -284,9 +284,9 @@ class Trainer:
             # FSDP averages gradients over the ranks; the weights of the samples already add up over all of them.
             (share * (self.ranks.rank_info.world if counts else 0)).backward()
             if counts:
-                parts.append({name: float(value) for name, value in metrics.items()} | {"loss": float(share.detach())})
+                counted.append({**metrics, "loss": share.detach()})
             yield
-        parts = self.ranks.exchange(parts)
+        parts = self.ranks.exchange(_on_host(counted))
         if broken := [part["loss"] for part in parts if not math.isfinite(part["loss"])]:
             return self._refuse(f"loss {broken[0]}")
         grad_norm = self.optimization.step(position, values_only=values_only)
@@ -302,6 +302,14 @@ class Trainer:
                 f"Non-finite {what} in the actor; the weights were not touched. Likely cause: learning rate too high "
                 "or broken rewards or data. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
             )
+
+
+def _on_host(parts: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Numbers instead of scalars on the device, which the host waits for once."""
+    if not parts:
+        return []
+    numbers = iter(torch.stack([value.detach().double() for part in parts for value in part.values()]).cpu().tolist())
+    return [{name: next(numbers) for name in part} for part in parts]
 
 
 def _save_policy(policy: Policy, folder: Path) -> None:

@@ -235,5 +235,5 @@ def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
     out = F.linear(x, wrapped.base_layer.weight[columns])
     for name in wrapped.active_adapters:
         low, high = wrapped.lora_A[name], wrapped.lora_B[name]
-        out = out + F.linear(low(x.to(low.weight.dtype)), high.weight[columns]) * wrapped.scaling[name]
+        out = out + F.linear(low(x), high.weight[columns]) * wrapped.scaling[name]
     return out

@@ -64,15 +64,29 @@ class LayerScale(nn.Module):
         return x * self.scale_factor
 
 
+class LayerNorm(nn.LayerNorm):
+    """Layer norm; on a GPU without the float32 copies that autocast asks for, because its kernel sums in float32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=LAYER_NORM_EPS)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map [..., width] to the same shape."""
+        if input.is_cuda and input.dtype == self.weight.dtype:
+            with torch.autocast(input.device.type, enabled=False):
+                return super().forward(input)
+        return super().forward(input)
+
+
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.norm1 = LayerNorm(spec.width)
         self.attn = Attention(spec)
         self.ls1 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
-        self.norm2 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+        self.norm2 = LayerNorm(spec.width)
         self.mlp = Mlp(spec.width, spec.mlp_hidden, spec.width)
         self.ls2 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
 
