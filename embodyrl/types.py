@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from embodyrl.footprint import EnvFootprint, Footprint
+
 if TYPE_CHECKING:
     import torch
 
@@ -60,7 +62,7 @@ class ActionSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvSpec:
+class EnvSpec(EnvFootprint):
     """What an environment declares; joined with a `PolicySpec` before any worker starts."""
 
     name: str
@@ -85,16 +87,12 @@ class EnvSpec:
     """Tasks for which a scripted expert exists."""
     action_space: ActionSpace | None = None
     """None: real numbers, by convention within -1..1."""
-    task_bytes: int = 0
-    """Memory that one loaded task takes, roughly, where a worker can only hold some of them; 0: no matter."""
     may_truncate: bool = False
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps them all at once."""
     on_gpu: bool | None = None
     """Env workers compute or draw on a GPU; None: nobody knows, so each sees one."""
-    gpu_bytes: tuple[int, int] = (0, 0)
-    """Its memory that an env worker takes, roughly: by itself, and for each slot (with `task_bytes` each task)."""
     max_chunks: int = 0
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
     prompt_bytes: int = 0
@@ -144,8 +142,8 @@ class EnvSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySpec:
-    """What a policy declares about its inputs and outputs."""
+class PolicySpec(Footprint):
+    """What a policy declares about its inputs and outputs, and what it takes."""
 
     name: str
     num_action_chunks: int
@@ -159,13 +157,6 @@ class PolicySpec:
     num_images: int = 0
     uses_state: bool = False
     gripper: GripperConvention | None = None
-    num_parameters: int = 0
-    num_trained: int | None = None
-    """Parameters beside them that training changes (adapters); None: it changes them all."""
-    activation_bytes: int = 0
-    """What one sample's forward pass keeps in memory for its backward pass, about."""
-    recomputed_bytes: int = 0
-    """The same with actor.gradient_checkpointing."""
     untrainable: str = ""
     """Why RL cannot train it; empty: it can, for its actions are drawn with probabilities."""
     warmup_steps: int = 0

@@ -11,7 +11,8 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.memory import GIB, MIB, plan_memory, require_memory
+from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, require_memory
+from embodyrl.plan.rates import predict
 from embodyrl.plan.roots import RunConfig, TrainConfig
 from embodyrl.types import EnvSpec
 
@@ -73,11 +74,13 @@ def training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
             f"A checkpoint needs {memory.checkpoint / GIB:.1f} GiB; {cfg.checkpoint.keep} are kept while one more is "
             f"written, and {free / GIB:.1f} GiB are free in {cfg.runner.output_dir}. Free some, or checkpoint.keep=1."
         )
-    samples = blueprint.max_samples
+    samples, rates = blueprint.max_samples, predict(blueprint)
     return [
         ("per step", f"{per_step} · up to {samples} samples, {blueprint.optimizer_steps_per_step} optimizer steps"),
         ("in total", f"{blueprint.total_steps} training steps"),
         *memory.lines(blueprint.ranks, len(blueprint.env_workers)),
+        *([("", f"vLLM gets {engine_share(blueprint):.0%} of its GPU")] if memory.engine else []),
+        *(rates.lines(samples) if rates else []),
         ("disk", f"{memory.checkpoint / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
     ]
 

@@ -10,6 +10,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.types import PolicySpec
 
 MIB, GIB = 2**20, 2**30
 _PROCESS = 340 * MIB
@@ -19,6 +20,12 @@ _ADAPTERS = 90 * MIB
 _CUDA = 600 * MIB
 """Context and workspaces on a GPU."""
 _ENV_PROCESS = 160 * MIB
+_ENGINE = 2 * GIB
+"""vLLM's workspaces and the smallest cache worth having."""
+_UNKNOWN_SHARE = 0.4
+"""Of a GPU whose memory is not known."""
+_RESERVE = 0.05
+"""Of a GPU, for fragmentation and for what is not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +39,15 @@ class MemoryPlan:
     gradients: int
     optimizer: int
     activations: int
+    """Of a micro-batch: what its backward pass needs, and what scoring takes beside that."""
+    in_use: int
+    """While training in shards: what is gathered at a time."""
+    acting_batch: int
+    """What acting takes for its largest batch."""
+    building: int
+    """Whole float32 weights before they are sharded or halved, where that is more."""
+    engine: int
+    """What vLLM takes at least."""
     process: int
     acting: int
     """Of each process that only acts."""
@@ -42,19 +58,25 @@ class MemoryPlan:
     checkpoint: int
     """On disk."""
     on_gpu: bool
+    gradient_sync: str
+    """When ranks add up their gradients: step or micro_batch."""
 
     @property
     def policy(self) -> int:
         """Peak of one policy process."""
-        fixed = self.weights + self.reference + self.optimizer + self.process
-        training = self.gradients + self.activations
+        fixed = self.weights + self.reference + self.optimizer + self.process + self.engine
+        training, acting = self.gradients + self.activations + self.in_use, self.gathered + self.acting_batch
         # What was gathered for acting is freed for training, but in pieces that the C library keeps.
-        return fixed + (max(self.gathered, training) if self.on_gpu else self.gathered + training)
+        running = max(acting, training) if self.on_gpu else self.gathered + training
+        return max(fixed + running, self.building + self.process)
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
         """Name and text, human-readable."""
-        parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "process")
-        named = [f"{name} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
+        parts = (
+            *("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch"),
+            *("engine", "process"),
+        )
+        named = [f"{name.replace('_', ' ')} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
         env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
         acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
@@ -65,40 +87,98 @@ class MemoryPlan:
 
 
 def plan_memory(blueprint: Blueprint) -> MemoryPlan:
-    """Derive the memory of a training run; figures of adapters and activations are estimates."""
+    """Derive the memory of a training run; `tests/fakegpu` meters the same sums on a GPU that is not there.
+
+    Gradients of ranks are added up once a step where `actor.fsdp.gradient_sync=auto` and the GPUs have the memory.
+    """
+    fsdp = blueprint.config(TrainConfig).actor.fsdp
+    once = _plan(blueprint, "step" if fsdp.gradient_sync == "auto" else fsdp.gradient_sync)
+    gpu = gpu_memory() if once.on_gpu and blueprint.ranks > 1 and fsdp.gradient_sync == "auto" else 0
+    return _plan(blueprint, "micro_batch") if gpu and fullest_gpu(blueprint, once) > gpu else once
+
+
+def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
     cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
     fsdp, total, on_gpu = cfg.actor.fsdp, policy.num_parameters, bool(visible_gpus())
-    whole = total * (2 if cfg.model.half else 4)
-    adapters = policy.num_trained is not None
+    half, adapters, apart = cfg.model.half, policy.num_trained is not None, blueprint.is_disaggregated
     trained = policy.num_trained if policy.num_trained is not None else total
-    # Beside adapters the rest is kept in the compute precision; what is trained is fp32, and autocast keeps bfloat16
-    # copies of it for the backward pass.
+    whole = total * (2 if half else 4)
+    # Beside adapters the rest is kept in the compute precision; what is trained is float32.
     kept = (whole if adapters else 0) + 4 * trained
-    copies = 2 * trained if cfg.model.half and not adapters else 0
     sharded = blueprint.ranks > 1 or fsdp.cpu_offload
     shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
     offloaded = fsdp.cpu_offload and on_gpu
-    per_sample = policy.recomputed_bytes if cfg.actor.gradient_checkpointing else policy.activation_bytes
-    apart = blueprint.is_disaggregated
+    vllm = cfg.rollout.backend != "hf"
+    slots = blueprint.num_slots
+    needs_reference = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
-    slots = len(blueprint.env_workers[0].slots)
-    tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else slots
+    acting_batch = policy.acting_bytes * -(-slots // blueprint.ranks) if on_gpu and not vllm else 0
+    engine = 2 * total + _ENGINE if vllm and on_gpu else 0
+    tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else len(blueprint.env_workers[0].slots)
     return MemoryPlan(
         weights=0 if offloaded else kept // shards,
-        gathered=whole if sharded and not apart else 0,
-        reference=kept if blueprint.algorithm is not None and blueprint.algorithm.needs_reference else 0,
-        # Whole ones of a backward pass, and what is left of them for the optimizer.
-        gradients=4 * trained + (4 * trained // shards if sharded else 0),
+        gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
+        # Frozen, and in the precision that it computes in.
+        reference=(kept if adapters else whole + (policy.outside_layers if half else 0)) if needs_reference else 0,
+        gradients=_gradients(policy, trained, shards if sharded else 1, gradient_sync, adapters=adapters),
         optimizer=0 if offloaded else 8 * trained // shards,
-        activations=cfg.actor.micro_batch_size * per_sample + copies,
+        activations=_activations(cfg, policy, trained, copies=half and not adapters and not sharded),
+        in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
+        acting_batch=0 if apart else acting_batch,
+        building=kept if adapters or not on_gpu else 4 * total,
+        engine=0 if apart else engine,
         process=process,
-        acting=process + kept if apart else 0,  # while it is built, its weights are those of an actor
+        acting=process + max(kept, whole + acting_batch + engine) if apart else 0,  # it is built like an actor
         on_gpu=on_gpu,
+        gradient_sync=gradient_sync,
         env_worker=_ENV_PROCESS + env.task_bytes,
-        env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(slots, tasks),
+        env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(len(blueprint.env_workers[0].slots), tasks),
         arena=blueprint.layout.offsets(blueprint.capacity)[1],
         checkpoint=12 * trained,
     )
+
+
+def _gradients(policy: PolicySpec, trained: int, shards: int, sync: str, *, adapters: bool) -> int:
+    """Of a backward pass, and what is left of them for the optimizer."""
+    if shards == 1:
+        return 4 * trained
+    if sync == "step":
+        return 4 * trained + 4 * trained // shards
+    # Whole: those of a layer, and of the output matrix; the embeddings' come last.
+    return 4 * trained // shards + (0 if adapters else 4 * (policy.outside_layers // 2 + policy.largest_layer[0]))
+
+
+def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: bool) -> int:
+    """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of all weights for the backward pass."""
+    samples = float(cfg.actor.micro_batch_size)
+    if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
+        samples = max(1.0, budget / policy.sample_tokens)
+    per_sample = policy.activation_bytes
+    if cfg.actor.gradient_checkpointing:
+        per_sample = policy.recomputed_bytes + policy.largest_layer[1]
+    return int(samples * per_sample) + policy.scoring_bytes + (2 * trained if copies else 0)
+
+
+def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters: bool) -> int:
+    """Layers are gathered in the compute precision, this one and the next; all that is no layer as it is kept."""
+    if not policy.largest_layer[0]:
+        return total // 4
+    return (2 if half else 4) * 2 * policy.largest_layer[0] + (2 if half and adapters else 4) * policy.outside_layers
+
+
+def engine_share(blueprint: Blueprint) -> float:
+    """Of a GPU's memory, what vLLM may take: all that the plan of its process leaves, less a reserve."""
+    gpu = gpu_memory()
+    if not gpu:
+        return _UNKNOWN_SHARE
+    if isinstance(blueprint.cfg, TrainConfig) and blueprint.algorithm is not None:
+        plan = plan_memory(blueprint)
+        left = gpu - (plan.acting if blueprint.is_disaggregated else fullest_gpu(blueprint, plan)) + plan.engine
+        if blueprint.is_disaggregated:
+            left += 2 * blueprint.policy.num_parameters + _ENGINE
+    else:
+        left = gpu - (2 if blueprint.cfg.model.half else 4) * blueprint.policy.num_parameters - _CUDA
+    return max(0.05, int(100 * (left / gpu - _RESERVE)) / 100)
 
 
 def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
@@ -111,7 +191,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
     policies, envs = plan.policy * blueprint.ranks + plan.acting * acting, plan.env_worker * len(blueprint.env_workers)
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
-        gpu, needed = _gpu_memory(), _fullest_gpu(blueprint, plan)
+        gpu, needed = gpu_memory(), fullest_gpu(blueprint, plan)
         if gpu and needed > gpu:
             raise ConfigError(
                 f"A policy process needs about {plan.policy / GIB:.1f} GiB, and with all that shares its GPU "
@@ -128,7 +208,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
         )
 
 
-def _fullest_gpu(blueprint: Blueprint, plan: MemoryPlan) -> int:
+def fullest_gpu(blueprint: Blueprint, plan: MemoryPlan) -> int:
     """What the processes of that GPU need that gets most of all, bytes; inline everything is on one."""
     devices, needed = blueprint.devices, Counter[str]()
     for number, gpu in enumerate(devices.policies or ("inline",)):
@@ -138,7 +218,7 @@ def _fullest_gpu(blueprint: Blueprint, plan: MemoryPlan) -> int:
     return max(needed.values())
 
 
-def _gpu_memory() -> int:
+def gpu_memory() -> int:
     """Memory of the smallest GPU, bytes; 0 if unknown. Asked without a CUDA context in this process."""
     program = shutil.which("nvidia-smi")
     if program is None:

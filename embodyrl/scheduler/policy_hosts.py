@@ -13,6 +13,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.gate import LOOPBACK, open_gate
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.devices import Devices
+from embodyrl.plan.memory import engine_share, plan_memory
 from embodyrl.plan.roots import ActingConfig, SftConfig, TrainConfig
 from embodyrl.plan.settings import OnNonfinite
 from embodyrl.policies.protocol import PolicyRequest
@@ -112,6 +113,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         temperature=cfg.algorithm.sampling_params.temperature,
         sampling=cfg.algorithm.sampling_params,
         backend=cfg.rollout.backend,
+        engine_share=engine_share(blueprint) if cfg.rollout.backend != "hf" else 0.0,
         device="auto",
         seed=cfg.seed,
         trainable=learner is not None,
@@ -119,9 +121,12 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
     )
     learning: dict[str, Any] = {}
     if learner is not None:
+        actor = learner.actor
+        if blueprint.ranks > 1:
+            actor = actor.updated({"fsdp.gradient_sync": plan_memory(blueprint).gradient_sync})
         learning = {
             "algorithm": learner.algorithm,
-            "actor": learner.actor,
+            "actor": actor,
             "longest_episode": -(-learner.env.train.max_episode_steps // blueprint.policy.num_action_chunks),
             "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,
         }

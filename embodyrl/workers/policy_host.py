@@ -56,11 +56,11 @@ class PolicyHost:
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
             algorithm = None if init.algorithm is None else Algorithm(init.algorithm, init.longest_episode)
+            self._ranks = self._open_ranks(half=half)
             reference = None
             if algorithm is not None and algorithm.needs_reference:
                 reference = self._build_reference(algorithm.settings.reference_path)
                 reference.module.requires_grad_(False)
-            self._ranks = self._open_ranks(half=half)
             self._trainer = Trainer(
                 self.policy,
                 init.actor,
@@ -84,9 +84,15 @@ class PolicyHost:
         return policy
 
     def _build_reference(self, path: str | None) -> Policy:
-        """The policy at the start, or another one, for example a larger teacher, which must speak the same tokens."""
+        """The policy at the start, or another one, for example a larger teacher, which must speak the same tokens.
+
+        It is kept in the precision it computes in, which is the same function.
+        """
         if path is None:
-            return self._build()
+            reference = self._build()
+            if self._init.model.half and not self._init.model.adapted:
+                halve(reference.module, sharded=self._is_sharded)
+            return reference
         alone = {"is_lora": False} if self._init.model.adapted else {}
         model = self._init.model.updated({"path": path, **alone})
         request = replace(self._init.request, device=best_device(), trainable=False, backend="hf")
@@ -100,10 +106,14 @@ class PolicyHost:
             )
         return reference
 
+    @property
+    def _is_sharded(self) -> bool:
+        return self._init.rank_info.world > 1 or self._init.actor.fsdp.cpu_offload
+
     def _open_ranks(self, *, half: bool) -> Ranks:
         """Bind the module to the ranks of the run; collective."""
         init, fsdp = self._init, self._init.actor.fsdp
-        if init.rank_info.world == 1 and not fsdp.cpu_offload:
+        if not self._is_sharded:
             return OneRank(init.rank_info)
         from embodyrl.workers.sharded import ShardedRanks  # FSDP takes more than a second to import
 

@@ -31,6 +31,9 @@ class FsdpSettings(RankSettings):
     """Ranks that share one copy of the weights, the others replicate it (HSDP); -1: all ranks; 1: replicas only."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, more communication)."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
+    """When ranks add up their gradients: once a step (whole ones wait on every rank), after each micro_batch (less
+    memory, more communication), or auto: once a step where the GPUs have the memory for it."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""
 

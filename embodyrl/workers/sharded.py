@@ -93,8 +93,9 @@ class ShardedRanks:
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
         """See `Ranks.score`."""
-        self._root.set_requires_gradient_sync(last)
-        self._root.set_is_last_backward(last)
+        adds_up = last or self._cfg.gradient_sync == "micro_batch"
+        self._root.set_requires_gradient_sync(adds_up)
+        self._root.set_is_last_backward(adds_up)
         kind, tensors = self._root(compute)
         return kind(**tensors)
 

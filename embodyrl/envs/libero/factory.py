@@ -39,6 +39,11 @@ TASK_GPU_BYTES = {RenderProfile.full: int(0.45e9), RenderProfile.lean: int(0.1e9
 """Of a loaded task on the GPU that draws it, not measured: textures (up to 194 MB of RGB, times 16/9 for alpha and
 mipmaps), meshes (up to 0.4 million triangles of 96 bytes) and frame buffers."""
 
+CHUNK_S = {RenderProfile.full: 0.21, RenderProfile.lean: 0.047}
+"""Of a core for a chunk of 8 actions, drawn in software once at its end; measured, one camera of 224 pixels."""
+EGL_CHUNK_S = 0.04
+"""The same where a GPU draws, not measured: the physics of 8 steps and a little for the pictures."""
+
 CONTEXT_BYTES = int(0.2e9)
 """Of an OpenGL context on a GPU, not measured."""
 
@@ -140,6 +145,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             task_bytes=TASK_BYTES[cfg.render_profile],
             on_gpu=on_gpu,
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
+            chunk_s=EGL_CHUNK_S if on_gpu else CHUNK_S[cfg.render_profile],
             seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.seeded_tasks(name)),
         )
 

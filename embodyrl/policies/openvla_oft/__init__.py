@@ -17,7 +17,14 @@ from embodyrl.policies.openvla_oft.config import (
     read_config,
 )
 from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft, record_of
-from embodyrl.policies.openvla_oft.sizes import activation_bytes, adapter_parameters, count_parameters, head_parameters
+from embodyrl.policies.openvla_oft.sizes import (
+    adapter_parameters,
+    count_parameters,
+    head_parameters,
+    layer_parameters,
+    outside_parameters,
+    sample_size,
+)
 from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
@@ -68,6 +75,7 @@ class OpenVlaOftFactory:
         tokens, images = options.num_action_tokens, cfg.num_images_in_input
         diffuses = cfg.action_head == "diffusion"
         passes = cfg.num_diffusion_steps_inference if diffuses and cfg.every_step else 1
+        size = sample_size(config, images=images, tokens_per_chunk=tokens, half=cfg.half, adapters=cfg.is_lora)
         return PolicySpec(
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
@@ -79,8 +87,13 @@ class OpenVlaOftFactory:
             gripper=GripperConvention(open=1.0, closed=0.0),
             num_parameters=count_parameters(config, options),
             num_trained=_trained(cfg, config, options) if cfg.is_lora else None,
-            activation_bytes=passes * activation_bytes(config, images=images, tokens_per_chunk=tokens),
-            recomputed_bytes=passes * activation_bytes(config, images=images, tokens_per_chunk=tokens, recompute=True),
+            activation_bytes=passes * size.kept,
+            recomputed_bytes=passes * size.recomputed,
+            largest_layer=(layer_parameters(config), size.layer),
+            outside_layers=outside_parameters(config, options),
+            acting_bytes=size.acting,
+            forward_flops=passes * size.flops,
+            act_passes=cfg.action_dim if self.autoregressive else passes,
         )
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:

@@ -1,6 +1,7 @@
 """What a model weighs, from its sizes alone: parameters, those of adapters, and activations; imports nothing heavy."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
@@ -25,6 +26,12 @@ class Linear(NamedTuple):
 
 def body_layers(config: OftConfig, *, in_use: bool = False) -> Iterator[Linear]:
     """Layers of vision towers, projector and language model; `in_use`: only those that the output depends on."""
+    yield from _vision_layers(config, in_use=in_use)
+    yield from _language_layers(config)
+    yield Linear(1, config.llama.hidden_size, config.llama.vocab_size, bias=False)
+
+
+def _vision_layers(config: OftConfig, *, in_use: bool) -> Iterator[Linear]:
     for vit in config.towers:
         width, hidden, pool = vit.width, vit.mlp_hidden, int(vit.attn_pool and not in_use)
         depth = vit.depth - in_use  # features are those of the last but one block
@@ -34,15 +41,34 @@ def body_layers(config: OftConfig, *, in_use: bool = False) -> Iterator[Linear]:
         yield Linear(pool, width, 2 * width)
         yield Linear(depth + pool, width, hidden)
         yield Linear(depth + pool, hidden, width)
-    llama, vision = config.llama, sum(vit.width for vit in config.towers)
-    width, hidden, depth = llama.hidden_size, llama.intermediate_size, llama.num_hidden_layers
+    yield from _projector_layers(config)
+
+
+def _projector_layers(config: OftConfig) -> Iterator[Linear]:
+    vision, width = sum(vit.width for vit in config.towers), config.llama.hidden_size
     yield Linear(1, vision, 4 * vision)
     yield Linear(1, 4 * vision, width)
     yield Linear(1, width, width)
+
+
+def _language_layers(config: OftConfig) -> Iterator[Linear]:
+    llama = config.llama
+    width, hidden, depth = llama.hidden_size, llama.intermediate_size, llama.num_hidden_layers
     yield Linear(4 * depth, width, width, bias=False)
     yield Linear(2 * depth, width, hidden, bias=False)
     yield Linear(depth, hidden, width, bias=False)
-    yield Linear(1, width, llama.vocab_size, bias=False)
+
+
+def layer_parameters(config: OftConfig) -> int:
+    """Parameters of a layer of the language model."""
+    layers = _language_layers(config)
+    return sum(layer.parameters for layer in layers) // max(1, config.llama.num_hidden_layers)
+
+
+def outside_parameters(config: OftConfig, options: OftOptions) -> int:
+    """Parameters outside the repeated layers: embeddings, output matrix, projectors and heads."""
+    vocabulary = 2 * config.llama.hidden_size * config.llama.vocab_size
+    return vocabulary + sum(x.parameters for x in _projector_layers(config)) + head_parameters(config, options)
 
 
 def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
@@ -89,17 +115,53 @@ def adapter_parameters(config: OftConfig, rank: int) -> int:
     return rank * sum(layer.count * (layer.inputs + layer.outputs) for layer in body_layers(config, in_use=True))
 
 
-def activation_bytes(config: OftConfig, *, images: int, tokens_per_chunk: int, recompute: bool = False) -> int:
-    """Bytes that one sample's forward pass keeps for its backward pass.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSize:
+    """Bytes and FLOPs of one sample in a precision."""
 
-    Per token and layer: 10 vectors of the width and 4 of the MLP in a Llama layer, 8 and 2 in a ViT block; with
-    recomputation the layers' inputs, and all of the largest layer.
+    kept: int
+    """By a forward pass for its backward pass."""
+    recomputed: int
+    """The same where layers are recomputed: their inputs."""
+    layer: int
+    """By the largest layer while it is recomputed."""
+    acting: int
+    """At a time, without gradients."""
+    flops: float
+    """Of the forward pass."""
+
+
+def sample_size(config: OftConfig, *, images: int, tokens_per_chunk: int, half: bool, adapters: bool) -> SampleSize:
+    """What one sample takes on its way through the model, counted tensor by tensor.
+
+    Bytes that a layer keeps per token, with width D and MLP width M (`tests/fakegpu` meters the same sums):
+
+    * float32: 10 D + 4 M numbers in a Llama layer, 8 D + 2 M in a ViT block.
+    * bfloat16, adapters: the residual stream is bfloat16. Two inputs of norms and their outputs, queries, keys, values
+      and what was attended to; gate, SiLU, up and product.
+    * bfloat16, all trained: the stream is float32, and autocast makes a copy of a norm's output for each linear layer.
     """
     llama, towers = config.llama, config.towers
     tokens = images * max(vit.num_patches for vit in towers) + PROMPT_TOKENS + tokens_per_chunk
-    layer = tokens * (10 * llama.hidden_size + 4 * llama.intermediate_size)
-    blocks = [images * vit.num_patches * (8 * vit.width + 2 * vit.mlp_hidden) for vit in towers]
-    if recompute:
-        inputs = sum(vit.depth * images * vit.num_patches * vit.width for vit in towers)
-        return 4 * (llama.num_hidden_layers * tokens * llama.hidden_size + inputs + max(layer, *blocks))
-    return 4 * (llama.num_hidden_layers * layer + sum(v.depth * b for v, b in zip(towers, blocks, strict=True)))
+    d, m = llama.hidden_size, llama.intermediate_size
+    per_token, stream = (16 * d + 8 * m, 2) if adapters else (30 * d + 8 * m, 4)
+    if not half:
+        per_token, stream = 4 * (10 * d + 4 * m), 4
+    blocks = []
+    for vit in towers:
+        w, hidden = vit.width, vit.mlp_hidden
+        block = (16 * w + 4 * hidden) if adapters else (24 * w + 4 * hidden)
+        blocks.append(images * (vit.num_patches + vit.num_prefix) * (block if half else 4 * (8 * w + 2 * hidden)))
+    inputs = sum(stream * v.depth * images * (v.num_patches + v.num_prefix) * v.width for v in towers)
+    weights = sum(layer.count * layer.inputs * layer.outputs for layer in _language_layers(config))
+    seen = sum(layer.count * layer.inputs * layer.outputs for layer in _vision_layers(config, in_use=True))
+    attention = 2 * tokens**2 * d * llama.num_hidden_layers
+    return SampleSize(
+        kept=llama.num_hidden_layers * tokens * per_token
+        + sum((v.depth - 1) * b for v, b in zip(towers, blocks, strict=True)),
+        recomputed=llama.num_hidden_layers * tokens * stream * d + inputs,
+        # And as many gradients: of gate, SiLU, up, product and the adapters' or the weights' inputs.
+        layer=max(tokens * (per_token + 12 * m * (1 if half else 2)), *blocks),
+        acting=tokens * (3 * m + 4 * d) * (2 if half else 4),
+        flops=2.0 * (tokens * weights + images * towers[0].num_patches * seen) + 2.0 * attention,
+    )
