@@ -1,0 +1,109 @@
+"""The presets for GPUs: what their dry runs say on machines with a stub `nvidia-smi`, kept word by word.
+
+`DRY_RUNS=write` writes the files anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from embodyrl.commands import facts as command_facts
+from embodyrl.commands.dry_run import describe
+from embodyrl.config.paths import assets_dir
+from embodyrl.envs import memory as env_memory
+from embodyrl.errors import ConfigError
+from embodyrl.plan import blueprint, memory, rates
+from embodyrl.plan.config import load_config
+
+GOLDEN = Path(__file__).parent / "dry_runs"
+GPUS = {"1gpu": "0", "8gpu": "0,1,2,3,4,5,6,7"}
+H100_MIB = 81559
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """96 cores, 900 GiB, a disk of 4 TiB, GPUs that draw, and vLLM is installed."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {H100_MIB}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in (blueprint, rates, command_facts):
+        monkeypatch.setattr(module, "available_cores", lambda: 96)
+    for module in (memory, command_facts, env_memory):
+        monkeypatch.setattr(module, "available_bytes", lambda: 900 * 2**30)
+    monkeypatch.setattr(command_facts, "_free_disk", lambda cfg: 2**42)
+
+
+def vla(folder: Path, statistics: str) -> str:
+    """A folder of the public 7B layout, without weights: a dry run opens none."""
+    source = assets_dir() / "openvla_oft_tiny"
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text()) | {
+        "image_sizes": [224, 224],
+        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+        "pad_token_id": 32000,
+        "text_config": {"model_type": "llama", "vocab_size": 32064},
+    }
+    config.pop("embodyrl_init", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    known = json.loads((folder / "dataset_statistics.json").read_text())
+    (folder / "dataset_statistics.json").write_text(json.dumps({statistics: next(iter(known.values()))}))
+    (folder / "model.safetensors").touch()
+    return f"model.path={folder}"
+
+
+def text(folder: Path) -> list[str]:
+    """A folder of Qwen2.5-1.5B's sizes whose weight file is a header only, and rows."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    more = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(sizes | more))
+    (folder / "tokenizer_config.json").write_text("{}")
+    shutil.copy(assets_dir() / "openvla_oft_tiny" / "tokenizer.json", folder)
+    header = json.dumps({"all": {"dtype": "BF16", "shape": [1543714304], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    rows = [{"question": "word " * 60 + str(i), "answer": f"#### {i}"} for i in range(400)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"model.path={folder}", f"data.path={folder}/rows.jsonl"]
+
+
+def dry_run(preset: str, folder: Path, monkeypatch, *more: str) -> str:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[preset.rpartition("_")[2]])
+    monkeypatch.setenv("MUJOCO_GL", "egl")  # a GPU that draws
+    words = text(folder) if preset.startswith("gsm8k") else [vla(folder, "libero_10_no_noops")]
+    cfg = load_config("train", [f"experiment={preset}", *words, f"runner.output_dir={folder}", *more])
+    return describe(cfg).replace(str(folder), "FOLDER") + "\n"
+
+
+@pytest.mark.parametrize("preset", ["libero_10_lora_1gpu", "libero_10_full_8gpu", "gsm8k_vllm_1gpu"])
+def test_the_dry_run_of_a_preset_is_as_recorded(preset, tmp_path, monkeypatch):
+    if preset.startswith("libero"):
+        pytest.importorskip("libero")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    said = dry_run(preset, folder, monkeypatch)
+    golden = GOLDEN / f"{preset}.txt"
+    if os.environ.get("DRY_RUNS") == "write":
+        golden.write_text(said)
+    assert said == golden.read_text()
+
+
+def test_what_cannot_fit_a_gpu_is_refused(tmp_path, monkeypatch):
+    again = ("actor.gradient_checkpointing=false", "actor.micro_batch_size=32")
+    with pytest.raises(ConfigError, match=r"needs about 1\d\d\.\d GiB.* a GPU here has 79\.6 GiB"):
+        dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch, *again)
+
+
+def test_the_preset_of_maniskill_composes(tmp_path):
+    """Its dry run asks ManiSkill to build the task on a GPU, and for pictures that are a download."""
+    cfg = load_config("train", ["experiment=maniskill_ppo_1gpu", vla(tmp_path, "bridge_orig")])
+    split = cfg.env.train
+    assert split.total_num_envs * split.max_steps_per_rollout_epoch == 32 * cfg.actor.global_batch_size
+    assert cfg.model.is_lora
+    assert cfg.env.sim_backend == "gpu"
