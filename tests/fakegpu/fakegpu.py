@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
@@ -60,6 +61,8 @@ class FakeGpu(TorchDispatchMode):
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.scalar = scalar
         self.live = self.peak = 0
+        self.imagined = False
+        """Shapes of whole DTensors are worked out on tensors that no device would hold."""
         self.sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self.reset()
 
@@ -79,6 +82,7 @@ class FakeGpu(TorchDispatchMode):
         _ON.append(self)
         torch.tensor, torch.Tensor.numpy = _tensor, _numpy
         torch.nn.functional.scaled_dot_product_attention = _attention
+        torch.nn.functional.rms_norm = _rms_norm
         self.fake.__enter__()
         super().__enter__()
         return self
@@ -88,15 +92,20 @@ class FakeGpu(TorchDispatchMode):
         self.fake.__exit__(*error)
         torch.tensor, torch.Tensor.numpy = _real_tensor, _real_numpy
         torch.nn.functional.scaled_dot_product_attention = _real_attention
+        torch.nn.functional.rms_norm = _real_rms_norm
         _ON.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if self.imagined:
+            return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         ins = _tensors((args, kwargs))
         if name == "_local_scalar_dense":
             return self._item(ins[0])
-        if name.startswith("prim::") or any(is_traceable_wrapper_subclass(t) for t in ins):
+        if any(is_traceable_wrapper_subclass(t) for t in ins):
+            return NotImplemented  # what it does with its local tensors comes here again
+        if name.startswith("prim::"):
             return func(*args, **kwargs)
         _refuse_unordered(name, ins, kwargs)
         for t in ins if name in COPIES else ():
@@ -199,6 +208,8 @@ def _refuse_unordered(name: str, ins: Iterable[Tensor], kwargs: dict[str, Any]) 
 
 _real_tensor, _real_numpy = torch.tensor, torch.Tensor.numpy
 _real_attention = torch.nn.functional.scaled_dot_product_attention
+_real_rms_norm = torch.nn.functional.rms_norm
+_real_data_ptr = torch.UntypedStorage.data_ptr
 _real_apply, _real_resize = torch.nn.Module._apply, torch.UntypedStorage.resize_
 
 
@@ -256,6 +267,33 @@ def _attention(
     return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, grad, 0.0, is_causal, scale=scale)[0]
 
 
+_library = torch.library.Library("fakegpu", "DEF")
+_library.define("rms_norm(Tensor x, Tensor w) -> Tensor")
+_library.define("rms_norm_backward(Tensor g, Tensor x, Tensor w) -> (Tensor, Tensor)")
+torch.library.register_fake("fakegpu::rms_norm", lambda x, w: torch.empty_like(x), lib=_library)
+torch.library.register_fake(
+    "fakegpu::rms_norm_backward", lambda g, x, w: (torch.empty_like(x), torch.empty_like(w)), lib=_library
+)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.ops.fakegpu.rms_norm(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return torch.ops.fakegpu.rms_norm_backward(grads[0], *ctx.saved_tensors)
+
+
+def _rms_norm(input: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """One kernel on CUDA, which torch takes apart for tensors that have a class of their own."""
+    if isinstance(input, FakeTensor) and input.device.type == "cuda" and weight is not None:
+        return _FusedRmsNorm.apply(input, weight)
+    return _real_rms_norm(input, shape, weight, eps)
+
+
 def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
     """`Module._apply` that makes new parameters: fake ones cannot be changed in place."""
     if not _ON:
@@ -278,6 +316,22 @@ def _resize(self: Any, size: int) -> Any:
     if _ON and self in _ON[-1].sizes:
         _ON[-1].know(self, size)
     return out
+
+
+class _Imagined:
+    """Around torch's own shape tests of DTensors, which are not metered."""
+
+    def __enter__(self) -> None:
+        for gpu in _ON:
+            gpu.imagined = True
+
+    def __exit__(self, *error: Any) -> None:
+        for gpu in _ON:
+            gpu.imagined = False
+
+
+def _data_ptr(self: Any) -> int:
+    return self._cdata if _ON else _real_data_ptr(self)
 
 
 class _Stream(torch.cpu.Stream):
@@ -325,7 +379,10 @@ def _pretend() -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     fake_tensor.init_gpu_context = lambda device: None
     torch.Tensor.record_stream = lambda self, stream: None
+    ShardingPropagator._fake_mode_lock = _Imagined()  # type: ignore[assignment]
+    torch.UntypedStorage.data_ptr = _data_ptr
     torch.nn.Module._apply, torch.UntypedStorage.resize_ = _apply, _resize
 
 
 _pretend()
+import fakefiles  # noqa: F401

@@ -7,6 +7,7 @@ also without.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,16 @@ def learn(loss: torch.Tensor, policy: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "precision"), [*((case, Precision.bf16) for case in OFT), ("official", Precision.fp32)]
 )
-def test_openvla_oft(case: str, precision: Precision, gpu: FakeGpu) -> None:
+def test_openvla_oft(case: str, precision: Precision, gpu: FakeGpu, tmp_path: Path) -> None:
+    policy = use_oft(case, precision, gpu)
+    if case in ("values", "lora"):
+        policy.save(tmp_path / "saved")
+        policy.load_weights(tmp_path / "saved")
+        assert {p.device for p in policy.module.parameters()} == {torch.device("cuda:3")}
+
+
+def use_oft(case: str, precision: Precision, gpu: FakeGpu) -> Any:
+    """Build, act, values, score, imitate; pixels are prepared in float32 whoever asks."""
     words = dict(OFT[case])
     asked = {key: words.pop(key) for key in ("value_dim", "trainable", "gradient_checkpointing") if key in words}
     env = EnvSpec(
@@ -98,13 +108,14 @@ def test_openvla_oft(case: str, precision: Precision, gpu: FakeGpu) -> None:
     if asked.get("value_dim"):
         policy.values(observe(3))
     if not asked.get("trainable", True):
-        return
+        return policy
     if "action_head" not in words:
         scores = policy.score(observe(3), np.full((3, length), policy._config.action_vocab_start + 5))
         learn(scores.logprob.sum() + scores.entropy.sum() + scores.value.sum(), policy)
     policy.imitate(observe(2), np.zeros((2, policy.spec.num_action_chunks, 7), np.float32)).loss.sum().backward()
     halved = [place for place, _, dtype in gpu.by_place if "openvla_oft.images" in place and dtype == torch.bfloat16]
     assert not halved, f"pixels were prepared in bfloat16, so training sees others than acting: {halved}"
+    return policy
 
 
 @pytest.mark.parametrize("pixels", [False, True], ids=["mlp", "cnn"])

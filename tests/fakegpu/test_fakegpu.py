@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+PYTEST = ("-m", "pytest", "-q", "-p", "fakegpu", "-p", "no:cacheprovider", "--timeout", "500")
+PYTEST += ("-o", "faulthandler_timeout=0")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
@@ -36,8 +38,31 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("file", sorted(path.name for path in HERE.glob("on_*.py")))
 def test_gpu_code(file: str, guard: Path) -> None:
+    done = on_fake_gpu(guard, *PYTEST, str(HERE / file))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_whole_process(guard: Path) -> None:
+    done = on_fake_gpu(guard, *PYTEST, str(HERE / "whole_process.py"), timeout=3500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_plan_of_every_row_is_within_ten_percent(guard: Path) -> None:
+    done = on_fake_gpu(guard, str(HERE / "rows.py"), "--layers", "2", timeout=3500)
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == 9
+    assert not [row for row in rows if abs(float(row[4].rstrip("%"))) > 10]
+
+
+def on_fake_gpu(guard: Path, *words: str, timeout: float = 560) -> subprocess.CompletedProcess[str]:
+    """Run Python with the guard in place."""
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path, "FAKE_CUDA_GUARD": str(guard), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "fakegpu", "-p", "no:cacheprovider", str(HERE / file)]
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=560)
-    assert done.returncode == 0, done.stdout + done.stderr
+    return subprocess.run(
+        [sys.executable, *words], env=environ, capture_output=True, text=True, check=False, timeout=timeout
+    )

@@ -1,0 +1,298 @@
+"""A policy process of a real config on the fake GPU, from its start to its second update, and what its plan says.
+
+`run` imports torch: to be called after `fakegpu` is loaded. Everything is the product's own code: config, blueprint,
+arena, `PolicyHost` and the requests it answers; only the process group is a fake one, of which this is the first rank.
+"""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+OFT_7B = {
+    "image_sizes": [224, 224],
+    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+    "pad_token_id": 32000,
+    "text_config": {"model_type": "llama", "vocab_size": 32064},
+}
+QWEN = {
+    "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One policy process."""
+
+    name: str
+    model: str
+    """7b, tiny, 0.5b or 1.5b."""
+    words: tuple[str, ...] = ()
+    lora: bool = False
+    """Set beside the words: adapters on random weights are refused there, and the fake GPU has no other."""
+    act: int = 4
+    """Samples of the inference."""
+    train: int = 2
+    """Samples of the second update; the first one has one of each rank."""
+    saves: bool = False
+    """Write a checkpoint and load it."""
+    layers: int | None = None
+    """Of the language model, and one more of each tower (the last one is not used), where not all."""
+
+
+@dataclass
+class Result:
+    """What was seen."""
+
+    planned: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    """Largest memory by phase, bytes."""
+    phases: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def measured(self) -> int:
+        """Peak of all phases, bytes."""
+        return max(self.peaks.values())
+
+
+def write_oft(folder: Path, *, layers: int | None, tiny: bool) -> None:
+    """A checkpoint folder that asks for random weights, with the public sizes or the shipped ones."""
+    from embodyrl.config.paths import assets_dir
+    from embodyrl.policies.openvla_oft import config as oft_config
+
+    source = assets_dir() / "openvla_oft_tiny"
+    folder.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    if not tiny:
+        config = json.loads((source / "config.json").read_text()) | OFT_7B
+        if layers is not None:
+            config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
+            towers = {name: spec | {"depth": layers + 1} for name, spec in oft_config._KNOWN_VITS.items()}
+            (folder / "tiny_vit_specs.json").write_text(json.dumps(towers))
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_text(folder: Path, model: str, layers: int | None) -> None:
+    """A folder of the public Qwen2.5 sizes whose weight file is a header without weights: only its sizes are read."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from embodyrl.config.paths import assets_dir
+    from embodyrl.policies.causal_lm.loading import tiny_tokenizer
+
+    sizes = QWEN[model] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = Qwen2Config(
+        vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=32768, **sizes
+    )
+    folder.mkdir(exist_ok=True)
+    config.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    shutil.copy(assets_dir() / "openvla_oft_tiny" / "tokenizer.json", folder)  # of words, which prompts are measured by
+    with torch.device("meta"):
+        net = Qwen2ForCausalLM(config)
+    header, end = {}, 0
+    for name, p in net.named_parameters():
+        header[name] = {"dtype": "BF16", "shape": list(p.shape), "data_offsets": [end, end + 2 * p.numel()]}
+        end += 2 * p.numel()
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def config_of(job: Job, folder: Path) -> Any:
+    """The config of a job whose model lies in `folder`."""
+    from embodyrl.plan.config import load_config
+
+    if job.model in QWEN:
+        write_text(folder, job.model, job.layers)
+        rows = [{"question": f"{i} + 2 = ?", "answer": f"#### {i + 2}"} for i in range(200)]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = (
+            "env=text/gsm8k",
+            "model=causal_lm",
+            f"data.path={folder}/rows.jsonl",
+            "env.train.total_num_envs=8",
+        )
+    else:
+        write_oft(folder, layers=job.layers, tiny=job.model == "tiny")
+        # One camera of 224 pixels.
+        words = (
+            *("env=tabletop", "model=openvla_oft", "env.train.max_episode_steps=8"),
+            *("env.init_params.camera_heights=224", "env.init_params.camera_widths=224"),
+            *("env.train.total_num_envs=8", "env.eval.total_num_envs=8", "model.unnorm_key=libero_10"),
+        )
+    places = (f"model.path={folder}", f"runner.output_dir={folder}/runs", "launcher=local", "launcher.env_workers=1")
+    cfg = load_config("train", [*words, *places, *job.words])
+    return cfg.updated({"model.is_lora": True}) if job.lora else cfg
+
+
+@contextmanager
+def one_of(world: int) -> Iterator[None]:
+    """Be the first of so many ranks whose collectives nobody answers."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from embodyrl.workers import sharded
+
+    join, mesh, exchange = sharded._join, sharded.init_device_mesh, sharded.ShardedRanks.exchange
+
+    def real_mesh(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return mesh(*args, **kwargs)
+
+    def joined(rank_info: Any, device: str) -> None:
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+
+    sharded._join, sharded.init_device_mesh = joined, real_mesh  # type: ignore[assignment]
+    sharded.ShardedRanks.exchange = lambda self, parts: parts  # what the others say would be read, and is not there
+    try:
+        yield
+    finally:
+        sharded._join, sharded.init_device_mesh, sharded.ShardedRanks.exchange = join, mesh, exchange
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def fake_text(job: Job, prompt: int) -> Iterator[None]:
+    """Language models without data, and prompts of so many tokens."""
+    if job.model not in QWEN:
+        yield
+        return
+    import torch
+    from transformers import AutoConfig, Qwen2ForCausalLM
+
+    from embodyrl.policies.causal_lm import policy
+
+    real = policy.load, policy.CausalLMPolicy._encode_prompt
+
+    def load(cfg: Any, *, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
+        with torch.device("meta"):
+            net: Any = Qwen2ForCausalLM(AutoConfig.from_pretrained(cfg.path)).to(dtype)
+        net = net.to_empty(device="cpu")
+        net.tie_weights()
+        return net, policy_tokenizer()
+
+    from embodyrl.policies.causal_lm.loading import tiny_tokenizer as policy_tokenizer
+
+    policy.load, policy.CausalLMPolicy._encode_prompt = load, lambda self, text: [7] * prompt  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        policy.load, policy.CausalLMPolicy._encode_prompt = real  # type: ignore[assignment]
+
+
+def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
+    """Records of `count` episodes of one chunk step whose advantages differ."""
+    from embodyrl.channels.layout import Record
+    from embodyrl.types import encode_instruction
+
+    tickets = []
+    for number in range(count):
+        ticket = arena.allocate()
+        tickets.append(ticket)
+        with arena.write(ticket) as record:
+            said = arena[Record.instruction]
+            said[record] = encode_instruction(task, said.shape[1])
+            arena[Record.tokens][record] = getattr(getattr(policy, "_config", None), "action_vocab_start", 7)
+            arena[Record.valid][record] = True
+            arena[Record.logprob][record] = -1.0
+            arena[Record.advantage][record] = 1.0 if number % 2 else -1.0
+            arena[Record.cost][record] = 1
+    return tickets
+
+
+def run(job: Job, folder: Path) -> Result:
+    """Start, act, score, update twice, save and load."""
+    from embodyrl.channels.arena import Arena
+    from embodyrl.plan.blueprint import draw_blueprint
+    from embodyrl.plan.memory import plan_memory
+    from embodyrl.scheduler.policy_hosts import policy_init
+
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    blueprint = draw_blueprint(config_of(job, folder), training=True)
+    arena = Arena.create(blueprint.layout, max(job.act, job.train) + 2)
+    init = policy_init(blueprint, arena, None)
+    init = replace(init, acts=not blueprint.is_disaggregated, rank_info=replace(init.rank_info, world=blueprint.ranks))
+    result = Result()
+    plan = plan_memory(blueprint)
+    sizes = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
+    result.planned = {name: size for name, size in sizes.items() if type(size) is int} | {"policy": plan.policy}
+    try:
+        prompt = blueprint.policy.sample_tokens - blueprint.policy.num_action_chunks
+        with one_of(blueprint.ranks), fake_text(job, prompt):
+            _live(job, blueprint, arena, init, result, folder)
+    finally:
+        arena.close()
+    return result
+
+
+def _live(job: Job, blueprint: Any, arena: Any, init: Any, result: Result, folder: Path) -> None:
+    from fakegpu import FakeGpu
+
+    from embodyrl.workers.messages import InferItem, InferRequest, LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
+    from embodyrl.workers.policy_host import PolicyHost
+
+    with FakeGpu(scalar=1.0) as gpu:
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            gpu.reset()
+            yield
+            result.peaks[name] = gpu.peak
+            result.phases[name] = {
+                "live": gpu.live,
+                "peak": gpu.peak,
+                "kernels": gpu.kernels,
+                "tflop": gpu.flops / 1e12,
+                "gb": gpu.moved / 1e9,
+                "roofline_ms": gpu.seconds * 1e3,
+                "waits": gpu.syncs,
+                "copies": gpu.h2d,
+                "wait_places": dict(gpu.sync_places),
+            }
+            if os.environ.get("FAKEGPU_TOP"):
+                print(gpu.report(name, int(os.environ["FAKEGPU_TOP"])))
+
+        with phase("build"):
+            host = PolicyHost(init)
+        policy = host.policy
+        text = job.model in QWEN
+        tickets = fill(arena, max(job.act, job.train), policy, blueprint.env.tasks[0])
+        gpu.scalar = 0.0 if text else 1.0  # no reply has ended
+        if init.acts and job.act:
+            items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=-1) for i, t in enumerate(tickets[: job.act]))
+            with phase("act"):
+                list(host.handle(InferRequest(items=items, greedy=False, version=0)))
+        fill_again(arena, policy)
+        gpu.scalar = float(policy.spec.num_action_chunks) if text else 1.0  # tokens of the longest reply
+        if job.train:
+            asked = tuple(tickets[: job.train])
+            if blueprint.algorithm.needs_reference:
+                with phase("reference"):
+                    list(host.handle(ScoreRequest(tickets=asked)))
+            for number, part in enumerate((asked[: blueprint.ranks], asked)):  # moments come with the first step
+                with phase(f"update {number}"):
+                    list(host.handle(UpdateRequest(step=number, tickets=part, episode=tuple(range(len(part))))))
+        for name, request in (("save", SaveRequest), ("load", LoadRequest)) if job.saves else ():
+            with phase(name):
+                (done,) = host.handle(request(folder=f"{folder}/saved"))
+                assert not done.error, done.error
+        host.close()
+
+
+def fill_again(arena: Any, policy: Any) -> None:
+    """Put back what acting without data has written."""
+    from embodyrl.channels.layout import Record
+
+    arena[Record.tokens][:] = getattr(getattr(policy, "_config", None), "action_vocab_start", 7)
+    arena[Record.cost][:] = 1

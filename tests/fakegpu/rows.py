@@ -1,0 +1,69 @@
+"""The memory plan against the metered peak of the same config, row by row.
+
+    python tests/fakegpu/rows.py                    all rows, models whole: minutes
+    python tests/fakegpu/rows.py --layers 2         the same with so many layers of each part
+    python tests/fakegpu/rows.py --only "7B lora"   rows whose name begins so
+
+Needs `FAKE_CUDA_GUARD` (see `test_fakegpu.py`) and this folder on PYTHONPATH.
+"""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import fakegpu  # noqa: F401  (before torch)
+from jobs import GIB, Job, Result, run
+
+ONE, EIGHT, AGAIN = "actor.fsdp.size=1", "actor.fsdp.size=8", "actor.gradient_checkpointing=true"
+KL, APART = "algorithm.kl_beta=0.01", "rollout.mode=disaggregated"
+EACH, STEP = "actor.fsdp.gradient_sync=micro_batch", "actor.fsdp.gradient_sync=step"
+ROWS = (
+    Job(name="7B lora, 1 rank", model="7b", lora=True, words=(ONE,), act=8, train=16),
+    Job(name="7B lora, 1 rank, recomputed", model="7b", lora=True, words=(ONE, AGAIN), act=0, train=16),
+    Job(name="7B lora, 1 rank, reference", model="7b", lora=True, words=(ONE, KL), act=0, train=16),
+    Job(name="7B lora, 8 ranks", model="7b", lora=True, words=(EIGHT,), act=8, train=128),
+    Job(name="7B full, 8 ranks", model="7b", words=(EIGHT, STEP), act=8, train=128),
+    Job(name="7B full, 8 ranks, recomputed", model="7b", words=(EIGHT, STEP, AGAIN), act=0, train=128),
+    Job(name="7B full, 8 ranks, each micro-batch", model="7b", words=(EIGHT, EACH, AGAIN), act=0, train=128),
+    Job(name="7B full, 8 ranks, reference", model="7b", words=(EIGHT, STEP, AGAIN, KL), act=0, train=128),
+    Job(name="7B full, 8 ranks, apart", model="7b", words=(EIGHT, STEP, AGAIN, APART), act=0, train=128),
+)
+"""`train`: two micro-batches of eight on each rank."""
+
+
+def line(job: Job, got: Result, seconds: float) -> str:
+    """A row of the table; what no tensor holds (CUDA's own memory) is left out of the plan."""
+    planned, seen = got.planned["policy"] - got.planned["process"], got.measured()
+    where = max(got.peaks, key=got.peaks.__getitem__)
+    return (
+        f"| {job.name} | {planned / GIB:.2f} | {seen / GIB:.2f} | {planned / seen - 1:+.1%} | {where} | {seconds:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--verbose", action="store_true")
+    args = parser.parse_args()
+    print("| configuration | plan, GiB | metered, GiB | difference | peak in | CPU s |\n|---|---|---|---|---|---|")
+    for job in ROWS:
+        if not job.name.startswith(args.only):
+            continue
+        started = time.process_time()
+        with tempfile.TemporaryDirectory() as folder:
+            got = run(replace(job, layers=args.layers), Path(folder))
+        print(line(job, got, time.process_time() - started), flush=True)
+        if args.verbose:
+            print("   plan", {k: round(v / GIB, 2) for k, v in got.planned.items() if v and not isinstance(v, bool)})
+            print("   peak", {k: round(v / GIB, 2) for k, v in got.peaks.items()})
+            print("   live", {k: round(v["live"] / GIB, 2) for k, v in got.phases.items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A whole policy process on a GPU that is not there, alone and as one of eight ranks: every wait and copy is known.
+
+A wait stops the host until the device is done, so that one in a loop costs more than its kernel; this table changes
+only when somebody means it to. `FAKEGPU_PRINT=1` prints the table as it is.
+"""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from jobs import Job, run
+
+pytestmark = pytest.mark.filterwarnings("error:CUDA reports that you have")  # fork_rng over all devices
+
+SMALL = ("actor.micro_batch_size=1", "actor.global_batch_size=32")
+ONE, EIGHT = (*SMALL, "actor.fsdp.size=1"), (*SMALL, "actor.fsdp.size=8")
+AGAIN = "actor.gradient_checkpointing=true"
+KL = "algorithm.kl_beta=0.01"
+JOBS: dict[str, Job] = {
+    job.name: job
+    for job in (
+        Job(name="values, recomputed", model="tiny", words=(*ONE, "algorithm=ppo", AGAIN)),
+        Job(name="reference on 8", model="tiny", words=(*EIGHT, KL), train=16),
+    )
+}
+EXPECTED = {
+    "values, recomputed": {"build": (0, 65), "act": (3, 8), "update 0": (8, 72), "update 1": (8, 144)},
+    "reference on 8": {
+        "build": (0, 124),
+        "act": (3, 8),
+        "reference": (2, 18),
+        "update 0": (2, 19),
+        "update 1": (2, 38),
+    },
+}
+"""By phase: waits of the host for the device, and copies to it. PPO takes four optimizer steps an update."""
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_waits_and_copies_are_those_of_the_table(name: str, tmp_path: Path) -> None:
+    check(JOBS[name], tmp_path)
+
+
+def check(job: Job, folder: Path) -> None:
+    """Run a job and compare its waits and copies with the table; nothing may be left behind by acting or an update."""
+    name, got = job.name, run(job, folder)
+    counted = {phase: (numbers["waits"], numbers["copies"]) for phase, numbers in got.phases.items()}
+    if os.environ.get("FAKEGPU_PRINT"):
+        print(f'    "{name}": {counted},')
+        for phase, numbers in got.phases.items():
+            print("       ", phase, numbers["wait_places"])
+    else:
+        assert counted == EXPECTED[name], {phase: numbers["wait_places"] for phase, numbers in got.phases.items()}
+    live = {phase: numbers["live"] for phase, numbers in got.phases.items()}
+    assert live["update 1"] == live["update 0"], "an update leaves something behind"
+    grown = live["update 0"] - live["build"]
+    assert grown <= got.planned["optimizer"] + 2**20, f"{grown} bytes more than before"
+    kept = got.planned["weights"] + got.planned["gathered"] + got.planned["reference"]
+    assert live["build"] <= 1.1 * kept + 2**20, f"{live['build']} bytes live of {kept} that are planned"
