@@ -31,12 +31,9 @@ def test_epochs_and_batches_multiply_to_optimizer_steps(tmp_path):
     assert row["actor/ratio"] != 1, "later epochs are off-policy"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_reference_stays_where_the_run_began(tmp_path, precision):
-    """In bfloat16 its weights are halved; it is the same function, bit for bit."""
+def test_the_reference_stays_where_the_run_began(tmp_path):
     words = (
         *WORDS,
-        f"model.precision={precision}",
         "algorithm.kl_beta=0.01",
         "runner.max_steps=3",
         "env.kwargs.echo=true",
