@@ -148,7 +148,8 @@ def test_the_simplevla_recipe_brings_its_horizon(suite: str) -> None:
 
 def test_every_yaml_below_conf_belongs_to_a_group() -> None:
     grouped = {f for group in tree.default_options("train") for f in tree.options(group).values()}
-    roots = {tree.conf_dir() / f"{command}.yaml" for command in ("train", "collect", "sft", "dagger", "check-env")}
+    commands = ("train", "collect", "sft", "serve", "dagger", "check-env")
+    roots = {tree.conf_dir() / f"{command}.yaml" for command in commands}
     starts = set((tree.conf_dir() / "start").glob("*.yaml"))
     assert set(tree.conf_dir().rglob("*.yaml")) == grouped | roots | starts
     for file in starts:
