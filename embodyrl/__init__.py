@@ -1,18 +1,38 @@
 """embodyrl: reinforcement learning for vision-language-action policies inside simulators.
 
-`embodyrl.compose`, `train`, `evaluate`, `collect` and `sft` are the functions of `embodyrl.api`.
+compose, train, evaluate, collect, sft      the commands as functions
+make_env                                    an environment as a Gymnasium one
+load_policy                                 a trained policy: .act(observation)
+GRPO                                        text: GRPO(model, reward, rows).train()
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodyrl.version import __version__ as __version__
 
-_FUNCTIONS = ("collect", "compose", "evaluate", "sft", "train")
+if TYPE_CHECKING:
+    from embodyrl.program.acting import LoadedPolicy, load_policy
+    from embodyrl.program.commands import collect, compose, evaluate, sft, train
+    from embodyrl.program.environment import make_env
+    from embodyrl.program.text import GRPO
+
+_HOMES = {
+    **dict.fromkeys(("collect", "compose", "evaluate", "sft", "train"), "commands"),
+    **dict.fromkeys(("LoadedPolicy", "load_policy"), "acting"),
+    "make_env": "environment",
+    "GRPO": "text",
+}
+
+__all__ = ["GRPO", "LoadedPolicy", "collect", "compose", "evaluate", "load_policy", "make_env", "sft", "train"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     # Found by name on first use: every module imports this one, and the command line must start without what they need.
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module("embodyrl.api"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"embodyrl.program.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'embodyrl' has no attribute '{name}'")

@@ -1,7 +1,7 @@
 """Records that cross seams: frozen, keyword-only, numpy (torch only where gradients flow).
 
-Shape legend (used in the whole package): N env slots, T chunk steps, K actions per chunk, A action dims,
-L = K*A action tokens, V value outputs per chunk (1 or K), B samples, C cameras, H W image, S state dims.
+Shapes: N env slots, T chunk steps, K actions per chunk, A action dims, L = K*A action tokens, V value outputs per chunk
+(1 or K), B samples, C cameras, H W image, S state dims.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class EnvSpec(EnvFootprint):
     """Tasks whose episodes depend on their seed too; of all others a reset id decides everything."""
     reports_success: bool = True
     """False: no step says that a goal is reached, so the return is what counts."""
+    state_suffices: bool = True
+    """The state alone tells what a policy must know; false: what matters is seen by the cameras only."""
     held_out: int = 0
     """The last so many initial states of each task are for evaluation, unless `state_ids` says otherwise."""
     components: tuple[str, ...] = ()
@@ -262,11 +264,9 @@ class Episode:
     records: IntArray
     """[T] arena record of each chunk step."""
     reward: FloatArray
-    """[T, K] shaped reward per action; 0 where not valid."""
+    """[T, K] shaped reward per action, like the next two; 0 where not valid."""
     valid: BoolArray
-    """[T, K]"""
     success: BoolArray
-    """[T, K]"""
     value: FloatArray
     """[T, V] value estimates while acting; V may be 0."""
     bootstrap_value: FloatArray
@@ -285,6 +285,8 @@ class Episode:
     instruction: str = ""
     components: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """[T, C] parts of the reward of each chunk."""
+    action: FloatArray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
+    """[T, K, A] what was chosen, executed where `valid`."""
     duration_s: float = 0.0
     video: str | None = None
 
@@ -317,14 +319,13 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBatch:
-    """Advantages and weights of one training step, aligned with a flat list of B chunk samples."""
+    """Advantages [B, K] and weights of one training step, aligned with a flat list of B chunk samples."""
 
     records: IntArray
     """[B] arena record of each sample."""
     episode: IntArray
     """[B] episode id of each sample."""
     advantage: FloatArray
-    """[B, K]"""
     returns: FloatArray
     """[B, V] value targets."""
     valid: BoolArray
@@ -336,16 +337,14 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOutput:
-    """One chunk for each of B observations (CPU numpy, ready for the arena)."""
+    """One chunk for each of B observations (CPU numpy, ready for the arena): tokens [B, L], value [B, V]."""
 
     actions: FloatArray
     """[B, K, A] in the units of the policy's training data (un-normalised; gripper per `PolicySpec.gripper`)."""
     tokens: IntArray
-    """[B, L]"""
     logprob: FloatArray
     """[B, L] log-probability of each token under the sampling distribution (temperature included)."""
     value: FloatArray
-    """[B, V]"""
     replies: tuple[str, ...] = ()
     """What each chunk says in words; empty for actions that say nothing."""
     cut_off: BoolArray | None = None
@@ -356,21 +355,17 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyScores:
-    """Differentiable quantities of given tokens (torch, fp32, on the policy's device)."""
+    """Differentiable quantities of given tokens (torch, fp32, on the policy's device): [B, L], [B, L] and [B, V]."""
 
     logprob: torch.Tensor
-    """[B, L]"""
     entropy: torch.Tensor
-    """[B, L]"""
     value: torch.Tensor
-    """[B, V]"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationScores:
-    """How well given actions are imitated (torch, fp32, on the policy's device)."""
+    """How well given actions are imitated (torch, fp32, on the policy's device); loss [B] with gradients."""
 
     loss: torch.Tensor
-    """[B], with gradients."""
     accuracy: torch.Tensor
     """[B] share of the chunk's numbers whose bin or category is the given one's when acting greedily."""

@@ -1,7 +1,14 @@
 #!/usr/bin/env bash
-# Set up embodyrl in .venv and run the default training on real LIBERO. No GPU, no download of weights.
-# Further arguments go to the training: bash scripts/quickstart.sh seed=1
-EXTRAS=libero,maniskill,dev
+# Set up embodyrl in .venv, train on the built-in table, and meanwhile install LIBERO; then train on real LIBERO.
+# --cuda or --cpu chooses the build of torch (default: CUDA where there is a GPU). Other arguments go to both trainings.
+case "${1:-}" in --cuda | --cpu) export TORCH_BUILD="${1#--}" && shift ;; esac
+EXTRAS=
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-say "training on LIBERO: embodyrl train experiment=libero_laptop $*"
+(EXTRAS=libero && system_libraries && python_packages) >.venv/libero.log 2>&1 &
+libero=$!
+say "training on the table, a few minutes: embodyrl train $*"
+embodyrl train "$@"
+say "LIBERO is being installed (.venv/libero.log)"
+wait "$libero" || { cat .venv/libero.log >&2 && exit 1; }
+say "training on LIBERO, about ten minutes: embodyrl train experiment=libero_laptop $*"
 exec embodyrl train experiment=libero_laptop "$@"

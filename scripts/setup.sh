@@ -20,7 +20,7 @@ find_python() {
 # LIBERO renders with libOSMesa, ManiSkill with lavapipe (Vulkan on the CPU). What cannot be installed is named, and the
 # set-up goes on: the tests that need it are then skipped.
 system_libraries() {
-    if ! ldconfig -p 2>/dev/null | grep -q 'libOSMesa\.so'; then
+    if [[ $EXTRAS == *libero* ]] && ! ldconfig -p 2>/dev/null | grep -q 'libOSMesa\.so'; then
         install_packages libosmesa6 || say "LIBERO cannot render yet. Ask for: apt-get install libosmesa6"
     fi
     if [[ $EXTRAS == *maniskill* ]] && ! lavapipe_works; then
@@ -57,22 +57,48 @@ install_lavapipe() {
     install_packages "${packages[@]}"
 }
 
+# Which build of torch: CUDA where --cuda or a working driver asks for it, else the CPU's, which is ten times smaller.
+torch_build() {
+    case "${TORCH_BUILD:-}" in
+        cpu) echo cpu ;;
+        cuda) echo auto ;;
+        *) nvidia-smi -L >/dev/null 2>&1 && echo auto || echo cpu ;;
+    esac
+}
+
 python_packages() {
-    local python
+    local python stamp=".venv/.installed-${EXTRAS:-core}"
     python=$(find_python)
     [ -x .venv/bin/python ] || "$python" -m venv .venv || {
         echo "Cannot create .venv; on Debian and Ubuntu: apt-get install python3-venv" >&2
         return 1
     }
-    local stamp=.venv/.embodyrl-installed
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then
-        return
-    fi
-    say "installing Python packages into .venv (3 GB, a few minutes)"
-    # torch first: as a dependency of something else its CUDA build would be taken, several GB of it.
-    .venv/bin/python -m pip install --quiet --constraint constraints.txt torch setuptools wheel
-    .venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[$EXTRAS]"
+    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ] && return
+    say "installing Python packages into .venv: embodyrl${EXTRAS:+[$EXTRAS]}"
+    # torch first: as a dependency of something else a build would be taken that nobody chose.
+    install_torch
+    install --editable ".${EXTRAS:+[$EXTRAS]}"
     fingerprint >"$stamp"
+}
+
+# uv where it is, pip otherwise. Only uv knows the builds of torch by name, so pip fetches it for that.
+install() {
+    if command -v uv >/dev/null; then
+        uv pip install --quiet --python .venv/bin/python --constraint constraints.txt "$@"
+    else
+        .venv/bin/python -m pip install --quiet --constraint constraints.txt "$@"
+    fi
+}
+
+install_torch() {
+    local build uv=uv
+    .venv/bin/python -c "import torch" 2>/dev/null && return
+    build=$(torch_build)
+    command -v uv >/dev/null || { .venv/bin/python -m pip install --quiet uv && uv=.venv/bin/uv; } || true
+    "$uv" pip install --quiet --python .venv/bin/python --constraint constraints.txt --torch-backend "$build" torch 2>.venv/torch.log ||
+        { say "torch's $build build cannot be fetched (.venv/torch.log); taking the one of your package index" && install torch; }
+    install setuptools wheel
+    say "torch $(.venv/bin/python -c 'import torch; print(torch.__version__, "for CUDA " + torch.version.cuda if torch.version.cuda else "for CPUs")' 2>/dev/null) (--cuda or --cpu chooses)"
 }
 
 fingerprint() { cat pyproject.toml constraints.txt scripts/setup.sh | sha256sum | cut -d' ' -f1; }

@@ -9,7 +9,7 @@ from mkdocs.structure.files import File, Files
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.config import tree
 from embodyrl.config.settings import Key, spell
-from embodyrl.plan.roots import all_keys
+from embodyrl.plan.keys import all_keys
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:

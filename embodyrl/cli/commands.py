@@ -57,7 +57,7 @@ def _groups_and_keys() -> str:
     """Return the sections "groups" and "common keys" of the help of a run command."""
     from embodyrl.config import tree
     from embodyrl.config.settings import spell
-    from embodyrl.plan.roots import all_keys
+    from embodyrl.plan.keys import all_keys
 
     lines = ["groups (group=option; * = default):"]
     for group, default in tree.default_options("train").items():

@@ -6,7 +6,7 @@ from importlib.resources import files
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
-from embodyrl.plan.roots import all_keys
+from embodyrl.plan.keys import all_keys
 
 
 def completion(args: argparse.Namespace) -> int:

@@ -50,7 +50,8 @@ def show(args: argparse.Namespace) -> int:
     """Run `embodyrl show`."""
     from embodyrl.config.settings import json_schema, keys_of, leaves, plain, spell
     from embodyrl.plan.config import load_config
-    from embodyrl.plan.roots import ROOTS, suggest
+    from embodyrl.plan.keys import suggest
+    from embodyrl.plan.roots import ROOTS
 
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
     group, equals, _ = what.partition("=")

@@ -14,7 +14,8 @@ from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import read_history
 from embodyrl.monitor.report.tables import changed_settings
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import TrainConfig, all_keys
+from embodyrl.plan.keys import all_keys
+from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.texts import env_spec
 from embodyrl.version import __version__
 
@@ -24,7 +25,8 @@ def doctor(args: argparse.Namespace) -> int:
     if args.json and args.report:
         raise ConfigError("--report is human-readable text; leave out --json, or --report.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
-    folders = [Path(cfg.runner.output_dir), Path(cfg.video_cfg.base_dir)]
+    places = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
+    folders = [Path(place) for place in dict.fromkeys(places) if place is not None]
     findings = [
         probes.probe_python(),
         probes.probe_torch(),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import show_result
-from embodyrl.cli.runs import find_run, is_running
+from embodyrl.cli.runs import find_run, is_running, latest_run
 from embodyrl.config.trust import TRUST
 from embodyrl.errors import CheckFailedError, ConfigError
-from embodyrl.monitor.history import EVENTS_FILE, History, read_history, score_of
+from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_history, score_of
+from embodyrl.monitor.samples import Sample, pick_samples, sample_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+_REPLIES, _REFRESH_S = 3, 15
 _SHOWN = 20
 """Lines of the table; --json has all."""
 
@@ -22,11 +27,9 @@ _SHOWN = 20
 def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`."""
     from embodyrl.monitor.report.page import write_report
-    from embodyrl.plan.roots import all_keys
+    from embodyrl.plan.keys import all_keys
 
-    runs = [find_run(word) for word in args.words]
-    if not runs:
-        raise ConfigError("embodyrl report takes a run folder: embodyrl report runs/my_run; two or more are compared.")
+    runs = [find_run(word) for word in args.words] or [latest_run("embodyrl report")]
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
     try:
@@ -34,6 +37,13 @@ def report(args: argparse.Namespace) -> int:
         lines = write_report(runs, out, defaults=defaults)
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another place with --out FILE.") from error
+    if args.watch:
+        return _watch(args, runs, defaults)
+    if args.gif:
+        from embodyrl.monitor.report.media import animate_changes
+
+        animate_changes(read_history(runs[0]), args.gif)
+        lines.append(f"gif   {args.gif}")
     show_result(args, {"page": out, "summary": lines}, (*lines, f"page  {out}"))
     if args.open:
         import webbrowser
@@ -60,11 +70,41 @@ def card(args: argparse.Namespace) -> int:
     return 0
 
 
+def _watch(args: argparse.Namespace, runs: Sequence[Path], defaults: Mapping[str, object]) -> int:
+    """Serve the page to this machine; each look sees the run as it stands."""
+    from embodyrl.cli.loopback import Answer, Loopback
+    from embodyrl.monitor.report.page import write_report
+
+    if args.json or not args.port.isdecimal():
+        raise ConfigError("--watch serves a page; leave out --json, and give --port a number.")
+
+    def page() -> Answer:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "report.html"
+            write_report(runs, out, defaults=defaults)
+            text = out.read_text(encoding="utf-8")
+        if any(map(is_running, runs)):
+            text = text.replace("<head>", f'<head><meta http-equiv="refresh" content="{_REFRESH_S}">', 1)
+        return "text/html; charset=utf-8", text.encode()
+
+    server = Loopback(int(args.port), {"/": page}, {})
+    print(f"{server.url}   (Ctrl-C ends)", flush=True)
+    if args.open:
+        import webbrowser
+
+        webbrowser.open(server.url)
+    try:
+        server.serve_forever()
+    finally:
+        server.server_close()
+    return 0
+
+
 def view(args: argparse.Namespace) -> int:
     """Run `embodyrl view`."""
-    if len(args.words) != 1:
+    if len(args.words) > 1:
         raise ConfigError("embodyrl view takes one run: embodyrl view runs/my_run.")
-    run = find_run(args.words[0])
+    run = find_run(args.words[0]) if args.words else latest_run("embodyrl view")
     from rich.console import Console
     from rich.live import Live
 
@@ -80,13 +120,30 @@ def view(args: argparse.Namespace) -> int:
 
 def picture(history: History) -> RenderableType:
     """The dashboard of a training, the table of an evaluation."""
+    from rich.console import Group
+    from rich.text import Text
+
+    episodes = [e for evaluation in history.evaluations for e in evaluation.episodes]
+    names = {e.task_id: e.task for e in episodes}
+    if said := list(sample_lines(_talk(history))):
+        return Group(_numbers(history, episodes, names), Text("\n".join(["replies", *said])))
+    return _numbers(history, episodes, names)
+
+
+def _talk(history: History) -> list[Sample]:
+    """A few conversations of the newest evaluation, beside those of the first."""
+    if not history.evaluations:
+        return []
+    first, last = history.evaluations[0], history.evaluations[-1]
+    return pick_samples(first.episodes if first is not last else (), last.episodes, _REPLIES)
+
+
+def _numbers(history: History, episodes: Sequence[EpisodeRow], names: Mapping[int, str]) -> RenderableType:
     from rich.table import Table
 
     from embodyrl.monitor.dashboard import replay
     from embodyrl.monitor.protocol import RunInfo
 
-    episodes = [e for evaluation in history.evaluations for e in evaluation.episodes]
-    names = {e.task_id: e.task for e in episodes}
     if not history.rows:
         known = any(e.success_once is not None for e in episodes)
         table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=history.name)

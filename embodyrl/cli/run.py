@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embodyrl.cli.runs import find_run, newest_run
+from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
+from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import TRUST
 from embodyrl.errors import ConfigError, masked
-from embodyrl.plan.config import dump_config, load_config, load_saved_config
+from embodyrl.plan.config import dump_config, load_config, load_saved_config, run_config
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
 
 
@@ -23,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(
         signal.SIGUSR1, signal.SIG_IGN
     )  # asks a run how it is: before and after its workers there is no answer
+    if "=" in (getattr(args, "resume", None) or ""):  # `--resume key=value` goes on with the newest run
+        args.words, args.resume = [args.resume, *args.words], NEWEST
     if args.json and args.dry_run:
         raise ConfigError("--json goes with --print-config or with a run; leave out --dry-run.")
     if args.command == "train" and args.multirun:
@@ -56,7 +59,7 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
     if args.command == "eval" and args.resume:
         if {*words} - {TRUST} or folders:
             raise ConfigError("--resume goes on with exactly the settings of that evaluation; leave the others out.")
-        found = find_run(args.resume)
+        found = _resumed(args)
         if (found / "checkpoints").is_dir():
             raise ConfigError(
                 f"{found} is a training run. Go on with it: embodyrl train --resume {found}. "
@@ -71,13 +74,17 @@ def compose_with_ckpt(args: argparse.Namespace) -> Any:
     return load_config(args.command, args.words, config_dirs=args.config_dir, base=_config_of_ckpt(args.words))
 
 
+def _resumed(args: argparse.Namespace) -> Path:
+    """The run that `--resume` names; alone it means the newest one of this command."""
+    if args.resume != NEWEST:
+        return Path(args.resume) if args.command != "eval" else find_run(args.resume)
+    return latest_run(f"embodyrl {args.command} --resume", trained=args.command != "eval")
+
+
 def _config_of_ckpt(words: Sequence[str]) -> Path | None:
     """The saved config of the run that `ckpt=` points into, so that its model need not be typed again."""
-    for path in [Path(w.removeprefix("ckpt=")) for w in words if w.startswith("ckpt=")][-1:]:
-        for folder in (path, *path.parents):
-            if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-                return folder / "config.yaml"
-    return None
+    named = [w.removeprefix("ckpt=") for w in words if w.startswith("ckpt=")]
+    return run_config(resolve_run(named[-1])) if named else None
 
 
 def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
@@ -87,7 +94,9 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     line defines the config, and a missing run is a fresh start.
     """
     marker = "runner.resume_dir="
-    asked = [args.resume] if args.resume else [w.removeprefix(marker) for w in args.words if w.startswith(marker)]
+    asked = (
+        [str(_resumed(args))] if args.resume else [w.removeprefix(marker) for w in args.words if w.startswith(marker)]
+    )
     resume = asked[-1] if asked and asked[-1] != "null" else None
     words = [w for w in args.words if not w.startswith(marker)]
     if resume is not None and resume != "auto":
@@ -95,7 +104,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
             raise ConfigError("--config-dir has no effect with --resume: the run brings its own config; leave it out.")
         if any(w.startswith("ckpt=") for w in words):
             raise ConfigError("ckpt cannot be combined with --resume: a resumed run has weights of its own; drop one.")
-        found = Path(resume)
+        found = resolve_run(resume)
         return load_saved_config(found, words, command=args.command), found if found.is_dir() else found.parent
     base = _config_of_ckpt(words) if args.command == "train" else None
     cfg = load_config(args.command, words, config_dirs=args.config_dir, base=base)

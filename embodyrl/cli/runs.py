@@ -11,6 +11,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import METRICS_FILE, newest_values
 from embodyrl.registry import closest
 
+NEWEST = "newest"
+"""What `--resume` without a run stands for."""
+
 
 def describe_run(folder: Path) -> dict[str, Any]:
     """Name, place, local start time, last step, newest success rate (0 to 1) and return; None before the first."""
@@ -41,6 +44,18 @@ def is_running(run: Path) -> bool:
     lock = run / "lock"
     found = re.match(r"process (\d+) on (.*)", lock.read_text(encoding="utf-8")) if lock.is_file() else None
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
+
+
+def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
+    """The newest run in ./runs, of a training, of an evaluation, or of either.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in run_folders(Path("runs")):
+        if trained is None or (folder / "checkpoints").is_dir() == trained:
+            return folder
+    raise ConfigError(f"{wanted_by}: there is no such run in ./runs yet; name one, or start one: embodyrl train.")
 
 
 def find_run(word: str) -> Path:

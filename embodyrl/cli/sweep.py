@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 
@@ -44,14 +46,35 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
         ConfigError: a combination is wrong; nothing was started.
     """
     jobs = expand(words)
-    for job in jobs:
-        load_config(command, job, config_dirs=config_dirs)
+    places = [Path(load_config(command, job, config_dirs=config_dirs).runner.output_dir) for job in jobs]
     flags = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
-    codes = []
-    for number, job in enumerate(jobs, 1):
+    codes, found = [], []
+    for number, (job, place) in enumerate(zip(jobs, places, strict=True), 1):
+        before = run_folders(place)
         print(f"[{number}/{len(jobs)}] embodyrl {command} {' '.join(job)}", flush=True)
         done = subprocess.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags], check=False)
         codes.append(done.returncode)
-    for job, code in zip(jobs, codes, strict=True):
-        print(f"{'ok  ' if code == 0 else f'exit {code}'}  {' '.join(job)}")
+        found.append(next((describe_run(run) for run in run_folders(place) if run not in before), {}))
+    _print_table(jobs, codes, found)
     return 1 if any(codes) else 0
+
+
+def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> None:
+    """What differs between the runs, and how each ended."""
+    same = set(jobs[0]).intersection(*jobs)
+    table = [("run", "settings", "step", "success", "return", "")]
+    for job, code, run in zip(jobs, codes, runs, strict=True):
+        success, earned = run.get("success"), run.get("return")
+        table.append(
+            (
+                str(run.get("id", "-")),
+                " ".join(word for word in job if word not in same and not word.startswith(_NAME)),
+                str(run.get("step") or "-"),
+                "-" if success is None else f"{100 * success:.1f} %",
+                "-" if earned is None else f"{earned:.4g}",
+                "ok" if code == 0 else f"exit {code}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -2,10 +2,14 @@
 
 import multiprocessing
 import os
+import re
 import select
 import signal
+import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -20,6 +24,7 @@ from embodyrl.workers.messages import Request, WorkerFailed
 
 _DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
 _JOIN_S = 5.0
+_GUARD = re.compile(rb"^\s*if\s+__name__\s*==", re.MULTILINE)
 
 
 @dataclass
@@ -81,7 +86,8 @@ class LocalLauncher:
         # A child inherits the mask: Ctrl-C during its imports would print a traceback into the user's terminal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process.start()
+            with _safe_main():
+                process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for key, value in previous.items():
@@ -196,6 +202,26 @@ class LocalLauncher:
             for handle in handles:
                 handle.process.join(_JOIN_S)
                 self._forget(handle)
+
+
+@contextmanager
+def _safe_main() -> Iterator[None]:
+    """Keep a script without `if __name__ == "__main__":` from running again in each new process.
+
+    A spawned process runs the main script first, so that what it defines is there. One without this guard would start
+    the training once more in every worker.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or not Path(file).is_file() or _GUARD.search(Path(file).read_bytes()):
+        yield
+        return
+    spec, main.__spec__ = main.__spec__, None
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__spec__, main.__file__ = spec, file
 
 
 def _exit_reason(code: int | None) -> str:

@@ -12,11 +12,13 @@ from embodyrl.channels.layout import Record
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, locked, open_run, resolve_weights
 from embodyrl.commands.session import announce, screen_only
-from embodyrl.datasets.layout import Card, Demonstration, Source
+from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
 from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
+from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.plan.blueprint import Blueprint, count_env_workers, deal_slots, draw_blueprint
+from embodyrl.plan.config import dump_config
 from embodyrl.plan.episodes import demonstration_episodes, selected_tasks
 from embodyrl.plan.roots import CollectConfig
 from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
@@ -87,6 +89,11 @@ def draw_collection(cfg: CollectConfig) -> Blueprint:
     )
 
 
+def write_environment(cfg: CollectConfig, folder: Path) -> None:
+    """Keep the environment's settings beside the data, for `embodyrl eval` of what learns from them."""
+    write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, only="env"))
+
+
 def card_of(blueprint: Blueprint) -> Card:
     """Describe the data set; two collections with equal cards hold the same episodes."""
     cfg = blueprint.config(CollectConfig)
@@ -130,6 +137,7 @@ class _Collecting:
         out = Path(str(self.cfg.collect.out))
         writer = DatasetWriter(out, card_of(self.blueprint))
         try:
+            write_environment(self.cfg, out)
             for row in writer.episodes:
                 task = row["embodyrl/task_id"]
                 self.kept[task] += 1

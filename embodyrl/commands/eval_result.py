@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from embodyrl.conversation import split_messages
 from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
@@ -57,7 +58,7 @@ class TaskResult:
         return Mean(self.mean_return, (low, high), self.episodes, self.states)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EvalResult:
     """An evaluation's table and files."""
 
@@ -79,6 +80,9 @@ class EvalResult:
     """Run that was compared with."""
     protocol: dict[str, Any] | None = field(default=None)
     """Protocol that was asked for, and in what the evaluation departs from it."""
+
+    def __repr__(self) -> str:
+        return f"EvalResult({self.overall.score}, {len(self.tasks)} tasks, {self.folder})"
 
     @property
     def exit_code(self) -> int:
@@ -221,14 +225,21 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
     )
 
 
-def episode_row(episode: Episode, *, known: bool, reward_factor: float = 1.0, suite: str = "") -> EpisodeRow:
-    """What is kept of an episode; its return without the factor that learning multiplies rewards by."""
+def episode_row(
+    episode: Episode, *, known: bool, reward_factor: float = 1.0, suite: str = "", task: str = ""
+) -> EpisodeRow:
+    """What is kept of an episode; its return without the factor that learning multiplies rewards by.
+
+    `task` names that of a conversation, whose instruction is all that was said.
+    """
     # What is not announced may come all the same: some environments only speak of success at the end.
     known = known or episode.success_once
+    turns = split_messages(episode.instruction)
+    talks = len(turns) > 1
     return EpisodeRow(
         episode=episode.spec.episode_id,
         task_id=episode.spec.task_id,
-        task=episode.instruction,
+        task=task if talks and task else episode.instruction,
         reset_id=episode.spec.reset_id,
         seed=episode.spec.seed,
         success_once=episode.success_once if known else None,
@@ -240,6 +251,7 @@ def episode_row(episode: Episode, *, known: bool, reward_factor: float = 1.0, su
         seconds=round(episode.duration_s, 3),
         video=episode.video,
         suite=suite,
+        conversation=tuple((turn.role, turn.content) for turn in turns) if talks else (),
     )
 
 

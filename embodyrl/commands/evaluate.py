@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections import Counter
@@ -12,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.settings import OnVideoError
@@ -24,7 +27,7 @@ from embodyrl.errors import ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_history, read_rows
 from embodyrl.monitor.paired import pair_suites
-from embodyrl.monitor.side_by_side import join_side_by_side
+from embodyrl.monitor.samples import pick_samples, sample_lines
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.held_out import evaluation_facts
@@ -32,7 +35,9 @@ from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.roots import EvalConfig
 from embodyrl.scheduler.rollout import Rollout, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
-from embodyrl.types import Episode, EpisodeSpec
+from embodyrl.types import EnvSpec, Episode, EpisodeSpec
+
+ACTIONS_FILE = "actions.npz"
 
 
 def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> EvalResult:
@@ -130,7 +135,8 @@ def run_evaluation(
         def note(episode: Episode) -> None:
             env, suite = blueprint.env, suites[episode.spec.task_id]
             known, factor = env.reports_success, env.reward_factor
-            rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite))
+            task = env.tasks[episode.spec.task_id]
+            rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite, task=task))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             log.flush()
             progress(len(rows), plan.num_episodes, "eval")
@@ -154,6 +160,10 @@ def run_evaluation(
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
     result = summarise(rows, collection, blueprint.env, folder)
     result = replace(result, protocol=protocol_record(cfg, blueprint.env), **_against_baseline(cfg, rows))
+    if cfg.video.startswith("changed:"):
+        write_actions(folder, collection.episodes)
+    for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
+        warn(line)
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
     write_atomically(folder / "eval.json", json.dumps(table, indent=2) + "\n")
     return result
@@ -179,22 +189,30 @@ def read_baseline(run: Path) -> Sequence[EpisodeRow]:
 
 
 def video_choice(pattern: str, plan: EpisodeList, blueprint: Blueprint, videos: Path, step: int) -> VideoChoice | None:
-    """Turn `none | failures | first:N | all` into the choice per episode."""
-    if pattern == "none":
+    """Turn `none | failures | first:N | all` into the choice per episode; `changed:N` is chosen afterwards."""
+    if pattern == "none" or pattern.startswith("changed:"):
         return None
     order = [e.episode_id for e in plan.episodes]
     wanted = set(sorted(order)[: int(pattern.removeprefix("first:"))]) if pattern.startswith("first:") else set(order)
     keep = "failures" if pattern == "failures" else "all"
 
-    def choose(spec: EpisodeSpec) -> tuple[str, str] | None:
-        if spec.episode_id not in wanted:
-            return None
-        task = re.sub(r"[^a-z0-9]+", "_", blueprint.env.tasks[spec.task_id].lower()).strip("_")[:48]
-        _, state = blueprint.env.task_of(spec.reset_id)
-        stem = f"step{step:06d}_task{spec.task_id:02d}_{task}_state{state:02d}_seed{spec.seed}_ep{spec.episode_id:03d}"
-        return str(videos / stem), keep
+    return lambda spec: (
+        (str(videos / film_stem(blueprint.env, spec, step)), keep) if spec.episode_id in wanted else None
+    )
 
-    return choose
+
+def film_stem(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
+    """Name of an episode's recording, before outcome and length."""
+    task = re.sub(r"[^a-z0-9]+", "_", env.tasks[spec.task_id].lower()).strip("_")[:48]
+    _, state = env.task_of(spec.reset_id)
+    return f"step{step:06d}_task{spec.task_id:02d}_{task}_state{state:02d}_seed{spec.seed}_ep{spec.episode_id:03d}"
+
+
+def write_actions(folder: Path, episodes: Sequence[Episode]) -> None:
+    """Keep what was done in an evaluation, [T, K, A] by episode number, so that any episode can be filmed later."""
+    held = io.BytesIO()
+    np.savez_compressed(held, **{str(e.spec.episode_id): e.action for e in episodes})  # type: ignore[arg-type]
+    write_atomically(folder / ACTIONS_FILE, held.getvalue())
 
 
 def _check_writable(folder: Path) -> None:
@@ -208,23 +226,3 @@ def _check_writable(folder: Path) -> None:
         raise EmbodyError(
             f"Cannot write recordings to {folder}: {error.strerror}. Choose another video_cfg.base_dir, or video=none."
         ) from error
-
-
-def compare_recordings(
-    first: EvalResult, last: EvalResult, folder: Path, *, steps: tuple[int, int], fps: int, warn: Callable[[str], None]
-) -> list[Path]:
-    """Join the recordings of episodes that both validations kept; a failure to do so is only reported."""
-    before = dict(first.recordings)
-    joined: list[Path] = []
-    for episode, path in last.recordings:
-        if episode not in before:
-            continue
-        out = folder / f"before_after_ep{episode:03d}.mp4"
-        labels = (f"before (step {steps[0]})", f"after (step {steps[1]})")
-        try:
-            join_side_by_side(Path(before[episode]), Path(path), out, labels=labels, fps=fps)
-        except (OSError, RuntimeError, ValueError) as error:
-            warn(f"could not join the recordings of episode {episode}: {error}")
-            continue
-        joined.append(out)
-    return joined

@@ -13,7 +13,7 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, require_memory
 from embodyrl.plan.rates import predict
-from embodyrl.plan.roots import RunConfig, TrainConfig
+from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
 from embodyrl.types import EnvSpec
 
 
@@ -68,12 +68,7 @@ def training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
     memory = plan_memory(blueprint)
     require_memory(blueprint, memory)
-    free = _free_disk(cfg)
-    if memory.checkpoint * (cfg.checkpoint.keep + 1) > free:
-        raise ConfigError(
-            f"A checkpoint needs {memory.checkpoint / GIB:.1f} GiB; {cfg.checkpoint.keep} are kept while one more is "
-            f"written, and {free / GIB:.1f} GiB are free in {cfg.runner.output_dir}. Free some, or checkpoint.keep=1."
-        )
+    require_disk(cfg, memory.checkpoint, blueprint.total_steps)
     samples, rates = blueprint.max_samples, predict(blueprint)
     return [
         ("per step", f"{per_step} · up to {samples} samples, {blueprint.optimizer_steps_per_step} optimizer steps"),
@@ -83,6 +78,23 @@ def training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         *(rates.lines(samples) if rates else []),
         ("disk", f"{memory.checkpoint / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
     ]
+
+
+def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int) -> None:
+    """Refuse a run whose checkpoints, of so many bytes each, cannot all be there.
+
+    Raises:
+        ConfigError: says what is needed and what is free.
+    """
+    interval, free = cfg.runner.save_interval, _free_disk(cfg)
+    written = 1 if interval == -1 else -(-total_steps // interval)
+    held = min(written, cfg.checkpoint.keep + 1)
+    if checkpoint * held > free:
+        kept = f"; {held - 1} are kept while one more is written" if held > 1 else ""
+        raise ConfigError(
+            f"A checkpoint needs {checkpoint / GIB:.1f} GiB{kept}, and {free / GIB:.1f} GiB are free in "
+            f"{cfg.runner.output_dir}. Fix: free some, checkpoint.keep=1, or another runner.output_dir."
+        )
 
 
 def _sight(env: EnvSpec) -> str:

@@ -16,12 +16,11 @@ from importlib import metadata
 from pathlib import Path
 
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
-from embodyrl.config.paths import resolve_asset
+from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.devices import visible_gpus
-from embodyrl.envs.video import FilmSettings
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores
-from embodyrl.monitor.history import COSTS_FILE
+from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
 from embodyrl.plan.config import save_config
 from embodyrl.plan.roots import ActingConfig, RunConfig, SftConfig, TextTask
 from embodyrl.plan.settings import OnExisting
@@ -94,8 +93,9 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
         (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
-    films = cfg.video_cfg if isinstance(cfg, ActingConfig) else FilmSettings()
-    return RunFolder(root=root, videos=Path(films.base_dir) / root.name, logs=logs, lock=lock, began=began)
+    base = cfg.video_cfg.base_dir if isinstance(cfg, ActingConfig) else None
+    videos = root / VIDEO_FOLDER if base is None else Path(base) / root.name
+    return RunFolder(root=root, videos=videos, logs=logs, lock=lock, began=began)
 
 
 def _new_root(cfg: RunConfig, command: str) -> Path:
@@ -230,7 +230,7 @@ def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
     Raises:
         CheckpointError: nothing usable is there; names a damaged file.
     """
-    path = resolve_asset(ckpt)
+    path = resolve_run(ckpt)
     if (path / "checkpoints").is_dir():
         steps = (store := CheckpointStore(path / "checkpoints")).folders()
         if not steps:

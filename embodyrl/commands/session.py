@@ -61,6 +61,7 @@ def announce(
     head = f"embodyrl {__version__} · {command} · {folder.run_id} · seed {cfg.seed}"
     head += f" · resumed at step {resumed}" if resumed else ""
     monitor.banner([head, *(f"  {name:<10} {text}" for name, text in facts)])
+    monitor.progress(0, 0, "starting workers")
 
 
 class Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ import numpy as np
 from embodyrl.commands.run_folder import RunFolder, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
+from embodyrl.datasets.layout import ENVIRONMENT_PATH
 from embodyrl.errors import Interrupted
+from embodyrl.plan.config import ENVIRONMENT_FILE
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
@@ -70,6 +73,9 @@ class _Sft:
         session, folder = self.session, self.session.folder
         start = session.find_start()
         self.material = load_material(self.cfg, folder.root / START_FOLDER)
+        told = Path(str(self.cfg.data.path)) / ENVIRONMENT_PATH
+        if told.is_file():
+            shutil.copyfile(told, folder.root / ENVIRONMENT_FILE)
         held_out = len(self.material.validation or ())
         samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out")
         where = [("output", str(folder.root)), ("logs", f"tail -F {folder.logs}/*.log")]
@@ -118,7 +124,7 @@ class _Sft:
         for line in (
             f"run        {root}",
             f"checkpoint {checkpoint}",
-            f"next       embodyrl eval env=... ckpt={root}, or train with the same ckpt",
+            f"next       embodyrl eval ckpt={root} · embodyrl train ckpt={root} · embodyrl report {root}",
         ):
             self.monitor.text(line)
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
+from embodyrl.commands.before_after import compare_recordings, film_changes, read_evaluation
 from embodyrl.commands.dump import write_dump
 from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
-from embodyrl.commands.evaluate import compare_recordings, run_evaluation
-from embodyrl.commands.facts import facts
+from embodyrl.commands.evaluate import run_evaluation
+from embodyrl.commands.facts import facts, require_disk
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.held_out import evaluation_facts
+from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.scheduler.actors import Actors
 from embodyrl.scheduler.rollout import RolloutResult
@@ -40,7 +42,7 @@ OnEval = Callable[[int, EvalResult], bool | None]
 """Called with the number of steps that are done and each validation's result; True ends the run, see `OnStep`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainResult:
     """What a finished training leaves."""
 
@@ -49,6 +51,10 @@ class TrainResult:
     checkpoint: Path
     first: EvalResult | None
     last: EvalResult | None
+
+    def __repr__(self) -> str:
+        ends = [str(end.overall.score) for end in (self.first, self.last) if end is not None]
+        return f"TrainResult({self.run}, step {self.step}{', ' if ends else ''}{' -> '.join(ends)})"
 
 
 def train(
@@ -67,6 +73,7 @@ def train(
     cfg = _with_reference(cfg)
     blueprint = draw_blueprint(cfg, training=True)
     cfg = blueprint.config(TrainConfig) if cfg.eval.protocol.name else cfg
+    require_disk(cfg, plan_memory(blueprint).checkpoint, blueprint.total_steps)
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
     folder = open_run(cfg, "train", overrides, resume)
     try:
@@ -132,17 +139,12 @@ class _Training:
             if start is not None:
                 actors.load(start)
             workers.scheduler.publish(self.session.step)
-            if self.session.step == 0 and self._validates:
-                self.first = self._validate(workers)
-                self.monitor.log(0, self.first.metrics())
-            elif row := self.session.owes_validation(self.cfg.runner.val_check_interval):
-                self.last = self._validate(workers)
-                row |= self.last.metrics() | {"time/validate": self.last.wall_s}
-                self.monitor.log(self.session.step, row)
+            self._begin(workers)
             self._loop(workers, actors)
             workers.scheduler.abandon()  # what began for a step that a callback left out
             checkpoint = self._save(workers, actors)
             self.session.wait_for_save()
+            self._film(workers)
         except Interrupted as interruption:
             workers.scheduler.abandon()
             raise self.session.stop_message(interruption, self._save(workers, actors)) from None
@@ -154,6 +156,34 @@ class _Training:
             first=self.first,
             last=self.last,
         )
+
+    def _begin(self, workers: Workers) -> None:
+        """Validate the start, or take over what an earlier process of this run found out."""
+        folder, env = self.session.folder, self.blueprint.env
+        if self.session.step == 0 and self._validates:
+            self.first = self._validate(workers)
+            self.monitor.log(0, self.first.metrics())
+        elif self._validates:
+            known = [s for s in range(self.session.step + 1) if folder.eval_folder(s).is_dir()]
+            self.first = read_evaluation(folder.eval_folder(0), env)
+            self.last = read_evaluation(folder.eval_folder(known[-1]), env) if known[1:] else None
+            if row := self.session.owes_validation(self.cfg.runner.val_check_interval):
+                self.last = self._validate(workers)
+                row |= self.last.metrics() | {"time/validate": self.last.wall_s}
+                self.monitor.log(self.session.step, row)
+
+    def _film(self, workers: Workers) -> None:
+        if self.first is None or self.last is None:
+            return
+        try:
+            ends = (self.first, self.last)
+            videos = self.session.folder.videos
+            self.first, self.last = film_changes(self.blueprint, workers, ends, videos, self.monitor.text)
+        except OSError as error:  # what was learned is saved
+            self.monitor.text(f"warning: no films, they cannot be written: {error}")
+            return
+        for path in (*self.first.videos, *self.last.videos):
+            self.monitor.video(self.session.step, Path(path))
 
     def _loop(self, workers: Workers, actors: Actors) -> None:
         """Rollout, score, advantages, update, log, save: the order in which data flows."""
@@ -172,6 +202,7 @@ class _Training:
                 batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _NOTHING
                 if self.cfg.rollout.dump and (step == 0 or session.due(self.cfg.runner.save_interval)):
                     self._dump(workers, rollout, batch)
+                self.monitor.progress(0, 0, "update")
                 result = actors.update(step, rollout, batch)
                 workers.scheduler.release(rollout)
                 session.step = step + 1
@@ -275,5 +306,9 @@ class _Training:
             )
         self.monitor.text(f"run        {self.session.folder.root}")
         self.monitor.text(f"checkpoint {checkpoint}")
+        root = self.session.folder.root
+        self.monitor.text(
+            f"next       embodyrl report {root} --open · embodyrl eval ckpt={root} · embodyrl play {root}"
+        )
         for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

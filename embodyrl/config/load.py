@@ -190,8 +190,8 @@ class KeyTree(Protocol[S_co]):
         """Some command or part has this key, so that a file may mention it."""
         ...
 
-    def suggest(self, name: str) -> str:
-        """End of a message about an unknown key."""
+    def suggest(self, name: str, likely: type[Settings]) -> str:
+        """End of a message about an unknown key; `likely`: what is read with these values."""
         ...
 
     def reader(self, name: str, values: Mapping[str, Any]) -> str:
@@ -290,7 +290,7 @@ def _refuse_key(root: type[Settings], setting: Setting, tree: KeyTree[Any], valu
     if tree.is_known(name):
         reader = tree.reader(name, values)
         return f"{setting.where}{reader} does not read {_short(name)}; leave it out." if setting.typed else None
-    hint = tree.suggest(name) or " `embodyrl show train` lists all keys."
+    hint = tree.suggest(name, root) or " `embodyrl show train` lists all keys."
     return f"{setting.where}unknown key '{_short(name)}'.{hint}"
 
 

@@ -21,6 +21,12 @@ def resolve_asset(path: str) -> Path:
     return assets_dir() / rest if head == "assets" and rest else Path(path).expanduser()
 
 
+def resolve_run(path: str) -> Path:
+    """Read a bare name as that of a run in ./runs, unless something of this name lies here; else as an asset."""
+    named = Path("runs") / path
+    return named if "/" not in path and not Path(path).exists() and named.is_dir() else resolve_asset(path)
+
+
 def _shipped(name: str, *, marker: str) -> Path:
     inside = _PACKAGE / name
     return inside if inside.is_dir() and (inside / marker).exists() else _PACKAGE.parent / name

@@ -27,6 +27,8 @@ VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.m
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 INFO_PATH, STATS_PATH, TASKS_PATH = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
 CARD_PATH = "meta/embodyrl.json"
+ENVIRONMENT_PATH = "meta/environment.yaml"
+"""Settings of the environment that the data come from."""
 STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.reward", "next.done", "next.success"
 OWN = "embodyrl/"
 """Prefix of our own columns in the table of episodes: where an episode came from."""

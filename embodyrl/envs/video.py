@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -20,7 +21,11 @@ MIN_WIDTH = 512
 FONT_SIZE = 22
 _LINE = FONT_SIZE + 8
 _MARGIN = 10
-_BAND, _TEXT, _GOOD = (24, 24, 28), (235, 235, 235), (80, 220, 110)
+_BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
+_SHORTEST_S = 4.0
+"""A film of the longest episode lasts at least so long: shorter ones are slowed, all by the same factor."""
+_STILL_S = 1.0
+"""The last picture stays so long, with the outcome below it."""
 _FAILURES = (OSError, RuntimeError, ValueError)
 """What imageio and ffmpeg raise for a missing binary, a full disk, a folder that cannot be written."""
 
@@ -30,8 +35,8 @@ class FilmSettings(Settings):
 
     fps: Annotated[int, Field(ge=1, le=240)] = 20
     """Frames per second of recordings."""
-    base_dir: SettingsPath = "videos"
-    """Recordings go to <base_dir>/<run id>/."""
+    base_dir: SettingsPath | None = None
+    """Recordings go to <base_dir>/<run id>/; default: into the run's own folder, videos/."""
 
 
 class VideoSettings(FilmSettings):
@@ -57,22 +62,29 @@ class VideoRecorder:
     """Encodes frames as they come (H.264, yuv420p) under a temporary name; `finish` gives the file its name.
 
     With `info`, the instruction stands above the picture, the step and the success mark below it; nothing is drawn
-    over the picture itself.
+    over the picture itself. The film ends with a still picture and the outcome in colour, and where episodes have at
+    most `horizon` steps, so few that nobody could follow them, every step is shown several times.
     """
 
-    def __init__(self, path_stem: Path, fps: int, instruction: str, info: bool) -> None:
+    def __init__(
+        self, path_stem: Path, fps: int, instruction: str, info: bool, *, horizon: int = 0, judged: bool = True
+    ) -> None:
+        """`judged`: whether the environment says anything of success."""
         remove_films(path_stem)
         self._stem = path_stem
         self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
         self._fps = fps
         self._instruction = instruction
         self._info = info
+        self._judged = judged
+        self._repeats = max(1, math.ceil(_SHORTEST_S * fps / horizon)) if info and horizon else 1
         self._writer: Any = None
         self._shape: tuple[int, ...] = ()
         from PIL import ImageFont  # here, as the settings above are read by every command
 
         self._font = ImageFont.load_default(FONT_SIZE)
-        self._frames = 0
+        self._frames = self._written = 0
+        self._last: ByteArray | None = None
         self.success = False
         """The goal held at some frame."""
 
@@ -88,14 +100,9 @@ class VideoRecorder:
             self._fail(f"frame {self._frames} has shape {frame.shape}, the first one had {self._shape}")
         self._shape = frame.shape
         self.success |= success
-        picture = self._compose(frame)
-        try:
-            if self._writer is None:
-                self._writer = self._open()
-            self._writer.append_data(picture)
-        except _FAILURES as error:
-            self._fail(_first_line(error), error)
+        self._last = frame.copy()
         self._frames += 1
+        self._write(self._compose(frame), self._repeats)
 
     def finish(self) -> Path:
         """Complete the file and return its path `<stem>_<success or fail>_<n>steps.mp4`.
@@ -105,6 +112,8 @@ class VideoRecorder:
         """
         if self._writer is None:
             self._fail("no frame was added")
+        if self._info and self._last is not None:
+            self._write(self._compose(self._last, at_end=True), math.ceil(_STILL_S * self._fps))
         outcome = "success" if self.success else "fail"
         target = self._stem.with_name(f"{self._stem.name}_{outcome}_{self._frames}steps.mp4")
         try:
@@ -112,8 +121,8 @@ class VideoRecorder:
             import imageio_ffmpeg
 
             written = imageio_ffmpeg.count_frames_and_secs(str(self._partial))[0] or 0
-            if written != self._frames:
-                self._fail(f"only {written} of {self._frames} frames were written; is the disk full?")
+            if written != self._written:
+                self._fail(f"only {written} of {self._written} frames were written; is the disk full?")
             os.replace(self._partial, target)
         except _FAILURES as error:
             self._fail(_first_line(error), error)
@@ -126,6 +135,16 @@ class VideoRecorder:
             self._close()
         with contextlib.suppress(OSError):
             self._partial.unlink()
+
+    def _write(self, picture: ByteArray, times: int) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._open()
+            for _ in range(times):
+                self._writer.append_data(picture)
+        except _FAILURES as error:
+            self._fail(_first_line(error), error)
+        self._written += times
 
     def _open(self) -> Any:
         import imageio
@@ -156,7 +175,7 @@ class VideoRecorder:
             "(video_cfg.base_dir), or record nothing with video=none."
         ) from cause
 
-    def _compose(self, frame: ByteArray) -> ByteArray:
+    def _compose(self, frame: ByteArray, *, at_end: bool = False) -> ByteArray:
         from PIL import Image, ImageDraw
 
         scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
@@ -172,9 +191,14 @@ class VideoRecorder:
             for row, line in enumerate(lines):
                 draw.text((_MARGIN, row * _LINE + _MARGIN // 2), line, fill=_TEXT, font=self._font)
             y = top + height + _MARGIN // 2
-            draw.text((_MARGIN, y), f"step {self._frames + 1}", fill=_TEXT, font=self._font)
-            if self.success:
+            ink, text = _TEXT, f"step {self._frames}"
+            if at_end and (self._judged or self.success):
+                color = _GOOD if self.success else _BAD
+                draw.rectangle((0, top + height, canvas.width, canvas.height), fill=color)
+                ink, text = _BAND, f"{'success' if self.success else 'failure'} after {self._frames} steps"
+            elif self.success:
                 draw.text((width - _MARGIN, y), "success", fill=_GOOD, font=self._font, anchor="ra")
+            draw.text((_MARGIN, y), text, fill=ink, font=self._font)
         return np.asarray(canvas)
 
     def _wrap(self, width: int) -> list[str]:

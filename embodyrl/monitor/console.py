@@ -12,6 +12,7 @@ from rich.live import Live
 
 from embodyrl.files import has_room
 from embodyrl.monitor.dashboard import Dashboard
+from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import Monitor, RunInfo
 from embodyrl.monitor.timing import PHASES, step_seconds
@@ -101,6 +102,9 @@ class ConsoleMonitor(Monitor):
         self._quiet_since = self._clock()
         if self._live:
             self._board = Dashboard(info)
+            for row in read_rows(run_dir / METRICS_FILE) if info.resume_step else ():
+                if row.get("step", 0) < info.resume_step:
+                    self._board.log(row.get("step", 0), row)
             # Without training steps there is only a progress bar, and nothing of it is worth keeping.
             self._picture = Live(
                 self._board, console=self._console, refresh_per_second=4, transient=not info.total_steps
@@ -132,7 +136,7 @@ class ConsoleMonitor(Monitor):
         if self._board is not None:
             self._board.progress(done, total, what)
         elif self._clock() - self._quiet_since >= PROGRESS_PERIOD_S:
-            self._write(f"{what}: {done}/{total}")
+            self._write(f"{what}: {done} of {total} done" if total else f"{what} ...")
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
         """See `Monitor.results`."""

@@ -16,7 +16,7 @@ from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.monitor.timing import duration, step_seconds, time_tree
 
-_KEPT, _RECENT, _EVENTS, _TASKS = 240, 20, 5, 10
+_KEPT, _RECENT, _EVENTS, _LONGEST, _TASKS = 240, 20, 5, 240, 10
 _WIDE, _NARROW = 92, 76
 """Columns from which on there is room for bars, and below which the panes stand below each other."""
 _SPARK = "▁▂▃▄▅▆▇█"
@@ -82,14 +82,14 @@ class Dashboard:
 
     def progress(self, done: int, total: int, what: str) -> None:
         """Show how far the running phase is."""
-        self._phase = f"{what} {done}/{total}"
+        self._phase = f"{what}: {done} of {total} done" if total else what
         self._share = done / total if total else 0.0
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.info.total_steps:
             yield Text.assemble((_bar(self._share, 30), "green"), " ", self._phase)
             return
-        gap, bar, spark = (2, 8, 10) if options.max_width >= _WIDE else (1, 0, 4)
+        gap, bar, spark = (2, 8, 10) if options.max_width >= _WIDE else (1, 0, 5 if options.max_width >= _NARROW else 8)
         panes = {
             "Progress": self._progress(),
             "Where the time goes": self._time(bar),
@@ -101,9 +101,9 @@ class Dashboard:
             grid.add_row(*parts)
             parts = [grid]
         if tasks := self._tasks():
-            parts += [Rule(style="dim"), tasks]
+            parts += [Rule(style="dim"), Text("Success per task, and so far", style="bold cyan"), tasks]
         if self._events:
-            parts += [Rule(style="dim"), *(Text(e, no_wrap=True, overflow="ellipsis") for e in self._events)]
+            parts += [Rule(style="dim"), *(Text(e[:_LONGEST], overflow="fold") for e in self._events)]
         yield Panel(
             Group(*parts), title=f"[bold]embodyrl[/] {self.info.run_id}", subtitle=self._status(), title_align="left"
         )
@@ -175,7 +175,8 @@ class Dashboard:
         if len(found) < 2:
             return None
         table = _pairs(4)
-        for value, task, metric in sorted(found)[:_TASKS]:
+        weakest = sorted(found)[:_TASKS]
+        for value, task, metric in (row for row in found if row in weakest):  # rows keep their places
             table.add_row(
                 task[:48],
                 f"{value:.2f}",

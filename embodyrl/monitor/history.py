@@ -17,6 +17,8 @@ EPISODES_FILE = "episodes.jsonl"
 METRICS_FILE = "metrics.jsonl"
 COSTS_FILE = "costs.jsonl"
 """Wall and processor seconds of each attempt at a run."""
+VIDEO_FOLDER = "videos"
+"""Of a run, unless `video_cfg.base_dir` names another place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +41,22 @@ class EpisodeRow:
     video: str | None
     suite: str = ""
     """Suite of the task, where an evaluation covers several."""
+    conversation: tuple[tuple[str, str], ...] = ()
+    """(role, text) of every turn, the last reply included, of a task in words."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
         """Read one row; fields of other versions are left aside."""
-        names = [f.name for f in fields(cls) if f.name not in ("episode_return", "suite")]
-        values = {name: raw[name] for name in names}
-        return cls(episode_return=raw["return"], suite=str(raw.get("suite", "")), **values)
+        extra = ("episode_return", "suite", "conversation")
+        values = {f.name: raw[f.name] for f in fields(cls) if f.name not in extra}
+        turns = tuple((str(role), str(text)) for role, text in raw.get("conversation", ()))
+        return cls(episode_return=raw["return"], suite=str(raw.get("suite", "")), conversation=turns, **values)
+
+    @property
+    def outcome(self) -> str:
+        """success, failure, or played where the environment does not say."""
+        known = self.success_once
+        return "played" if known is None else "success" if known else "failure"
 
     def to_json(self) -> dict[str, object]:
         """Inverse of `from_json`."""
@@ -120,8 +131,9 @@ class History:
 
         The run's files may be somebody else's: only MP4 files in a folder of the run's name are taken.
         """
-        base, name = self.config.get("video_cfg", {}).get("base_dir", "videos"), Path(stored).name
-        places = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
+        base, name = self.config.get("video_cfg", {}).get("base_dir") or VIDEO_FOLDER, Path(stored).name
+        elsewhere = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
+        places = (self.folder / VIDEO_FOLDER / name, *elsewhere)
         return next((path for path in places if path.suffix == ".mp4" and _is_video(path)), None)
 
 

@@ -1,7 +1,7 @@
 """One recording out of two: the same episode before and after training, next to each other."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ _imageio: Any = imageio.v2  # its readers and writers are typed too narrowly
 
 _BAND = 34
 _GAP = 8
+_GIF_FPS, _GIF_WIDTH, _GIF_COLOURS = 8, 640, 128
 _INK, _PAPER = (235, 235, 235), (24, 24, 28)
 
 
@@ -35,6 +36,34 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
         ):
             for pair in _in_step(iter(left), iter(right)):
                 writer.append_data(_compose(pair, labels))
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str, str]) -> None:
+    """Write `out` (GIF): pairs of recordings, one after the other, small enough for a README.
+
+    Raises:
+        OSError: a recording cannot be read, or `out` cannot be written.
+    """
+    frames: list[Image.Image] = []
+    for before, after in pairs:
+        with _imageio.get_reader(before) as left, _imageio.get_reader(after) as right:
+            every = max(1, round(left.get_meta_data()["fps"] / _GIF_FPS))
+            for number, pair in enumerate(_in_step(iter(left), iter(right))):
+                if number % every == 0:
+                    picture = Image.fromarray(_compose(pair, labels))
+                    size = (_GIF_WIDTH, round(_GIF_WIDTH * picture.height / picture.width))
+                    frames.append(picture.resize(size, Image.Resampling.LANCZOS))
+    # One palette for all: a frame then only holds what moved.
+    some = np.concatenate([np.asarray(frame) for frame in frames[:: max(1, len(frames) // 12)]])
+    palette = Image.fromarray(some).quantize(_GIF_COLOURS, method=Image.Quantize.MAXCOVERAGE)
+    small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    temporary = out.with_name(f".{out.stem}.{os.getpid()}.partial.gif")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        small[0].save(temporary, save_all=True, append_images=small[1:], duration=1000 // _GIF_FPS, loop=0)
         os.replace(temporary, out)
     finally:
         temporary.unlink(missing_ok=True)

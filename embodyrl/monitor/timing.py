@@ -1,6 +1,6 @@
 """Where the time of a training step goes: `time/*` metrics as a tree of phases."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 PHASES: Mapping[str, tuple[str, ...]] = {
@@ -29,6 +29,17 @@ def step_seconds(metrics: Mapping[str, float | None]) -> float:
     """Seconds of a step, its validation included; 0 if the row is no training step."""
     whole = metrics.get("time/step") or 0.0
     return whole + (metrics.get("time/validate") or 0.0) if whole else 0.0
+
+
+def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
+    """Seconds of a run by its rows; one that stands for several steps holds the time of one of them."""
+    seconds, before = 0.0, 0.0
+    for row in rows:
+        step = row.get("step") or 0.0
+        if whole := row.get("time/step"):
+            seconds += whole * max(1.0, step - before) + (row.get("time/validate") or 0.0)
+        before = step
+    return seconds
 
 
 def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:

@@ -150,8 +150,13 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
 
 
 def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """What the algorithm asks of environment and policy that they cannot do."""
+    """What learning asks of environment and policy that they cannot do."""
     problems = []
+    if not env.state_suffices and not policy.num_images and not policy.untrainable:
+        problems.append(
+            f"model '{policy.name}' reads no image, and the state of env '{env.name}' says nothing of the scene, so it "
+            "could only guess. Choose a model that sees, for example model=openvla_oft_tiny."
+        )
     if policy.untrainable:
         problems.append(
             f"model '{policy.name}' cannot be trained: {policy.untrainable}. Fix: another model, or `embodyrl eval`."

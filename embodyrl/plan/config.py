@@ -24,7 +24,11 @@ from embodyrl.config.settings import find_key, flat, nodes, plain
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
-from embodyrl.plan.roots import ROOTS, SELECTORS, CommandKeys, Root, selected
+from embodyrl.plan.keys import CommandKeys
+from embodyrl.plan.roots import ROOTS, SELECTORS, Root, selected
+
+ENVIRONMENT_FILE = "environment.yaml"
+"""In a run that learned from demonstrations: the settings of the environment that they come from."""
 
 
 def load_config(
@@ -56,7 +60,7 @@ def load_config(
         alone = {} if "model" in groups or tree.root_file(command) != "train" else {"start": "none"}
         composed = compose_groups(command, {**groups, **alone}, config_dirs, problems)
         wanted = ("model",) if command == "train" else ("env", "model", "algorithm")
-        inherited = _inherit(base, [section for section in wanted if section not in groups], composed)
+        inherited = _inherit(base, [section for section in wanted if section not in groups], composed, problems)
         _trust(inherited, typed, base, problems)
     if not composed:
         raise ConfigError(problems)
@@ -103,14 +107,25 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
     return found
 
 
+def run_config(path: Path) -> Path | None:
+    """The saved config of the run that a path is, or lies in; None: it is no run with checkpoints."""
+    for folder in (path, *path.parents):
+        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+            return folder / "config.yaml"
+    return None
+
+
 def save_config(cfg: Root, path: Path) -> None:
     """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
     write_atomically(path, dump_config(cfg))
 
 
-def dump_config(cfg: Root) -> str:
-    """Return every key with its value as YAML; values of environment variables stay `${oc.env:NAME}`."""
-    return yaml.safe_dump(_masked(plain(cfg)), sort_keys=False, allow_unicode=True)
+def dump_config(cfg: Root, only: str | None = None) -> str:
+    """Return every key, or those of one group, with its value as YAML; values of environment variables stay
+    `${oc.env:NAME}`.
+    """
+    values = plain(cfg) if only is None else {only: plain(getattr(cfg, only))}
+    return yaml.safe_dump(_masked(values), sort_keys=False, allow_unicode=True)
 
 
 def _masked(node: Any) -> Any:
@@ -170,8 +185,15 @@ def _command_of(saved: Sequence[Setting]) -> str:
     return "train" if "checkpoint" in sections else "collect" if "collect" in sections else "eval"
 
 
-def _inherit(base: Path, sections: list[str], composed: Sequence[Setting]) -> list[Setting]:
+def _inherit(base: Path, sections: list[str], composed: Sequence[Setting], problems: list[str]) -> list[Setting]:
     saved = read_saved(base)
+    if "env" in sections and not any(s.key.startswith("env.") for s in saved):  # supervised training plays no episodes
+        if (told := base.parent / ENVIRONMENT_FILE).is_file():
+            saved += read_saved(told)
+        else:
+            problems.append(
+                f"{base.parent} learned from data that do not say what they come from; name it with env=..."
+            )
     if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
         sections += ["data", "reward"]  # they are a part of the text task that the run was about
     kinds = [next((s.value for s in reversed(some) if s.key == "env.env_type"), None) for some in (saved, composed)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from embodyrl.config.paths import resolve_asset
+from embodyrl.config.paths import resolve_run
 from embodyrl.config.settings import flat
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.datasets.layout import read_card
@@ -40,7 +40,7 @@ def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
 def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iterator[str]:
     """A line for the run that made a checkpoint, for the run that this one started from, and so on."""
     known: set[Path] = set()
-    while (run := _run_of(resolve_asset(ckpt))) is not None and run not in known:
+    while (run := _run_of(resolve_run(ckpt))) is not None and run not in known:
         known.add(run)
         # Numbers are read of it; nothing that it names is loaded.
         made = flat(read_plain_yaml(run / "config.yaml"))

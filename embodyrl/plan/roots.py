@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import Field, PrivateAttr, create_model
+from pydantic import PrivateAttr
 
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
+from embodyrl.algorithms.protocol import algorithm_settings
 from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ClusterSection, LauncherSettings
+from embodyrl.cluster.protocol import LauncherSettings
 from embodyrl.cluster.settings import ActingFaults, StepTimeout
 from embodyrl.config.placement import parse_placement
-from embodyrl.config.settings import Index, Key, Path, Settings, join, keys_of, parents_of, spell
+from embodyrl.config.settings import Index, Path, Settings, spell
 from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, RowSettings
 from embodyrl.datasets.text import holds_text
 from embodyrl.envs import ENVS
-from embodyrl.envs.reward import RewardSection
 from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv
 from embodyrl.envs.video import FilmSettings, VideoSettings
 from embodyrl.errors import ConfigError
@@ -45,7 +41,6 @@ from embodyrl.plan.settings import (
 from embodyrl.plan.slots import slot_problems, staleness_problems
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.registry import Registry, closest
 from embodyrl.rewards.settings import JudgeSettings
 from embodyrl.workers.settings import ActingSettings, ActorSettings, LearnedActorSettings, SupervisedActorSettings
 
@@ -131,8 +126,14 @@ class EvalConfig(ActingConfig):
     algorithm: ActingAlgorithm = ActingAlgorithm()
     eval: EvalSettings = EvalSettings()
     video: VideoChoice = "none"
-    """none, failures, first:N or all."""
+    """none, failures, first:N, all, or changed:N: after training, N episodes before and after it, by outcome."""
     video_cfg: VideoSettings = VideoSettings()
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what takes a training."""
+        yield from super().idle()
+        if self.video.startswith("changed:") and (not isinstance(self, TrainConfig) or self.runner.only_eval):
+            yield "video", "changed:N compares two validations of a training; use first:N, failures or all"
 
 
 class TrainConfig(EvalConfig):
@@ -223,20 +224,20 @@ ROOTS: dict[str, type[Root]] = {
 
 
 def _env(values: Mapping[str, Any]) -> type[Settings]:
-    return ENVS.get(_name(values, "env.env_type")).settings
+    return ENVS.get(name_of(values, "env.env_type")).settings
 
 
 def _model(values: Mapping[str, Any]) -> type[Settings]:
-    return POLICIES.get(_name(values, "model.model_type")).settings
+    return POLICIES.get(name_of(values, "model.model_type")).settings
 
 
 def _launcher(values: Mapping[str, Any]) -> type[Settings]:
-    return LAUNCHERS.get(_name(values, "launcher.name", "local")).settings
+    return LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings
 
 
 def _algorithm(values: Mapping[str, Any]) -> type[Settings]:
-    adv_type = _name(values, "algorithm.adv_type", "grpo")
-    return algorithm_settings(adv_type, _name(values, "algorithm.loss_type", "ppo_clip"))
+    adv_type = name_of(values, "algorithm.adv_type", "grpo")
+    return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
 
 
 def _data(values: Mapping[str, Any]) -> type[Settings]:
@@ -253,58 +254,16 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] 
 """Groups whose keys depend on a choice: the key that chooses, and the class of the keys that come with the choice."""
 
 
-def _name(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
+def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """The name of a part that a key holds.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
     value = values.get(key, default)
     if not isinstance(value, str):
         raise ConfigError(f"{key}={spell(value)}: must be a name or package.module:attr.")
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class CommandKeys:
-    """The keys of a command; implements `KeyTree`."""
-
-    command: str
-
-    def choose(self, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
-        """See `KeyTree.choose`."""
-        root, fields, unclear = ROOTS[self.command], {}, set()
-        for group, (_, settings) in SELECTORS.items():
-            base = selected(root, group)
-            if base is None:
-                continue
-            try:
-                fields[group] = join(settings(values), base)
-            except ConfigError as error:
-                problems += error.problems
-                unclear.add(group)
-        bases: list[type[Settings]] = [root]
-        factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-        if getattr(factory, "reads_rows", False):
-            bases.insert(0, TextTask)
-        elif issubclass(root, ActingConfig) and (section := getattr(factory, "section", None)):
-            bases.insert(0, section)
-        if "launcher" in fields and (section := LAUNCHERS.get(_name(values, "launcher.name", "local")).section):
-            bases.insert(0, section)
-        return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
-
-    def is_known(self, name: str) -> bool:
-        """See `KeyTree.is_known`."""
-        return is_known(name)
-
-    def suggest(self, name: str) -> str:
-        """See `KeyTree.suggest`."""
-        return suggest(name)
-
-    def reader(self, name: str, values: Mapping[str, Any]) -> str:
-        """See `KeyTree.reader`."""
-        root, group = ROOTS[self.command], name.partition(".")[0]
-        if group in TextTask.model_fields and selected(root, "env"):
-            group = "env"  # whose kind decides whether there are rows
-        if selected(root, group) is None:
-            return f"`embodyrl {self.command}`"
-        keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
-        return " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
 
 
 def selected(root: type[Root], group: str) -> Any:
@@ -312,78 +271,6 @@ def selected(root: type[Root], group: str) -> Any:
     info, selector = root.model_fields.get(group), SELECTORS.get(group)
     kind = info.annotation if info else None
     return kind if selector and selector[0] in getattr(kind, "model_fields", {}) else None
-
-
-@functools.cache
-def _complete(bases: tuple[type[Settings], ...], fields: tuple[tuple[str, type[Settings]], ...]) -> type[Root]:
-    given = {name: (kind, Field(default_factory=kind)) for name, kind in fields}
-    return create_model(bases[-1].__name__, __base__=bases, **given)  # type: ignore[call-overload]
-
-
-@functools.cache
-def all_keys() -> Mapping[str, Key]:
-    """Every key of every command with any registered part, by dotted name."""
-    groups = dict.fromkeys(name for section in _SECTIONS for name in section.model_fields)
-    return {name: key for group in groups for name, key in keys_below(group).items()}
-
-
-@functools.cache
-def keys_below(group: str) -> Mapping[str, Key]:
-    """The keys of one group (or the one key of that name), whatever the command and the parts."""
-    found: dict[str, Key] = {}
-    for section in _SECTIONS:
-        found |= {name: key for name, key in keys_of(section).items() if name.partition(".")[0] == group}
-    for registry in _PARTS.get(group, ()):
-        for part in _installed(registry):
-            found |= keys_of(part.settings, f"{group}.")
-    return found | (keys_of(DemonstrationSettings, "data.") if group == "data" else {})
-
-
-_SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), RewardSection, TextTask, ClusterSection)
-_PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
-
-
-def _installed(registry: Registry[Any]) -> Iterator[Any]:
-    for name in registry.names():
-        # A part may need a package that is not there, or is damaged.
-        with contextlib.suppress(ConfigError, ImportError):
-            yield registry.get(name)
-
-
-_RETIRED = frozenset(
-    {
-        *("custom", "rollout.enable_offload", "actor.enable_offload", "env.train.enable_offload"),
-        *("env.eval.enable_offload", "algorithm.sampling_params.do_sample", "env.eval.auto_reset"),
-        *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch", "eval.standard"),
-    }
-)
-"""Keys of earlier versions that never did anything; runs of those versions have them in their config.yaml."""
-
-
-def is_known(name: str) -> bool:
-    """Whether some command with some part reads this key, or one below or above it."""
-    known = keys_below(name.partition(".")[0])
-    inner = any(key.startswith(f"{name}.") for key in known)
-    above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))
-    return name in known or inner or above or name in _RETIRED
-
-
-def suggest(name: str) -> str:
-    """Return " Did you mean '...'?" for an unknown key: a slip, the same last part elsewhere, the nearest spelling."""
-    if slip := closest(name, _with_parents(keys_below(name.partition(".")[0])), cutoff=0.9):
-        return slip
-    names, tail = _with_parents(all_keys()), name.rpartition(".")[2]
-    if same := [n for n in names if n.rpartition(".")[2] == tail]:
-        return closest(name, same, cutoff=0.0)
-    if nearest := closest(name, names, cutoff=0.75):
-        return nearest
-    if word := closest(tail, {n.rpartition(".")[2] for n in names}, cutoff=0.75):
-        return closest(name, [n for n in names if n.rpartition(".")[2] == word.split("'")[1]], cutoff=0.0)
-    return closest(name, names)
-
-
-def _with_parents(keys: Mapping[str, Key]) -> list[str]:
-    return [*keys, *{parent for key in keys for parent in parents_of(key)}]
 
 
 def _ranks(cfg: TrainConfig | SftConfig) -> Iterator[str]:

@@ -15,7 +15,9 @@ OnSaveError = StrEnum("OnSaveError", ["continue", "stop"])
 OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 
 VideoChoice = Annotated[
-    str, Field(pattern=r"^(none|failures|all|first:[1-9]\d{0,5})$"), Says("one of none, failures, first:N, all")
+    str,
+    Field(pattern=r"^(none|failures|all|(first|changed):[1-9]\d{0,5})$"),
+    Says("one of none, failures, first:N, changed:N, all"),
 ]
 
 
@@ -190,6 +192,8 @@ class EvalSettings(Settings):
     samples: Count = 1
     """So many sampled episodes in place of each one, from the same initial state; eval/pass_at_n is the share of states
     with a success."""
+    show_replies: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Conversations that the console shows after each evaluation of a language model."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
 
     def idle(self):

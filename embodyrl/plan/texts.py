@@ -24,7 +24,10 @@ _SAMPLING = (
     *("top_k", "top_p", "repetition_penalty", "stop", "stop_token_ids"),
     *("min_new_tokens", "max_new_tokens"),
 )
-_TEXT_ONLY = (*(f"algorithm.sampling_params.{n}" for n in _SAMPLING), "rollout.backend", "actor.max_tokens_per_mbs")
+_TEXT_ONLY = (
+    *(f"algorithm.sampling_params.{n}" for n in _SAMPLING),
+    *("rollout.backend", "actor.max_tokens_per_mbs", "eval.show_replies"),
+)
 
 
 def env_context(cfg: ActingConfig) -> EnvContext:

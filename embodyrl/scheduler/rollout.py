@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 
 from embodyrl.channels.arena import Ticket
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.episodes import EpisodeList
-from embodyrl.types import Episode, EpisodeSpec
+from embodyrl.types import Episode, EpisodeSpec, FloatArray
 
 _REASONS = 10
 """Different reasons that are said in a run."""
@@ -117,6 +117,8 @@ class Rollout:
     continues: bool = False
     """Slots go on with the episodes that the rollout before has cut, where those are still there."""
     video: VideoChoice | None = None
+    replayed: Mapping[int, FloatArray] | None = None
+    """By episode id: actions [T, K, A] to repeat instead of asking the policy."""
     on_episode: Callable[[Episode], None] | None = None
     out: RolloutResult = field(default_factory=RolloutResult)
 

@@ -111,6 +111,7 @@ class RolloutScheduler(EventLoop):
         """Send idle stages and, if it is time, the policy their work; returns how long to wait for news at most."""
         if not self._rollouts:
             return PATIENCE_S
+        self._repeat_actions()
         self._dispatch_env()
         self._dispatch_inference()
         waits_for_batch = not self._policy.busy and any(self._may_act(s) for s in self._slots)
@@ -227,6 +228,17 @@ class RolloutScheduler(EventLoop):
             video_stem=choice[0] if choice else None,
             keep_video=choice[1] if choice else "all",
         )
+
+    def _repeat_actions(self) -> None:
+        """Where a rollout repeats episodes, their actions take the policy's place."""
+        for slot in self._slots:
+            if slot.rollout is None or slot.rollout.replayed is None or not self._may_act(slot):
+                continue
+            assert slot.episode is not None and slot.current is not None
+            chunks = slot.rollout.replayed[slot.episode.episode_id]
+            # A simulator that does not repeat itself may go on for longer than it did.
+            self._arena[Record.action][slot.current.record] = chunks[min(len(slot.chunks), len(chunks) - 1)]
+            slot.phase = Phase.ACTED
 
     def _dispatch_inference(self) -> None:
         """Batch whatever is ready: at the target size, after a short wait, or when nothing else can arrive."""

@@ -24,7 +24,9 @@ class Phase(Enum):
     STEPPING = "its next observation"
 
 
-KEPT: tuple[str, ...] = (Record.reward, Record.valid, Record.success, Record.value, Record.components)
+KEPT: tuple[str, ...] = (
+    *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action),
+)
 """What an `Episode` keeps of each of its chunks, under the same names."""
 
 ChunkFields = Mapping[str, np.ndarray]
@@ -129,6 +131,7 @@ class Slot:
             success=stack(Record.success),
             value=stack(Record.value),
             components=stack(Record.components),
+            action=stack(Record.action),
             bootstrap_value=np.zeros(value_dim, dtype=np.float32),
             terminated=terminated,
             truncated=truncated or cut,

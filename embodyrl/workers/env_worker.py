@@ -164,6 +164,8 @@ class EnvWorker:
                 fps=video.fps,
                 instruction=self._env.instruction(request.slot),
                 info=isinstance(video, VideoSettings) and video.info_on_video,
+                horizon=request.start.max_episode_steps,
+                judged=self._env.spec.reports_success,
             )
         except (EmbodyError, OSError) as error:
             self._problems.append(Recording(slot=request.slot, path=None, problem=str(error)))

@@ -195,7 +195,7 @@ def test_what_is_nearest_is_written_where_it_is_asked_for(tmp_path: Path, capsys
 
 @pytest.mark.parametrize("system", systems())
 def test_every_target_of_the_tables_is_a_key_of_ours(system: str) -> None:
-    from embodyrl.plan.roots import is_known
+    from embodyrl.plan.keys import is_known
 
     found = load_system(system)
     rules = [one for entry in found.keys["keys"].values() for one in (entry if isinstance(entry, list) else [entry])]

@@ -21,7 +21,7 @@ from embodyrl.cli.sweep import expand
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import all_keys
+from embodyrl.plan.keys import all_keys
 
 RUN = {"--print-config", "--dry-run", "--json", "--config-dir"}
 SURFACE = {

@@ -12,7 +12,8 @@ from embodyrl.config.settings import plain, spell
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import ROOTS, all_keys
+from embodyrl.plan.keys import all_keys
+from embodyrl.plan.roots import ROOTS
 
 VALUES = (
     *("", "null", "true", "yes", "0", "-1", "1", "3", "2.5", "1e-4", "1e10", "1e308", "-1e400", "nan", "inf", "-inf"),

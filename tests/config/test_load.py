@@ -11,7 +11,7 @@ from embodyrl.config.settings import leaves
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config, save_config
-from embodyrl.plan.roots import all_keys
+from embodyrl.plan.keys import all_keys
 
 BAD = [
     # unknown names
@@ -55,7 +55,11 @@ BAD = [
     # ranges
     ("env.train.total_num_envs=0", ["must be an integer at least 1"]),
     ("seed=-1", ["at least 0"]),
-    ("video=off", ["none, failures, first:N, all"]),
+    ("actor.optim.learning_rate=1", ["Did you mean 'actor.optim.lr'?"]),
+    ("env.num_envs=8", ["Did you mean 'env.train.total_num_envs'?"]),
+    ("runner.iterations=8", ["Did you mean 'runner.max_steps'?"]),
+    ("algorithm.clip_range=0.2", ["Did you mean 'algorithm.clip_ratio_high'?"]),
+    ("video=off", ["none, failures, first:N, changed:N, all"]),
     ("video=first:0", ["first:N"]),
     ("algorithm=ppo algorithm.gamma=1.5", ["at least 0 and at most 1"]),
     ("algorithm=ppo algorithm.gamma=nan", ["must be"]),

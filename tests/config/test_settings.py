@@ -20,7 +20,7 @@ from embodyrl.config.settings import (
     plain,
     spell,
 )
-from embodyrl.plan.roots import all_keys
+from embodyrl.plan.keys import all_keys
 
 Colour = StrEnum("Colour", ["red", "blue"])
 

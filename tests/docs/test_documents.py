@@ -46,6 +46,7 @@ ELSEWHERE = {
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
     "embodyrl replay": "tests/commands/test_replay dumps and replays",
+    "embodyrl play": "it never ends by itself; tests/program plays",
     "embodyrl serve": "it never ends by itself; tests/commands/test_serve asks it",
     "launcher=ray": "several machines; tests/cluster/test_ray_launcher plays them on one",
 }

@@ -24,26 +24,49 @@ def test_file_plays_and_its_name_tells_outcome_and_steps(tmp_path):
     assert path == tmp_path / "new" / "task0.ep3_success_5steps.mp4"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     frames = iio.imread(path)
-    assert frames.shape[0] == 5
+    assert frames.shape[0] == 5 + 20, "a second of still picture follows"
     assert frames.shape[2] >= 512
     assert frames.shape[1] > frames.shape[2] * 128 / 160, "text bands enlarge the picture"
     meta = iio.immeta(path)
     assert (meta["codec"], meta["fps"]) == ("h264", 20.0)
     assert meta["pix_fmt"].startswith("yuv420p")
     middle = frames[:, frames.shape[1] // 2, 256].mean(axis=1)
-    np.testing.assert_allclose(middle, [40, 120, 200, 120, 40], atol=6)
+    np.testing.assert_allclose(middle, [40, 120, 200, 120, 40] + [40] * 20, atol=6)
 
 
 def test_text_stands_beside_the_picture_and_success_is_green(tmp_path):
     frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish())
-    height, width = 128 * 4, 160 * 4
-    top = frames.shape[1] - height - (frames.shape[1] - height) % 2
+    width = 160 * 4
     bands = frames[:, -40:]
     assert (frames[0, :40].max(axis=2) > 180).any(), "the instruction is drawn above"
     assert (bands[0].max(axis=2) > 180).any(), "the step is drawn below"
     right = bands[:, :, width // 2 :].astype(int)
     green = (right[..., 1] - right[..., 0] > 60).any(axis=(1, 2))
-    assert green.tolist() == [False, True]
+    assert green.tolist() == [False] + [True] * 21
+
+
+@pytest.mark.parametrize(("judged", "success_from", "color"), [(True, 2, 1), (True, None, 0), (False, None, None)])
+def test_the_outcome_stands_in_colour_at_the_end_where_it_is_known(tmp_path, judged, success_from, color):
+    video = VideoRecorder(tmp_path / "end", 20, "do it", True, judged=judged)
+    for step in (1, 2):
+        video.add(gray(90), success_from == step)
+    band = iio.imread(video.finish())[-1][-20:].mean(axis=(0, 1))
+    strongest = int(band.argmax()) if band.max() - band.min() > 60 else None
+    assert strongest == color
+
+
+def test_short_episodes_are_slowed_by_one_factor(tmp_path):
+    """The longest of four steps lasts four seconds, so each step stays for a second."""
+    for name, steps in (("short", 2), ("long", 4)):
+        video = VideoRecorder(tmp_path / name, 20, "do it", True, horizon=4)
+        for _ in range(steps):
+            video.add(gray(90), False)
+        assert len(iio.imread(video.finish())) == 20 * steps + 20
+
+
+def test_nothing_is_drawn_over_the_picture(tmp_path):
+    frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish())
+    top, height = frames.shape[1] - 128 * 4, 128 * 4
     picture = frames[0, top // 2 + 40 : top // 2 + height - 60, 20:-20]
     assert np.abs(picture.astype(int) - 90).max() < 20, "nothing is drawn over the picture"
 

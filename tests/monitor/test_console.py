@@ -72,7 +72,7 @@ def test_off_tty_progress_is_quiet_for_the_first_period_and_after_each_line(tmp_
         monitor.progress(tick, 9, "rollout")
         seen.append(out.getvalue().count("\n"))
     assert seen == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert out.getvalue() == "rollout: 3/9\nrollout: 6/9\n"
+    assert out.getvalue() == "rollout: 3 of 9 done\nrollout: 6 of 9 done\n"
     monitor.log(1, {})
     now[0] += PROGRESS_PERIOD_S - 1
     monitor.progress(9, 9, "rollout")
@@ -108,7 +108,14 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
 
 def test_terminal_shows_a_dashboard_that_stays_and_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path)
-    for part in ("Where the time goes", "step 3/100", "rollout 2/8", "env worker 1 [died]", "0.0123", "simulate"):
+    for part in (
+        "Where the time goes",
+        "step 3/100",
+        "rollout: 2 of 8 done",
+        "env worker 1 [died]",
+        "0.0123",
+        "simulate",
+    ):
         assert part in text, part
     assert text.index("embodyrl train") < text.index("Progress")
     assert text.rindex("80.0 % [49.0, 94.3] (8/10)") > text.rindex("gradient norm")
@@ -123,7 +130,7 @@ def test_a_banner_breaks_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_an_evaluation_on_a_terminal_has_a_bar_and_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, RunInfo(run_id="r"))
-    assert "rollout 2/8" in text
+    assert "rollout: 2 of 8 done" in text
     assert "step 3 | 12.4 s" in text
     assert "env worker 1 [died]" in text
     assert "Where the time goes" not in text

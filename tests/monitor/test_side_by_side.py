@@ -3,8 +3,9 @@ from pathlib import Path
 import imageio.v2 as imageio
 import numpy as np
 import pytest
+from PIL import Image
 
-from embodyrl.monitor.side_by_side import join_side_by_side
+from embodyrl.monitor.side_by_side import animate, join_side_by_side
 
 
 def write(path: Path, frames: int, value: int, size: tuple[int, int] = (64, 96)) -> Path:
@@ -28,6 +29,19 @@ def test_both_recordings_run_in_step_and_the_shorter_one_holds_its_last_frame(tm
         assert abs(int(np.median(frame[40:, 110:])) - 200) < 8
     assert frames[0][:30, :90].max() > 150, "the label is not drawn"
     assert [p.name for p in out.parent.iterdir()] == ["joined.mp4"]
+
+
+def test_an_animated_picture_shows_pair_after_pair(tmp_path):
+    pairs = [(write(tmp_path / f"a{k}.mp4", 10, 40 + 40 * k), write(tmp_path / f"b{k}.mp4", 5, 200)) for k in range(2)]
+    animate(pairs, tmp_path / "out.gif", labels=("before", "after"))
+    with Image.open(tmp_path / "out.gif") as picture:
+        assert picture.size[0] == 640
+        shown = []
+        for frame in range(picture.n_frames):
+            picture.seek(frame)
+            shown.append(int(np.median(np.asarray(picture.convert("L"))[200:, 100:200])))
+    assert abs(shown[0] - 40) < 12
+    assert abs(shown[-1] - 80) < 12
 
 
 def test_a_missing_recording_is_an_error_and_leaves_nothing(tmp_path):

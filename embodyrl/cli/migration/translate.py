@@ -14,7 +14,7 @@ from embodyrl.config.settings import spell
 from embodyrl.errors import ConfigError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import all_keys
+from embodyrl.plan.keys import all_keys
 
 STATES = ("mapped", "changed", "not needed", "unsupported", "unknown")
 OFF = (None, False, 0, "", "none", [], {})

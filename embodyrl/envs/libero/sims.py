@@ -5,6 +5,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.expert import Expert
 from embodyrl.envs.libero.simulator import SimState, TaskSimulator
@@ -145,8 +147,10 @@ class LiberoSims(SlotSimulators):
         self.pool.use(slot).observe(self.spec.cameras, out.images, out.state)
 
     def render(self, slot: int) -> ByteArray:
-        """Return an upright frame of the front camera."""
-        return self.pool.use(slot).frame(FRONT_CAMERA, *self.spec.image_size)
+        """Return an upright frame of the front camera, and beside it of the further cameras that the policy sees."""
+        cameras = [FRONT_CAMERA, *(name for name in self.spec.cameras if name != FRONT_CAMERA)]
+        simulator = self.pool.use(slot)
+        return np.concatenate([simulator.frame(name, *self.spec.image_size) for name in cameras], axis=1)
 
     def close(self) -> None:
         """Free the models; idempotent."""

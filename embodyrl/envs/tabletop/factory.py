@@ -69,6 +69,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
             cameras=tuple(cfg.init_params.camera_names),
             image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
             state_dim=STATE_DIM,
+            state_suffices=False,
             gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
             unnorm_key="tabletop",
             max_episode_steps=HORIZON,

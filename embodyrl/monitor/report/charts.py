@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
-_WIDTH, _HEIGHT = 440, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 28
+_WIDTH, _HEIGHT = 440, 226
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
+_LONG, _DECAY = 24, 0.8
+"""Points from which on a curve is smoothed, and how much of its past it keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +59,39 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def line_chart(lines: Sequence[Line], *, limits: tuple[float, float] | None = None) -> str:
-    """Draw curves over the same axes; `limits` fixes the range of y."""
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Exponential moving average of a long curve, with the weights of its beginning set right (Kingma and Ba 2015).
+
+    >>> smoothed([(0, 1.0), (1, 1.0)])
+    [(0, 1.0), (1, 1.0)]
+    """
+    mean, weight, found = 0.0, 0.0, []
+    for x, y in points:
+        mean, weight = _DECAY * mean + (1 - _DECAY) * y, _DECAY * weight + 1 - _DECAY
+        found.append((x, mean / weight))
+    return found
+
+
+def wants_log(lines: Sequence[Line]) -> bool:
+    """Whether values of more than two orders of magnitude, all positive, would crowd at the bottom."""
+    ys = [y for line in lines for _, y in line.points]
+    return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
+
+
+def line_chart(
+    lines: Sequence[Line], *, limits: tuple[float, float] | None = None, log: bool = False, x_label: str = "step"
+) -> str:
+    """Draw curves over the same axes; `limits` fixes the range of y, `log` draws their logarithm."""
+    if log:
+        lines = [replace(line, points=[(x, math.log10(y)) for x, y in line.points], band=()) for line in lines]
     xs = [x for line in lines for x, _ in line.points]
     ys = [v for line in lines for v in (*(y for _, y in line.points), *(v for _, *span in line.band for v in span))]
     marks = ticks(*(limits or (min(ys), max(ys))))
     frame = _Frame((min(xs), max(xs)), (marks[0], marks[-1]))
-    parts = [_axes(frame, marks)]
+    parts = [_axes(frame, marks, log=log)]
+    parts.append(
+        f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" text-anchor="end">{escape(x_label)}</text>'
+    )
     for line in lines:
         if len(line.band) > 1:
             outline = [(x, high) for x, _, high in line.band] + [(x, low) for x, low, _ in reversed(line.band)]
@@ -71,16 +99,31 @@ def line_chart(lines: Sequence[Line], *, limits: tuple[float, float] | None = No
         elif line.band:
             ((x, low, high),) = line.band
             parts.append(f'<polyline class="line c{line.color}" points="{frame.path([(x, low), (x, high)])}"/>')
-        parts.append(f'<polyline class="line c{line.color}" points="{frame.path(line.points)}"/>')
+        parts += _curve(frame, line, log=log)
         spans = {x: f" [{number(low)}, {number(high)}]" for x, low, high in line.band}
         for x, y in line.points:
             cx, cy = frame.at(x, y)
-            text = escape(f"{line.label} · step {number(x)}: {number(y)}{spans.get(x, '')}")
+            shown_y = 10**y if log else y
+            text = escape(f"{line.label} · step {number(x)}: {number(shown_y)}{spans.get(x, '')}")
             shown = "dot" if len(line.points) <= 12 else "dot quiet"
             parts.append(
                 f'<circle class="{shown} c{line.color}" cx="{cx}" cy="{cy}" r="3"><title>{text}</title></circle>'
             )
     return _svg(parts)
+
+
+def _curve(frame: _Frame, line: Line, *, log: bool) -> list[str]:
+    """A curve, smoothed where it is long, with its last value in numbers."""
+    long = len(line.points) > _LONG
+    drawn = smoothed(line.points) if long else line.points
+    x, y = frame.at(*drawn[-1])
+    last = number(10 ** line.points[-1][1] if log else line.points[-1][1])
+    measured = f'<polyline class="line raw c{line.color}" points="{frame.path(line.points)}"/>'
+    return [
+        *([measured] if long else []),
+        f'<polyline class="line c{line.color}" points="{frame.path(drawn)}"/>',
+        f'<text class="value c{line.color}" x="{x}" y="{max(y - 7, 10)}" text-anchor="end">{last}</text>',
+    ]
 
 
 def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
@@ -105,17 +148,20 @@ def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], uni
     return _svg(drawn)
 
 
-def _axes(frame: _Frame, marks: Sequence[float], names: Sequence[tuple[float, float]] | None = None) -> str:
+def _axes(
+    frame: _Frame, marks: Sequence[float], names: Sequence[tuple[float, float]] | None = None, *, log: bool = False
+) -> str:
     parts = []
     for mark in marks:
         x, y = frame.at(frame.x[0], mark)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{number(mark)}</text>')
+        said = number(10**mark if log else mark)
+        parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5}" text-anchor="end">{said}</text>')
     if names is None:
         names = [(m, m) for m in ticks(*frame.x, 5) if frame.x[0] <= m <= frame.x[1] and m == int(m)]
     for place, name in names:
         x, _ = frame.at(place, marks[0])
-        parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 8}" text-anchor="middle">{number(name)}</text>')
+        parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - 16}" text-anchor="middle">{number(name)}</text>')
     return "".join(parts)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EpisodeRow, History
 
 EMBED_BYTES = 48 * 2**20
@@ -24,9 +25,8 @@ class Card:
 
     @property
     def outcome(self) -> str:
-        """success, failure, or played where the environment does not say."""
-        known = self.episode.success_once
-        return "played" if known is None else "success" if known else "failure"
+        """See `EpisodeRow.outcome`."""
+        return self.episode.outcome
 
 
 @dataclass(slots=True)
@@ -70,3 +70,28 @@ def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
         by_episode.setdefault(key, []).append(card)
     pairs = [(min(c, key=lambda x: x.step), max(c, key=lambda x: x.step)) for c in by_episode.values() if len(c) > 1]
     return sorted(pairs, key=lambda p: (p[0].outcome == p[1].outcome, p[0].run, p[0].episode.episode))
+
+
+def animate_changes(history: History, out: Path) -> None:
+    """Write a GIF of up to three recorded episodes, one of each task, before and after training; changed ones first.
+
+    Raises:
+        ConfigError: no episode was recorded twice.
+        OSError: a recording cannot be read, or `out` cannot be written.
+    """
+    from embodyrl.monitor.side_by_side import animate
+
+    shelf = Shelf(page=out, budget=0)
+    films = {card.media: card for card in cards_of(history, shelf)}
+    chosen: dict[str, tuple[Path, Path]] = {}
+    for first, last in pairs_of(films.values()):
+        if len(chosen) < 3 and (first.outcome, last.outcome) != ("success", "failure"):
+            paths = [out.parent / shelf.sources[card.media] for card in (first, last)]
+            chosen.setdefault(first.episode.task, (paths[0], paths[1]))
+    if not chosen:
+        raise ConfigError(
+            f"{history.name}: no episode was recorded before and after training, so there is nothing to show. "
+            "Fix: train with video=changed:6."
+        )
+    last_step = history.evaluations[-1].step
+    animate([*chosen.values()], out, labels=("before", f"after {last_step} steps"))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -9,16 +10,17 @@ from typing import Any
 
 import jinja2
 
-from embodyrl.config.settings import spell
+from embodyrl.config.settings import flat, spell
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import pair_suites
-from embodyrl.monitor.report.charts import Line, line_chart, number, stacked_bars
+from embodyrl.monitor.report.charts import Line, line_chart, number, stacked_bars, wants_log
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.monitor.report.tables import changed_settings, curve, differing
+from embodyrl.monitor.samples import Sample, pick_samples
 from embodyrl.monitor.seeds import SeedGroup, improvement, seed_groups
-from embodyrl.monitor.timing import PHASES, duration, step_seconds, time_tree
+from embodyrl.monitor.timing import PHASES, duration, run_seconds, step_seconds, time_tree
 from embodyrl.version import __version__
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -38,7 +40,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Title and metrics of each; every other metric is in metrics.jsonl and TensorBoard."""
 _TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
 _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
-_MAX_BARS, _MAX_FAILED, _LOG_TAIL = 60, 100, 12
+_MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
 
 
 def write_report(
@@ -71,11 +73,19 @@ def write_report(
         tasks=tasks,
         cards=cards,
         pairs=pairs_of(cards),
+        replies=[sample for history in histories for sample in _replies(history)],
         sources=json.dumps(shelf.sources).replace("<", "\\u003c"),
         differences=[(k, [spell(v) for v in values]) for k, values in differing([h.config for h in histories])],
     )
     write_atomically(out, text)
     return lines
+
+
+def _replies(history: History) -> list[Sample]:
+    if not history.evaluations:
+        return []
+    first, last = history.evaluations[0], history.evaluations[-1]
+    return pick_samples(first.episodes if first is not last else (), last.episodes, _MAX_REPLIES)
 
 
 def _summary(histories: Sequence[History]) -> list[str]:
@@ -110,6 +120,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
             tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
     return {
         "history": history,
+        "what": _what(history),
         "tiles": _tiles(history, steps),
         "timeline": _timeline(steps),
         "phases": time_tree(total) if steps else [],
@@ -119,6 +130,18 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
         "settings": changed_settings(history.config, defaults),
         "yaml": history.text("config.yaml"),
     }
+
+
+def _what(history: History) -> str:
+    """Environment, model, algorithm, seed, date and commit, as far as the files say."""
+    values, machine = flat(history.config), history.text("env.txt").splitlines()
+    env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
+    algorithm = values.get("algorithm.adv_type") if history.rows else None
+    commit = next((line for line in machine if line.startswith("commit ")), None)
+    typed = history.folder / "overrides.txt"
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(typed.stat().st_mtime)) if typed.is_file() else None
+    parts = (env, values.get("model.model_type"), algorithm, f"seed {values.get('seed', 0)}", date, commit)
+    return " · ".join(str(part) for part in parts if part)
 
 
 def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
@@ -135,8 +158,8 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
     if steps:
         planned = history.config.get("runner", {}).get("max_steps", 0)
         tiles.append(("steps", f"{steps[-1]['step']:.0f}", f"of {planned}"))
-        seconds = sum(step_seconds(row) for row in steps)
-        tiles.append(("time", duration(seconds), f"{seconds / len(steps):.1f} s per step"))
+        seconds = run_seconds(history.rows)
+        tiles.append(("time", duration(seconds), f"{seconds / max(1.0, steps[-1]['step'] or 0.0):.2g} s per step"))
         env_steps = sum(row.get("env/steps") or 0 for row in steps)
         if env_steps:
             episodes = sum(row.get("train/episodes") or 0 for row in steps)
@@ -181,8 +204,11 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
                 for run, history in enumerate(histories)
                 for metric, name in enumerate(known)
             ]
-        drawing = line_chart([line for line in lines if line.points], limits=limits)
-        found.append((f"{title} ({known[0]})" if len(known) == 1 else title, list(enumerate(labels)), drawing))
+        drawn = [line for line in lines if line.points]
+        log = limits is None and wants_log(drawn)
+        drawing = line_chart(drawn, limits=limits, log=log, x_label="training step")
+        title = f"{title} ({known[0]})" if len(known) == 1 else title
+        found.append((f"{title}, log scale" if log else title, list(enumerate(labels)), drawing))
     return found
 
 

@@ -1,0 +1,113 @@
+"""The command `play`: watch a policy act in the browser, tell it something else, step and reset."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import json
+from collections import deque
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from embodyrl.cli.loopback import Answer, Loopback
+from embodyrl.cli.runs import find_run, latest_run
+from embodyrl.config.trust import TRUST
+from embodyrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from embodyrl.program.acting import LoadedPolicy
+
+_WIDTH = 960
+_FOR_EVER = ("env.eval.ignore_terminations=true", "env.eval.max_episode_steps=100000")
+"""Whoever watches decides when an episode ends."""
+
+
+def play(args: argparse.Namespace) -> int:
+    """Run `embodyrl play`."""
+    trust = [word for word in args.words if word == TRUST]
+    named = [word for word in args.words if word != TRUST]
+    if len(named) > 1 or not args.port.isdecimal():
+        raise ConfigError("embodyrl play takes one run, and --port a number: embodyrl play runs/my_run --port 8000.")
+    run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
+    from embodyrl.program.acting import load_policy
+
+    scene = Scene(load_policy(run, *_FOR_EVER, *trust))
+    page = files("embodyrl.cli").joinpath("templates/play.html").read_text(encoding="utf-8")
+    gets = {"/frame.png": scene.frame, "/state": scene.state}
+    server = Loopback(int(args.port), gets, {"/step": scene.step, "/reset": scene.reset, "/say": scene.say})
+    page = page.replace("TOKEN", server.token).replace("RUN", html.escape(run.name))
+    server.gets = {**gets, "/": lambda: ("text/html; charset=utf-8", page.encode())}
+    try:
+        print(f"{run.name}: {server.url}   (Ctrl-C ends)", flush=True)
+        if args.open:
+            import webbrowser
+
+            webbrowser.open(server.url)
+        server.serve_forever()
+    finally:
+        server.server_close()
+        scene.env.close()
+    return 0
+
+
+class Scene:
+    """One environment, the policy in it, and what the person at the screen said."""
+
+    def __init__(self, policy: LoadedPolicy) -> None:
+        self.policy, self.env = policy, policy.make_env()
+        self.said = ""
+        self._plan: deque[np.ndarray] = deque()
+        self._seed = 0
+        self.reset({})
+
+    def reset(self, wanted: dict[str, Any]) -> Answer:
+        """Begin anew; `task`: which one, -1: any."""
+        task = int(wanted.get("task", -1))
+        self._seen, told = self.env.reset(seed=self._seed, options={"task": task} if task >= 0 else None)
+        self._seed += 1
+        self.task, self.said = told["task"], ""
+        self._plan.clear()
+        self._steps, self._success, self._over = 0, False, False
+        return self.state()
+
+    def say(self, wanted: dict[str, Any]) -> Answer:
+        """Give the policy another instruction, from its next action on; empty: the task's own."""
+        self.said = " ".join(str(wanted["instruction"]).split())[:200]
+        self._plan.clear()
+        return self.state()
+
+    def step(self, wanted: dict[str, Any]) -> Answer:
+        """Execute the next action."""
+        if not self._over:
+            if not self._plan:
+                self._plan.extend(self.policy.act(self._seen, instruction=self.said or None))
+            self._seen, _, ended, cut, info = self.env.step(self._plan.popleft())
+            self._steps += 1
+            self._success |= info["success"]
+            self._over = ended or cut
+        return self.state()
+
+    def state(self) -> Answer:
+        """What the page shows beside the picture."""
+        told = {
+            "tasks": self.env.layout.tasks,
+            "task": self.task,
+            "instruction": self.said or self._seen["instruction"],
+            "steps": self._steps,
+            "success": self._success,
+            "over": self._over,
+        }
+        return "application/json", json.dumps(told).encode()
+
+    def frame(self) -> Answer:
+        """The picture for people, PNG."""
+        from PIL import Image
+
+        picture = Image.fromarray(self.env.render())
+        scale = max(1, _WIDTH // picture.width)
+        held = io.BytesIO()
+        picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.BICUBIC).save(held, "PNG")
+        return "image/png", held.getvalue()

@@ -1,0 +1,53 @@
+"""What a language model said in evaluations, a few episodes of each: for people who want to read and not to count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+
+from embodyrl.monitor.history import EpisodeRow
+
+_LINE = 160
+"""Characters of a turn in a terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One episode in the last evaluation, and in the first where that had it."""
+
+    before: EpisodeRow | None
+    after: EpisodeRow
+
+    @property
+    def asked(self) -> tuple[tuple[str, str], ...]:
+        """The turns before the last reply."""
+        return self.after.conversation[:-1]
+
+
+def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[Sample]:
+    """Choose conversations: what was learned, what still fails, and the rest, in turn."""
+    earlier = {(row.episode, row.reset_id, row.seed): row for row in before if row.conversation}
+    kinds: list[list[Sample]] = [[], [], []]
+    for row in after:
+        if row.conversation:
+            sample = Sample(earlier.get((row.episode, row.reset_id, row.seed)), row)
+            learned = bool(row.success_once) and not (sample.before and sample.before.success_once)
+            kinds[0 if learned else 1 if not row.success_once else 2].append(sample)
+    return [sample for sample in chain.from_iterable(zip_longest(*kinds)) if sample is not None][:count]
+
+
+def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
+    """The samples as lines for a terminal."""
+    for sample in samples:
+        for role, text in sample.asked:
+            yield f"  {role:<10} {_one_line(text)}"
+        for name, row in (("before", sample.before), ("reply", sample.after)):
+            if row is not None:
+                said = _one_line(row.conversation[-1][1])
+                yield f"  {name:<10} {said}   [{row.outcome}, return {row.episode_return:.3g}]"
+
+
+def _one_line(text: str) -> str:
+    line = "".join(c if c.isprintable() else "\\n" if c == "\n" else "?" for c in text)
+    return line if len(line) <= _LINE else f"{line[: _LINE - 3]}..."

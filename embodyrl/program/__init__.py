@@ -1,0 +1,1 @@
+"""The library as other programs use it; `import embodyrl` has all of its names."""

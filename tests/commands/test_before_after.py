@@ -1,0 +1,79 @@
+"""Films of the episodes that tell most, and a resumed run that keeps its story."""
+
+import json
+from pathlib import Path
+
+import imageio.v3 as iio
+import pytest
+from toy_runs import train_toy
+
+from embodyrl.commands.before_after import telling_episodes
+from embodyrl.commands.train import train
+from embodyrl.errors import ConfigError
+from embodyrl.monitor.history import EpisodeRow, read_rows
+from embodyrl.plan.config import load_config, load_saved_config
+
+
+def row(episode: int, success: bool | None, *, task: int = 0, steps: int = 5, earned: float = 0.0) -> EpisodeRow:
+    return EpisodeRow(
+        episode=episode,
+        task_id=task,
+        task="go",
+        reset_id=episode,
+        seed=0,
+        success_once=success,
+        success_at_end=success,
+        episode_return=earned,
+        steps=steps,
+        terminated=False,
+        truncated=True,
+        seconds=0.1,
+        video=None,
+    )
+
+
+def test_what_was_learned_comes_first_then_what_still_fails_of_every_task():
+    before = [row(k, k == 4, task=k // 5) for k in range(10)]
+    learned = {1: 3, 2: 9, 7: 4}
+    after = [row(k, k in learned, task=k // 5, steps=learned.get(k, 5)) for k in range(10)]
+    assert telling_episodes(before, after, 2) == [2, 7], "the longer one of task 0, and the only one of task 1"
+    chosen = telling_episodes(before, after, 10)
+    assert {chosen[2], chosen[3]} <= {0, 3, 5, 6, 8, 9}
+    assert [e for e in chosen if e < 5][-1] == 4, "what got worse comes last"
+    assert sorted(chosen) == list(range(10))
+
+
+def test_without_a_success_signal_the_largest_and_the_smallest_gain_are_shown():
+    before = [row(k, None, earned=1.0) for k in range(5)]
+    after = [row(k, None, earned=gain) for k, gain in enumerate([2.0, 9.0, 0.5, 3.0, 4.0])]
+    assert telling_episodes(before, after, 2) == [1, 2]
+
+
+WORDS = ("video=changed:2", "runner.val_check_interval=1", "runner.save_interval=1", "eval.episodes=6")
+
+
+@pytest.mark.integration
+def test_a_resumed_run_keeps_its_story(tmp_path: Path) -> None:
+    run = train_toy(tmp_path, "~video_cfg.base_dir=", *WORDS, "runner.max_steps=1")
+    assert len([*(run / "videos").glob("step*.mp4")]) == 4, "two episodes before and after, in the run's own folder"
+    result = train(load_saved_config(run, ["trust=true", "runner.max_steps=2"]), resume=run)
+    assert result.first is not None
+    assert result.last is not None
+    assert (result.first.folder.name, result.last.folder.name) == ("step_000000", "step_000002")
+    saved = json.loads((run / "eval" / "step_000000" / "eval.json").read_text())
+    assert result.first.overall.mean_return == saved["overall"]["mean_return"]
+    assert len(result.first.recordings) == len(result.last.recordings) == 2
+    for evaluation in (result.first, result.last):
+        rows = {r["episode"]: r for r in read_rows(evaluation.folder / "episodes.jsonl")}
+        for episode, path in evaluation.recordings:
+            played = rows[episode]
+            outcome = "success" if played["success_once"] else "fail"
+            assert path.endswith(f"_{outcome}_{played['steps']}steps.mp4"), "the film is of that very episode"
+            assert played["video"] == path
+            assert len(iio.imread(path)) >= played["steps"]
+    assert len([*(run / "videos").glob("before_after_ep*.mp4")]) == 2
+
+
+def test_an_evaluation_alone_has_nothing_to_compare():
+    with pytest.raises(ConfigError, match="video has no effect: changed:N compares two validations"):
+        load_config("eval", ["env=tabletop", "video=changed:2"])

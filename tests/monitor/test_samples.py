@@ -1,0 +1,53 @@
+"""What a language model said, before and after training: on the console, in `view` and in the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from text_runs import text_config
+
+from embodyrl.cli.report import picture
+from embodyrl.commands.train import train
+from embodyrl.monitor.history import read_history
+from embodyrl.monitor.report.page import write_report
+from embodyrl.monitor.samples import pick_samples
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    words = ("runner.val_check_interval=1", "runner.max_steps=1", "eval.show_replies=2")
+    return train(text_config(folder, *words)).run
+
+
+@pytest.mark.integration
+def test_rows_hold_readable_turns_and_one_task(trained: Path) -> None:
+    first, last = read_history(trained).evaluations
+    assert {row.task for row in (*first.episodes, *last.episodes)} == {"copy"}
+    for row in last.episodes:
+        assert [role for role, _ in row.conversation] == ["user", "assistant"]
+        assert not any(c in text for _, text in row.conversation for c in "\x1e\x1f")
+
+
+@pytest.mark.integration
+def test_replies_before_and_after_stand_side_by_side(trained: Path) -> None:
+    history = read_history(trained)
+    samples = pick_samples(history.evaluations[0].episodes, history.evaluations[-1].episodes, 3)
+    assert len(samples) == 3
+    assert all(s.before is not None and s.before.reset_id == s.after.reset_id for s in samples)
+    write_report([trained], trained / "page.html")
+    page = (trained / "page.html").read_text()
+    assert page.count('class="card talk"') == 4
+    assert "<small>before</small>" in page
+    assert "\x1e" not in page
+    console = Console(width=120, record=True, file=(trained / "view.txt").open("w"))
+    console.print(picture(history))
+    assert "before" in console.export_text()
+
+
+@pytest.mark.integration
+def test_the_console_shows_as_many_as_were_asked_for(trained: Path) -> None:
+    events = (trained / "logs" / "events.log").read_text().splitlines()
+    assert sum("] " not in line and "  user  " in line for line in events) == 4, "two after each of two validations"

@@ -1,0 +1,192 @@
+"""The library in programs of one's own: environments, policies, loops, text, and scripts without a guard."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from processes import start_cli
+
+import embodyrl
+from embodyrl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = "assets/openvla_oft_tabletop"
+SMALL = (
+    *("env.train.total_num_envs=4", "env.eval.total_num_envs=4", "algorithm.group_size=4", "algorithm.rollout_epoch=1"),
+    *("eval.episodes=4", "runner.max_steps=1", "runner.val_check_interval=-1", "actor.global_batch_size=16"),
+    *("actor.micro_batch_size=16", "launcher=inline", "runner.logger.backends=[jsonl]", "runner.experiment_name=run"),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    cfg = embodyrl.compose("train", *SMALL, f"runner.output_dir={folder}")
+    result = embodyrl.train(cfg)
+    assert len(repr(result)) < 200
+    return result.run
+
+
+def example(name: str):
+    """Import a file of examples/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_names_are_there_to_be_found() -> None:
+    assert {"train", "evaluate", "make_env", "load_policy", "GRPO"} <= set(dir(embodyrl))
+    assert all(callable(getattr(embodyrl, name)) for name in embodyrl.__all__)
+
+
+def test_an_environment_passes_gymnasium_s_own_check() -> None:
+    check_env(embodyrl.make_env("tabletop"), skip_render_check=True)
+    made = gymnasium.make("embodyrl/Tabletop-v0")
+    seen, info = made.reset(seed=3, options={"task": 1})
+    assert (seen["instruction"], info["task"]) == ("touch the green block", 1)
+    assert np.array_equal(made.reset(seed=3, options={"task": 1})[0]["images"], seen["images"]), "the seed decides"
+    vector = embodyrl.make_env("tabletop", num_envs=2)
+    assert vector.reset(seed=0)[0]["images"].shape == (2, 2, 112, 112, 3)
+    assert vector.step(vector.action_space.sample())[1].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"), [("text/copy", {}, "GRPO"), ("tabletop", {"task": 99}, "0 to 20")]
+)
+def test_what_an_environment_cannot_be_is_said(name: str, options: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        embodyrl.make_env(name).reset(options=options)
+
+
+@pytest.mark.integration
+def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
+    policy = embodyrl.load_policy(run, device="cpu")
+    env = policy.make_env()
+    successes = 0
+    for seed in range(6):
+        seen, info = env.reset(seed=seed)
+        done = False
+        while not done:
+            for action in policy.act(seen):
+                seen, _, terminated, truncated, info = env.step(action)
+                if done := terminated or truncated:
+                    break
+        successes += info["success"]
+    assert successes >= 1, "the shipped checkpoint touches the right block in 42 % of all tables"
+    batch = {"images": np.stack([seen["images"]] * 2), "state": np.stack([seen["state"]] * 2)}
+    both = policy.act(batch | {"instruction": ("touch the red block", "touch the blue block")})
+    alone = policy.act(seen, instruction="touch the blue block")
+    np.testing.assert_allclose(both[1], alone, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"policy\.make_env"):
+        policy.act(embodyrl.make_env("tabletop").reset(seed=0)[0])
+
+
+@pytest.mark.integration
+def test_the_step_by_hand_trains_the_policy() -> None:
+    loop = example("custom_loop")
+    loop.GROUPS, loop.GROUP_SIZE = 2, 4
+    policy = embodyrl.load_policy(CHECKPOINT, "env.eval.task_ids=[0]", trainable=True, device="cpu")
+    parameters = list(policy.policy.module.parameters())
+    before = [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    success = loop.grpo_step(policy, policy.make_env(), optimizer, np.random.default_rng(1))
+    assert 0 < success < 1, "with this seed some episodes of a group succeed"
+    assert any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+@pytest.mark.integration
+def test_text_is_trained_in_five_lines(tmp_path: Path) -> None:
+    rows = [{"prompt": word} for word in ("abc", "bcd", "cde", "def")]
+    words = ("env.train.total_num_envs=8", "env.eval.total_num_envs=4", "eval.episodes=2", "algorithm.group_size=4")
+    quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.max_steps=1", f"runner.output_dir={tmp_path}")
+    short = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "algorithm.sampling_params.max_new_tokens=4")
+    result = embodyrl.GRPO("tiny", example_reward, rows, *words, *quiet, *short).train()
+    row = json.loads((result.run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert result.step == 1
+    assert "train/return" in row
+
+
+def example_reward(prompt: str, response: str, reference: str) -> float:
+    """More for longer replies."""
+    return len(response) / 4
+
+
+@pytest.mark.integration
+def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import embodyrl\n"
+        "print('begins')\n"
+        "cfg = embodyrl.compose('eval', 'env=tabletop', 'model=random', 'eval.episodes=2', 'launcher.env_workers=1')\n"
+        "print(embodyrl.evaluate(cfg))\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "plain.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("begins") == 1
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert done.stdout.splitlines()[-1].startswith("EvalResult(")
+
+
+@pytest.mark.integration
+def test_play_takes_instructions_from_its_own_page_only(run: Path) -> None:
+    started = start_cli("play", str(run), cwd=run.parent)
+    started.wait_for(started.out, lines=1)
+    url = started.out.read_text().split()[1]
+
+    def ask(name: str, body: object = None, **headers: str) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(urllib.request.Request(url + name, data, headers), timeout=60) as answer:
+            return answer.read()
+
+    token = {"X-Token": ask("").decode().partition('"X-Token": "')[2].partition('"')[0]}
+    state = json.loads(ask("reset", {"task": 0}, **token))
+    assert (state["instruction"], state["steps"]) == ("touch the red block", 0)
+    first = ask("frame.png")
+    assert first.startswith(b"\x89PNG")
+    assert json.loads(ask("say", {"instruction": "touch the blue block"}, **token))["instruction"].endswith(
+        "blue block"
+    )
+    assert json.loads(ask("step", {}, **token))["steps"] == 1
+    assert ask("frame.png") != first, "the arm moved"
+    for code, name, body, headers in (
+        (404, "", None, {"Host": "evil.example"}),
+        (403, "step", {}, {}),
+        (400, "reset", {"task": 99}, token),
+    ):
+        with pytest.raises(urllib.error.HTTPError, match=str(code)):
+            ask(name, body, **headers)
+    started.signal_group(signal.SIGINT)
+    assert started.wait() == 130
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """Its code as one script, with one training step; a script like this has no guard."""
+    cells = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (tmp_path / "notebook.py").write_text("\n\n".join(code))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "FIRST_HOUR_STEPS": "1"}
+    done = subprocess.run(
+        [sys.executable, "notebook.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "of 20 after 1 steps" in done.stdout
