@@ -268,9 +268,8 @@ class Episode:
     valid: BoolArray
     success: BoolArray
     value: FloatArray
-    """[T, V] value estimates while acting; V may be 0."""
     bootstrap_value: FloatArray
-    """[V] value of the observation after the last chunk; 0 where terminated."""
+    """[V] value of the observation after the last chunk, 0 where terminated; `value` [T, V]: estimates while acting."""
     terminated: bool
     truncated: bool
     """Ended by the time limit, or cut by the step's quota: the return bootstraps."""
@@ -322,9 +321,8 @@ class PreparedBatch:
     """Advantages [B, K] and weights of one training step, aligned with a flat list of B chunk samples."""
 
     records: IntArray
-    """[B] arena record of each sample."""
     episode: IntArray
-    """[B] episode id of each sample."""
+    """[B] episode id of each sample; `records`: its arena record."""
     advantage: FloatArray
     returns: FloatArray
     """[B, V] value targets."""
