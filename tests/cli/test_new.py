@@ -213,8 +213,8 @@ def test_new_code_is_clean(tmp_path, monkeypatch):
     pytest.importorskip("ruff")
     monkeypatch.chdir(tmp_path)
     for kind in KINDS:
-        assert main(["new", kind, f"clean_{kind}"]) == 0
-        folder = tmp_path / f"clean_{kind}"
+        assert main(["new", kind, f"clean_{kind.replace('-', '_')}"]) == 0
+        folder = tmp_path / f"clean_{kind.replace('-', '_')}"
         for check in (("check", "--select", "E,W,F,I,UP,B,SIM,N,RUF,PERF"), ("format", "--check")):
             if folder.is_dir():
                 python(folder, "-m", "ruff", *check, "--isolated", "--no-cache", "--line-length", "120", ".")
