@@ -64,7 +64,7 @@ class TextSizes:
 
 def read_sizes(folder: Path | None) -> TextSizes:
     """Sizes of a folder, of which config.json is read; None: of the small model that ships."""
-    config: Mapping[str, Any] = _TINY if folder is None else json.loads((folder / "config.json").read_text())
+    config: Any = _TINY if folder is None else json.loads((folder / "config.json").read_text())
     config = config.get("text_config", config)
     width = int(config.get("hidden_size", config.get("n_embd", 0)))
     heads = int(config.get("num_attention_heads", config.get("n_head", 1)))

@@ -123,7 +123,7 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
     for layer in module.modules():
         if isinstance(layer, BaseTunerLayer):
             # Autocast brings inputs to the compute precision; to float32 and back is the same numbers, more slowly.
-            layer.cast_input_dtype_enabled = False
+            setattr(layer, "cast_input_dtype_enabled", False)  # noqa: B010  (a plain flag, no parameter)
             if isinstance(layer.get_base_layer(), nn.Linear):
                 layer.forward = MethodType(_adapted, layer)
     for name, parameter in module.named_parameters():
