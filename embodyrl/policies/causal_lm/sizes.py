@@ -1,7 +1,6 @@
 """What a language model takes, from the numbers of its config.json alone; imports nothing heavy."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
