@@ -33,7 +33,7 @@ from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.roots import EvalConfig
-from embodyrl.scheduler.rollout import Rollout, VideoChoice
+from embodyrl.scheduler.rollout import Rollout, RolloutResult, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
@@ -139,7 +139,7 @@ def run_evaluation(
             rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite, task=task))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             log.flush()
-            progress(len(rows), plan.num_episodes, "eval")
+            progress(len(rows), plan.num_episodes, "validation episodes")
 
         rollout = Rollout(
             plan.without({row.episode for row in rows}),
@@ -150,12 +150,7 @@ def run_evaluation(
             on_episode=note,
         )
         collection = workers.scheduler.collect(rollout)
-    failed = collection.video_problems
-    if failed and cfg.faults.on_video_error == OnVideoError.stop:
-        raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn goes on)")
-    for problem, times in Counter(failed).most_common(3):
-        warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
-    collection.complain(warn, set())
+    _complain(cfg, collection, warn)
     if not rows:
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
     result = summarise(rows, collection, blueprint.env, folder)
@@ -167,6 +162,15 @@ def run_evaluation(
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
     write_atomically(folder / "eval.json", json.dumps(table, indent=2) + "\n")
     return result
+
+
+def _complain(cfg: EvalConfig, collection: RolloutResult, warn: Callable[[str], None]) -> None:
+    failed = collection.video_problems
+    if failed and cfg.faults.on_video_error == OnVideoError.stop:
+        raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn goes on)")
+    for problem, times in Counter(failed).most_common(3):
+        warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
+    collection.complain(warn, set())
 
 
 def _against_baseline(cfg: EvalConfig, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
