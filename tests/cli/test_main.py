@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from run_files import write_run
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
@@ -72,7 +73,6 @@ def test_the_way_to_an_error_imports_nothing_heavy(tmp_path: Path, code: str, al
         (["env=libero_10"], "embodyrl train env=libero_10"),
         (["train", "--resum", "x"], "Did you mean '--resume'?"),
         (["train", "--dry"], "Did you mean '--dry-run'?"),
-        (["train", "--resume"], "expected one argument"),
         (["train", "--json", "--dry-run"], "--json goes with --print-config"),
         (["train", "--resume", "nowhere"], "no config.yaml there"),
         (["train", "--config-dir", "nowhere"], "no such folder"),
@@ -281,3 +281,15 @@ def test_closed_pipe_is_silent(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_without_a_name_the_newest_run_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["report"], ["view"], ["train", "--resume"], ["train", "--resume", "runner.max_steps=3"]):
+        assert main(words) == 2
+        assert "there is no such run in ./runs yet" in capsys.readouterr().err
+    write_run(tmp_path / "runs" / "new")
+    assert main(["view"]) == 0
+    assert "new" in capsys.readouterr().out
