@@ -199,7 +199,7 @@ def test_which_policies_take_noise():
         (["model=scripted", "model.expert_noise=0.1"], True),
         (["model=random"], True),
         (["model=openvla_oft_tiny"], True),
-        (["model=openvla_oft_tiny", "model.action_head=l1"], False),
+        (["model=openvla_oft_tiny", "model.action_head=l1"], True),
     ):
         cfg = load_config("eval", ["env=tabletop", *words])
         env = ENVS.get("tabletop").spec(cfg.env, EnvContext())
