@@ -132,7 +132,7 @@ def test_adapters_are_trained_and_evaluated(tmp_path):
 
 
 def test_the_small_policy_trains_from_nothing(tmp_path):
-    small = ("model=flow_small", "model.num_action_chunks=4")
+    small = ("model=flow_small", "model.num_action_chunks=4", "actor.optim.warmup_steps=0")
     run = train(configure("train", tmp_path, *ENV, *TRAIN, *small, "env.kwargs.echo=true")).run
     assert rows(run)[-1]["actor/loss"] != 0
 
