@@ -237,12 +237,12 @@ def test_no_wait_is_without_a_deadline(vla_eval):
         threading.Thread(target=talk, args=[url], daemon=True).start()
 
     policy = UntrainedPolicy(RANDOM.spec(ModelSettings(model_type="random"), ENV, 0), None)
-    cfg = ServeSettings(port=0, answer_timeout_s=0.2, idle_timeout_s=0.5)
+    cfg = ServeSettings(port=0, answer_timeout_s=0.2, idle_timeout_s=3.0)
     said: list[str] = []
     with pytest.raises(Interrupted):
         asyncio.run(PolicyServer(Slow(policy, ENV, OPENPI), cfg, said.append).run(ready))
     assert heard == ["The policy gave no answer for 0.2 s (serve.answer_timeout_s).", 1000]
-    assert "said nothing for 0.5 s" in said[-1]
+    assert "said nothing for 3 s" in said[-1]
     with pytest.raises(EmbodyError, match=r"has not answered for 0.3 s .* Fix: model.protocol=vla_eval"):
         build(vla_eval, ENV, answer_timeout_s=0.3)
 
