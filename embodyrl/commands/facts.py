@@ -92,7 +92,7 @@ def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int
     if checkpoint * held > free:
         kept = f"; {held - 1} are kept while one more is written" if held > 1 else ""
         raise ConfigError(
-            f"A checkpoint needs {checkpoint / GIB:.1f} GiB{kept}, and {free / GIB:.1f} GiB are free in "
+            f"A checkpoint needs {_bytes(checkpoint)}{kept}, and {_bytes(free)} are free in "
             f"{cfg.runner.output_dir}. Fix: free some, checkpoint.keep=1, or another runner.output_dir."
         )
 
@@ -102,6 +102,10 @@ def _sight(env: EnvSpec) -> str:
     if not env.cameras:
         return f"state [{env.state_dim}]"
     return f"{', '.join(env.cameras)} {env.image_size[0]}x{env.image_size[1]}"
+
+
+def _bytes(number: int) -> str:
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
 
 
 def _count(number: int) -> str:

@@ -28,7 +28,6 @@ def test_report_as_json_in_a_process(tmp_path: Path) -> None:
     levels = {f["name"]: f["level"] for f in report["findings"]}
     assert {"python", "torch", "memory", "ulimit -n", "rendering", "video", "packages"} <= set(levels)
     assert levels["folder runs"] == "FAIL"
-    assert levels["folder videos"] in ("ok", "warn")
     assert done.returncode == 3
     assert report["failed"] == sum(level == "FAIL" for level in [f["level"] for f in report["findings"]])
     assert all(f["fix"] for f in report["findings"] if f["level"] != "ok")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from toy_runs import rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.errors import CheckpointError, EmbodyError, NonFiniteError
+from embodyrl.commands.session import OnStep
+from embodyrl.commands.train import train
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, NonFiniteError
 
 EXPLODING = ("env.kwargs.reward=1e37", "algorithm.normalize_advantages=false", "env.kwargs.goal=0.7")
 """Rewards, advantages and the loss are finite; the squares in the norm of the gradient are not."""
@@ -60,13 +64,13 @@ def test_non_finite_numbers_in_a_worker_process_have_the_same_exit_code(tmp_path
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A real file system of 12 MiB."""
+    """A real file system of 96 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a tmpfs needs root")
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
     )
     if mounted.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.strip()}")
@@ -74,12 +78,29 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(tmp_path, small_disk):
-    probe = train_toy(tmp_path, "runner.max_steps=1", name="probe")
-    size = sum(p.stat().st_size for p in (probe / "checkpoints").rglob("*") if p.is_file())
-    (small_disk / "ballast").write_bytes(bytes(max(0, 12 * 2**20 - int(1.5 * size) - 2**20)))
+def fills(disk: Path, left: int) -> OnStep:
+    """After the first step somebody else's file leaves so many bytes."""
+
+    def fill(step: int, metrics: Mapping[str, float]) -> None:
+        if step == 1:
+            (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - left))
+
+    return fill
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused_at_the_start(small_disk):
+    (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
+    with pytest.raises(
+        ConfigError, match=r"A checkpoint needs 23 MiB; 2 are kept .* 36 MiB are free .*checkpoint\.keep=1"
+    ):
+        train_toy(small_disk, "runner.max_steps=3", "runner.save_interval=1")
+    assert not list(small_disk.rglob("metrics.jsonl"))
+
+
+def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(small_disk):
+    cfg = toy_config(small_disk, "runner.max_steps=3", "runner.save_interval=1", "checkpoint.on_error=stop")
     with pytest.raises(CheckpointError, match=r"No space left.*needs.*MiB.*checkpoint\.keep=1") as caught:
-        train_toy(small_disk, "runner.max_steps=3", "runner.save_interval=1", "checkpoint.on_error=stop")
+        train(cfg, on_step=fills(small_disk, 12 * 2**20))
     assert caught.value.exit_code == 6
     store = CheckpointStore(small_disk / "run" / "checkpoints")
     assert store.steps() == [1]
@@ -89,9 +110,9 @@ def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(tmp_path, s
 
 def test_training_goes_on_where_the_policy_cannot_write_its_checkpoint(small_disk):
     """There is no earlier checkpoint to tell its size: the disk fills while the policy's worker writes."""
-    (small_disk / "ballast").write_bytes(bytes(12 * 2**20 - 2**18))
+    cfg = toy_config(small_disk, "runner.max_steps=3", "runner.save_interval=1")
     with pytest.raises(CheckpointError, match=r"No space left on device") as caught:
-        train_toy(small_disk, "runner.max_steps=3", "runner.save_interval=1")
+        train(cfg, on_step=fills(small_disk, 2**18))
     assert caught.value.exit_code == 6, "the last checkpoint must succeed"
     run = small_disk / "run"
     assert [row["step"] for row in rows(run)] == [1, 2, 3]

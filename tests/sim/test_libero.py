@@ -247,8 +247,8 @@ def test_eviction_and_reload_continue_exactly():
 def test_frames_for_people_are_upright_and_not_mirrored(roomy):
     trace = play(roomy, 0, STOVE, 0, actions_of(8, chunks=1))[0]
     frame = roomy.env.render(0)
-    np.testing.assert_array_equal(frame, trace.images[0][::-1])
-    gray = frame.astype(int).sum(axis=2)
+    np.testing.assert_array_equal(frame, np.concatenate([image[::-1] for image in trace.images], axis=1))
+    gray = frame[:, :SIZE].astype(int).sum(axis=2)
     robot, table = gray[: SIZE // 4, SIZE // 3 : SIZE // 2], gray[-SIZE // 8 :, -SIZE // 4 :]
     assert robot.std() > 3 * table.std(), "the robot stands at the top of the picture, the empty table is below"
 
