@@ -223,15 +223,17 @@ def test_no_wait_is_without_a_deadline(vla_eval):
             free.wait(20)
 
     def talk(url: str) -> None:
-        with client.connect(url, compression=None, proxy=None) as socket:
-            socket.recv(timeout=20)
-            socket.send(pack(observation(), bytes_keyed))
-            heard.append(socket.recv(timeout=20))
-            free.set()
-            with suppress(ConnectionClosed):
+        try:
+            with client.connect(url, compression=None, proxy=None) as socket:
                 socket.recv(timeout=20)
-            heard.append(socket.close_code)
-        os.kill(os.getpid(), signal.SIGINT)
+                socket.send(pack(observation(), bytes_keyed))
+                heard.append(socket.recv(timeout=20))
+                free.set()
+                with suppress(ConnectionClosed):
+                    socket.recv(timeout=20)
+                heard.append(socket.close_code)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
 
     def ready(url: str) -> None:
         threading.Thread(target=talk, args=[url], daemon=True).start()

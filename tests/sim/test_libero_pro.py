@@ -70,7 +70,7 @@ def test_a_suite_with_an_axis_beside_it():
             check_task(env, task)
         base, swap = (env.spec.suite_of(task) for task in (3, 23))
         assert (base, swap) == ("libero_object", "libero_object_swap")
-        with pytest.raises(EnvError, match=r"'pick the cream cheese.*initial state has shape \(3,\)"):
+        with pytest.raises(EnvError, match=r"'pick the bbq sauce.*initial state has shape \(3,\)"):
             env._sims.pool.use(0).reset(np.zeros(3), 0)
     finally:
         env.close()
