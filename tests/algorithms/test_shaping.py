@@ -26,6 +26,7 @@ def test_nothing_changes_by_default():
 def test_bias_scale_and_clip():
     cfg = algorithm_of(reward_bias=0.5, reward_scale=2.0, reward_clip=3.0)
     np.testing.assert_allclose(outcomes(cfg), np.clip((np.array(REWARDS) + 0.5) * 2, -3, 3))
+    np.testing.assert_allclose(outcomes(algorithm_of(reward_bias=-9.0, reward_clip=3.0)), -3)
 
 
 def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():

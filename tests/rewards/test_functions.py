@@ -55,7 +55,14 @@ def test_countdown_wants_every_number_once(response: str, worth: float):
 
 @pytest.mark.parametrize(
     ("response", "reference"),
-    [("3_7+2", "3,7,2:39"), ("3.7+2", "3,7,2:5.7"), ("True*11", "11:11"), ("\uff11+1", "1:2"), ("7*3+2#", "3,7,2:23")],
+    [
+        ("3+7", "3,7,2:10"),
+        ("3_7+2", "3,7,2:39"),
+        ("3.7+2", "3,7,2:5.7"),
+        ("True*11", "11:11"),
+        ("\uff11+1", "1:2"),
+        ("7*3+2#", "3,7,2:23"),
+    ],
 )
 def test_countdown_cannot_be_talked_into_other_numbers(response: str, reference: str):
     assert countdown("", response, reference) == 0.0
