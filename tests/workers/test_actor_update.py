@@ -16,6 +16,7 @@ from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import Record
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.scheduler.policy_hosts import policy_init
+from embodyrl.workers.actor_worker import _shuffle
 from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.settings import ValueOptimSettings
@@ -125,3 +126,10 @@ def test_a_loaded_state_goes_on_where_the_saved_one_was(make: Make, tmp_path):
     assert draw_numbers() == drawn
     assert second.update(4)["lr"] == pytest.approx(rate)
     assert rate == pytest.approx(0.001 * (6 - 4) / (6 - 2))
+
+
+def test_samples_are_shuffled_anew_in_every_step_and_epoch():
+    orders = [_shuffle(50, *place).tolist() for place in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0))]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    assert _shuffle(50, 0, 1, 0).tolist() == orders[1]
