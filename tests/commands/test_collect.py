@@ -20,6 +20,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, demonstration_episodes, eval_episodes, train_episodes
 from embodyrl.plan.roots import CollectConfig
+from embodyrl.program.environment import make_env
 from embodyrl.types import PolicySpec
 
 TASKS = "env.kwargs.tasks=2"
@@ -69,6 +70,21 @@ def test_every_step_of_the_demonstrator_is_written(tmp_path: Path) -> None:
         assert (pixels[np.arange(len(columns)), columns] == 255).all()
     table = pq.read_table(root / "data/chunk-000/file-000.parquet")
     assert table["next.success"].to_pylist() == table["next.done"].to_pylist()
+
+
+def test_the_actions_of_an_episode_lead_through_its_states(tmp_path: Path) -> None:
+    """Played again from its initial state, an episode shows what was recorded: each action belongs to its step."""
+    places = [f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "launcher=inline"]
+    collect(load_config("collect", ["env=tabletop", "collect.episodes=3", "runner.logger.backends=[jsonl]", *places]))
+    demos = load_demonstrations(tmp_path / "demos")
+    env = make_env("tabletop")
+    for row, start, stop in zip(read_episodes(tmp_path / "demos"), demos.start, demos.stop, strict=True):
+        seen, _ = env.reset(options={"reset_id": row["embodyrl/reset_id"]})
+        assert len(np.unique(demos.action[start:stop], axis=0)) > 1
+        for frame in range(start, stop):
+            np.testing.assert_allclose(seen["state"], demos.state[frame], atol=1e-6)
+            seen, *_ = env.step(demos.action[frame])
+    env.close()
 
 
 def test_the_card_describes_the_environment(tmp_path: Path) -> None:

@@ -85,6 +85,15 @@ def test_noise_shakes_what_is_executed_and_not_what_is_recorded():
     assert see(env, 0)[1].tolist() != see(env, 1)[1].tolist()
 
 
+def test_noise_never_opens_or_closes_the_gripper():
+    env = make(20)
+    env.reset(range(20), [start(60000, seed=seed) for seed in range(20)])
+    clean, _ = env.expert_chunk(range(20), 1, noise=3.0)
+    assert (clean == clean[0]).all()
+    assert len({see(env, slot)[1][0] for slot in range(20)}) > 2, "the arm is shaken"
+    assert len({see(env, slot)[1][3] for slot in range(20)}) == 1, "the fingers are not"
+
+
 def test_reset_ids_fix_the_layout_and_differ():
     layouts = {tuple(new_world(TASKS[0], i).blocks) for i in range(500)}
     assert len(layouts) == 500

@@ -52,3 +52,15 @@ def test_padding_to_a_fixed_batch_changes_nothing_but_rounding(tmp_path):
             seen.append((arena[Record.tokens][first].copy(), arena[Record.logprob][first].copy()))
     np.testing.assert_array_equal(seen[0][0], seen[1][0])
     np.testing.assert_allclose(seen[0][1], seen[1][1], atol=1e-5)
+
+
+def test_every_chunk_draws_anew_and_its_gripper_speaks_the_simulators_convention(tmp_path):
+    with running_crew(tmp_path, "env.kwargs.echo=true") as stage:
+        plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        rollout = stage.workers.scheduler.collect(Rollout(plan))
+        arena, chunks = stage.workers.arena, [episode.records for episode in rollout.episodes]
+        assert {len(records) for records in chunks} == {2}
+        first, second = (arena[Record.tokens][[records[k] for records in chunks]] for k in (0, 1))
+        assert (first == second).mean() < 0.2, "the same noise gives nearly the same 256 bins"
+        gripper = arena[Record.action][np.concatenate(chunks)][..., -1]
+        assert set(np.unique(gripper)) == {-1.0, 1.0}, "the policy speaks of 0 to 1, a binary receiver of two values"
