@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import embodyrl
@@ -35,9 +36,10 @@ def wait_until(condition: Callable[[], object], deadline_s: float) -> bool:
 def marked_processes() -> list[str]:
     """Living processes that this test session started, as "pid name"."""
     mark = f"{MARK}={os.getpid()}".encode()
+    ours = (os.getpid(), getattr(forkserver._forkserver, "_forkserver_pid", None))  # ranks' server lives as long as we
     found = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+        if not entry.name.isdigit() or int(entry.name) in ours:
             continue
         try:
             if mark not in (entry / "environ").read_bytes().split(b"\0"):

@@ -21,6 +21,14 @@ from embodyrl.workers.messages import InferItem, InferRequest, LoadRequest, Rank
 from embodyrl.workers.policy_host import PolicyHost
 
 RECORDS = 6
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "embodyrl.commands.train",
+    "embodyrl.workers.policy_host",
+    "embodyrl.policies.flow.vla.build",
+    "embodyrl.policies.openvla_oft.policy",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,9 @@ def run_ranks(
 ) -> None:
     """Carry out jobs on `world` ranks; each leaves <folder>/<name>/ with metrics.json and what was saved."""
     meetings = [rendezvous(world, host, timeout_s=3600) for _ in jobs]
-    context = multiprocessing.get_context("spawn")
+    # One process imports torch and the rest, once for all tests; ranks are forked from it before it has threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     work = [(job, meeting.rank_info) for job, meeting in zip(jobs, meetings, strict=True)]
     processes = [context.Process(target=_rank, args=(folder, rank, world, work)) for rank in range(world)]
     for process in processes:

@@ -9,7 +9,7 @@ from gates import gain, train_gate
 
 import embodyrl
 
-TEST = "env.eval.state_ids=[3500,3999]"
+TEST = ("env.eval.state_ids=[3500,3999]", "eval.episodes=300")
 WAYS = {
     "flow_sde": (),
     "flow_noise": ("model.likelihood=flow_noise",),
@@ -22,7 +22,7 @@ WAYS = {
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_likelihood_gains_20_points(way: str, seed: int, tmp_path: Path) -> None:
-    words = ("model=flow_small", f"seed={seed}", "video=none", "runner.val_check_interval=1000", TEST, *WAYS[way])
+    words = ("model=flow_small", f"seed={seed}", "video=none", "runner.val_check_interval=1000", *TEST, *WAYS[way])
     before, after = gain(train_gate(tmp_path, *words))
     assert after >= before + 0.2
 
@@ -32,7 +32,7 @@ def test_each_likelihood_gains_20_points(way: str, seed: int, tmp_path: Path) ->
 def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
     few = ("runner.max_steps=8", "runner.val_check_interval=1000", "video=none")
     before, after = gain(
-        train_gate(tmp_path, "model=flow_small", *few, "algorithm.adv_type=toy_gates:NEGATED_GRPO", TEST)
+        train_gate(tmp_path, "model=flow_small", *few, "algorithm.adv_type=toy_gates:NEGATED_GRPO", *TEST)
     )
     assert after <= before - 0.2
 
@@ -42,7 +42,9 @@ def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
 def test_the_start_reads_the_instruction(tmp_path: Path) -> None:
     """The same tables, the same goals, but told of another block: only luck is left."""
     told, lied = (
-        embodyrl.evaluate(embodyrl.compose("eval", "model=flow_small", TEST, "video=none", *words)).overall.success_once
+        embodyrl.evaluate(
+            embodyrl.compose("eval", "model=flow_small", *TEST, "video=none", *words)
+        ).overall.success_once
         for words in (
             (f"runner.output_dir={tmp_path}/told",),
             (f"runner.output_dir={tmp_path}/lied", "env.env_type=tabletop_liar:FACTORY"),

@@ -153,8 +153,8 @@ def test_the_small_policy_trains_from_nothing(tmp_path):
 def test_two_ranks_equal_one(form, more, tmp_path):
     """Losses and weights, whatever is frozen; what one rank has saved, two go on with."""
     path = checkpoint(tmp_path, form)
-    learning = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=3")
-    words = ("~model.use_proprio=", *model_words(form, path, *more), *learning)
+    learning = ("algorithm=ppo", "algorithm.update_epoch=1", "actor.optim.lr=0.001", "actor.micro_batch_size=3")
+    words = ("~model.use_proprio=", *model_words(form, path, *more), "model.num_steps=2", *learning)
     run_ranks(tmp_path, 1, [Rollout(name="one", words=words, last=2), Rollout(name="half", words=words, last=1)])
     back = Rollout(name="back", words=words, first=1, last=2, load=tmp_path / "half" / "saved")
     run_ranks(tmp_path, 2, [Rollout(name="two", words=words, last=2), back])
