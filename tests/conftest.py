@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from processes import MARK, marked_processes, wait_until
 
 os.environ[MARK] = str(os.getpid())
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a mistyped path is never looked for on the network
 
 
 @pytest.fixture(autouse=True)

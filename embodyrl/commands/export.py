@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import read_card
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_saved_config
@@ -71,7 +72,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
 
 
 def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> None:
-    env = read_card(Path(str(cfg.data.path))).env if isinstance(cfg, SftConfig) else env_spec(cfg)
+    env = read_card(resolve_asset(str(cfg.data.path))).env if isinstance(cfg, SftConfig) else env_spec(cfg)
     model = cfg.model.updated({"compile": False}) if cfg.model.compiled else cfg.model
     export_policy(model, env, source, target)
 

@@ -106,7 +106,7 @@ def _new_root(cfg: RunConfig, command: str) -> Path:
         if isinstance(cfg, ActingConfig):
             what = str(getattr(cfg.env, "task_suite_name", None) or getattr(cfg.env, "id", None) or cfg.env.env_type)
         if isinstance(cfg, SftConfig | TextTask) and cfg.data.path is not None:
-            what = Path(cfg.data.path).resolve().name
+            what = Path(cfg.data.path.partition("@")[0]).resolve().name
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{what}".replace("/", "-").replace(":", "-")
         return _free_name(parent / name)
     root = parent / name

@@ -14,6 +14,7 @@ import numpy as np
 from embodyrl.commands.run_folder import RunFolder, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
+from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import ENVIRONMENT_PATH
 from embodyrl.errors import Interrupted
 from embodyrl.plan.config import ENVIRONMENT_FILE
@@ -73,7 +74,7 @@ class _Sft:
         session, folder = self.session, self.session.folder
         start = session.find_start()
         self.material = load_material(self.cfg, folder.root / START_FOLDER)
-        told = Path(str(self.cfg.data.path)) / ENVIRONMENT_PATH
+        told = resolve_asset(str(self.cfg.data.path)) / ENVIRONMENT_PATH
         if told.is_file():
             shutil.copyfile(told, folder.root / ENVIRONMENT_FILE)
         held_out = len(self.material.validation or ())

@@ -96,7 +96,7 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
 
 
 def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
-    env = read_card(Path(str(cfg.data.path))).env
+    env = read_card(resolve_asset(str(cfg.data.path))).env
     factory = POLICIES.get(cfg.model.model_type)
     key = getattr(cfg.model, "unnorm_key", None) or env.unnorm_key or env.name
     source = start_model(cfg)
@@ -124,7 +124,8 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     """
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
-    demos = join_demonstrations([load_demonstrations(Path(cfg.data.path)), *(_more(p, env) for p in cfg.data.more)])
+    first = load_demonstrations(resolve_asset(cfg.data.path))
+    demos = join_demonstrations([first, *(_more(path, env) for path in cfg.data.more)])
     train, held_out = list(range(demos.num_episodes)), []
     if cfg.data.val_path is None and cfg.data.val_share and demos.num_episodes > 1:
         count = max(1, round(cfg.data.val_share * demos.num_episodes))
@@ -139,11 +140,11 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
 
 def _more(folder: str, env: EnvSpec) -> Demonstrations:
     """Load demonstrations beside those of `data.path`, which are of `env`."""
-    other = read_card(Path(folder)).env
+    other = read_card(resolve_asset(folder)).env
     shape = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
     if differs := [name for name in shape if getattr(other, name) != getattr(env, name)]:
         raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {', '.join(differs)}.")
-    return load_demonstrations(Path(folder))
+    return load_demonstrations(resolve_asset(folder))
 
 
 def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
@@ -232,7 +233,7 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
             ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
             training,
         ]
-    root = Path(cfg.data.path)
+    root = resolve_asset(cfg.data.path)
     card = read_card(root)
     problems = check_layout(root)
     if problems:

@@ -1,7 +1,10 @@
 """Where the shipped data lies: inside the installed package, or beside it in a source checkout."""
 
+import re
 from pathlib import Path
 
+HUB_NAME = re.compile(r"(?P<owner>[\w.-]{1,96})/(?P<name>[\w.-]{1,96})(?:@(?P<revision>[\w./-]{1,200}))?")
+"""A repository of the hub, with a branch, tag or commit."""
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -16,9 +19,23 @@ def assets_dir() -> Path:
 
 
 def resolve_asset(path: str) -> Path:
-    """Read `assets/<name>` as shipped data, whatever the working directory; any other path is taken as it is."""
+    """Read `assets/<name>` as shipped data, whatever the working directory, and a fetched `owner/name@commit` as its
+    folder in the cache; any other path is taken as it is.
+    """
     head, _, rest = path.partition("/")
-    return assets_dir() / rest if head == "assets" and rest else Path(path).expanduser()
+    return assets_dir() / rest if head == "assets" and rest else cached_snapshot(path) or Path(path).expanduser()
+
+
+def cached_snapshot(path: str) -> Path | None:
+    """Folder of `owner/name@commit` in the hub's cache; None: it is no such name, or not there."""
+    found = HUB_NAME.fullmatch(path)
+    if found is None or len(found["revision"] or "") != 40:
+        return None
+    from huggingface_hub import constants
+
+    names = (f"{kind}s--{found['owner']}--{found['name']}" for kind in ("model", "dataset"))
+    folders = (Path(constants.HF_HUB_CACHE, name, "snapshots", found["revision"]) for name in names)
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def resolve_run(path: str) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import Message, TextRow, join_messages
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import ConfigError
@@ -100,7 +101,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
 
 def holds_text(path: str) -> bool:
     """Whether data.path names rows of text and not the demonstrations that `embodyrl collect` writes."""
-    found = Path(path).expanduser()
+    found = resolve_asset(path)
     if found.is_dir():
         return not (found / "meta").exists() and any(f.suffix in SUFFIXES for f in found.rglob("*"))
     return _is_function(path) or found.suffix in SUFFIXES
@@ -118,7 +119,7 @@ def _read(path: str, cfg: RowSettings) -> Sequence[Any]:
             raise ConfigError(f"data.path={path} refuses data.kwargs={cfg.kwargs}: {error}.") from error
     if cfg.kwargs:
         raise ConfigError(f"data.kwargs={cfg.kwargs}: only a function reads them; data.path={path} is a file.")
-    found = Path(path).expanduser()
+    found = resolve_asset(path)
     files = sorted(f for f in found.rglob("*") if f.suffix in SUFFIXES) if found.is_dir() else [found]
     if not files or not files[0].is_file():
         raise ConfigError(f"data.path={path}: no such file, or a folder without {' or '.join(SUFFIXES)} files.")

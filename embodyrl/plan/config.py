@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from embodyrl.config.load import (
     split_words,
     wrong_values,
 )
-from embodyrl.config.settings import find_key, flat, nodes, plain
+from embodyrl.config.settings import find_key, flat, leaves, nodes, plain
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
+from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, fetched
 from embodyrl.plan.keys import CommandKeys
 from embodyrl.plan.roots import ROOTS, SELECTORS, Root, selected
 
@@ -149,6 +151,8 @@ def check_values(cfg: Root) -> None:
 
 
 def _finish(command: str, settings: Sequence[Setting], problems: list[str]) -> Any:
+    # Which data they are says which keys there are; weights are fetched once nothing else is wrong.
+    settings = [replace(s, value=_fetched(s.key, s.value)) if s.key in DATA_KEYS else s for s in settings]
     cfg, sources = build(settings, CommandKeys(command), problems)
     cfg._sources.update(sources)
     problems += [line for node in nodes(cfg) for line in node.problems()]
@@ -158,7 +162,14 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str]) -> A
             problems.append(f"{name} has no effect: {reason}, or leave {name} out.")
     if problems:
         raise ConfigError(problems)
-    return cfg
+    found = {key: leaf for key, leaf in leaves(cfg) if key in MODEL_KEYS}
+    return cfg.updated({key: _fetched(key, leaf) for key, leaf in found.items()})
+
+
+def _fetched(key: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_fetched(key, item) for item in value]
+    return fetched(key, value) if isinstance(value, str) else value
 
 
 def _trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:

@@ -89,7 +89,8 @@ def load_policy(
     """Load a policy into this process.
 
     Args:
-        run_or_folder: a run, its name in ./runs, a checkpoint of it, or a folder in the public layout of a model.
+        run_or_folder: a run, its name in ./runs, a checkpoint of it, or a model in its public layout: a folder, or
+            `owner/name[@revision]` of the hub.
         words: further settings as `embodyrl eval` takes them; a folder that is no run wants `env=` and `model=`.
         trainable: keep fp32 weights that can be trained.
         device: "cpu", "cuda", ...; None: a GPU where there is one.
@@ -101,7 +102,7 @@ def load_policy(
     place = str(run_or_folder)
     cfg = load_config("eval", [f"ckpt={place}", *words], base=run_config(resolve_run(place)))
     check_components(cfg)
-    weights = resolve_weights(place)
+    weights = resolve_weights(cfg.ckpt)
     blueprint = draw_blueprint(cfg, training=False)
     from embodyrl.workers.training import best_device
 

@@ -1,0 +1,156 @@
+"""The hub, in and out: what `embodyrl push` sends is what `model.path=owner/name` and `data.path=owner/name` load."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import TOKEN, Hub
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+from toy_runs import train_toy
+
+from embodyrl.cli.main import main
+from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.reader import check_layout, load_demonstrations
+from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_config, load_saved_config, save_config
+from embodyrl.program.acting import load_policy
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "datasets"))
+from test_dataset_roundtrip import demonstration, write
+
+POLICY = Path(__file__).parents[2] / "assets" / "flow_small_tabletop"
+FLOW = ("env=tabletop", "model=flow_small")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub, an empty cache, and the logged-in user of a token; large files travel as git LFS has them."""
+    hub = Hub()
+    settings = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": True}
+    address = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in {**settings, "HUGGINGFACE_CO_URL_TEMPLATE": address, "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+def pushed(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main(["push", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["pinned"]
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config("eval", words)
+    assert len(caught.value.problems) == 1
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_goes_out_and_comes_back_with_equal_weights(hub: Hub, tmp_path: Path, capsys) -> None:
+    run = train_toy(tmp_path / "runs", "runner.max_steps=1", "runner.save_interval=1")
+    first = pushed(capsys, run, "me/toy", "trust=true")
+    assert not list(run.glob(".push*"))
+    cfg = load_config("eval", ["env=libero_10", "model=openvla_oft_tiny", "model.path=me/toy"])
+    assert cfg.model.path == first, "the config of the run names the commit"
+    loaded = load_file(resolve_asset(cfg.model.path) / "model.safetensors")
+    kept = load_file(run / "checkpoints/step_000001/policy/model.safetensors")
+    assert loaded.keys() == kept.keys()
+    assert all(torch.equal(loaded[key], kept[key]) for key in kept)
+    card = (resolve_asset(cfg.model.path) / "README.md").read_text()
+    assert "base_model" in card
+    assert {name for _, name in hub.repositories} == {"me/toy"}
+
+
+def test_a_pinned_commit_stays_what_it_was_and_needs_no_hub(hub: Hub, tmp_path: Path, capsys) -> None:
+    first = pushed(capsys, POLICY, "me/flow")
+    cfg = load_config("eval", [*FLOW, "model.path=me/flow"])
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in POLICY.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(POLICY / "model.safetensors")
+    save_file({key: torch.zeros_like(tensor) for key, tensor in tensors.items()}, other / "model.safetensors")
+    second = pushed(capsys, other, "me/flow")
+    assert first != second
+    save_config(cfg, tmp_path / "config.yaml")
+    sent = len(hub.sent)
+    assert load_saved_config(tmp_path / "config.yaml", [], command="eval").model.path == first
+    assert len(hub.sent) == sent, "a fetched commit is not asked for again"
+    assert load_config("eval", [*FLOW, f"model.path={first}"]).model.path == first
+    assert load_config("eval", [*FLOW, "model.path=me/flow@main"]).model.path == second
+    acts = [load_policy(name, *FLOW, device="cpu") for name in (POLICY, first)]
+    states = [policy.policy.module.state_dict() for policy in acts]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_download_that_broke_off_goes_on(hub: Hub, monkeypatch, capsys) -> None:
+    pushed(capsys, POLICY, "me/flow")
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
+    size, hub.cut_after = (POLICY / "model.safetensors").stat().st_size, 1_000_000
+    cfg = load_config("eval", [*FLOW, "model.path=me/flow"])
+    sent = [count for name, count in hub.sent if name == "model.safetensors"]
+    assert sent == [1_000_000, size - 1_000_000]
+    found = resolve_asset(cfg.model.path) / "model.safetensors"
+    assert found.read_bytes() == (POLICY / "model.safetensors").read_bytes()
+
+
+def test_programs_and_pickles_stay_there(hub: Hub, capsys, tmp_path: Path) -> None:
+    pushed(capsys, POLICY, "me/flow")
+    files = hub.repositories["model", "me/flow"].commits[hub.repositories["model", "me/flow"].refs["main"]]
+    files |= {"modeling_evil.py": b"raise SystemExit", "pytorch_model.bin": b"cos\nsystem\n", "x.pkl": b"."}
+    folder = resolve_asset(load_config("eval", [*FLOW, "model.path=me/flow"]).model.path)
+    assert {file.name for file in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+
+
+def test_demonstrations_go_out_and_come_back(hub: Hub, tmp_path: Path, capsys) -> None:
+    write(tmp_path / "mine", [demonstration(n) for n in range(4)])
+    pinned = pushed(capsys, tmp_path / "mine", "me/demos")
+    cfg = load_config("sft", ["data.path=me/demos", "model=openvla_oft_tiny"])
+    assert cfg.data.path == pinned
+    assert check_layout(resolve_asset(pinned)) == []
+    ours, theirs = load_demonstrations(tmp_path / "mine"), load_demonstrations(resolve_asset(pinned))
+    assert (ours.images == theirs.images).all()
+    assert (ours.action == theirs.action).all()
+    assert hub.repositories["dataset", "me/demos"].refs["v3.0"] == pinned.partition("@")[2], "where lerobot looks"
+
+
+def test_rows_of_text_are_known_as_such(hub: Hub, tmp_path: Path) -> None:
+    from hub_server import Repository
+
+    rows = b'{"prompt": "1+1=", "answer": "2"}\n' * 4
+    hub.repositories["dataset", "me/sums"] = Repository({"a" * 40: {"train.jsonl": rows}}, {"main": "a" * 40})
+    cfg = load_config("sft", ["data.path=me/sums", "model=causal_lm_tiny", "data.prompt_key=prompt"])
+    assert cfg.data.path == "me/sums@" + "a" * 40
+
+
+def test_what_is_not_there_is_one_line(hub: Hub, monkeypatch, capsys, tmp_path: Path) -> None:
+    assert "model.path=me/none: no such folder here, and the hub" in refusal(*FLOW, "model.path=me/none")
+    pushed(capsys, POLICY, "me/flow")
+    assert "no such repository or revision" in refusal(*FLOW, "model.path=me/flow@v9")
+    assert "unknown" in refusal(*FLOW, "model.path=me/flow", "modle.path=x"), "nothing is fetched for a wrong key"
+    assert not hub.sent
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    assert main(["push", str(POLICY), "me/mine"]) == 2
+    assert "HF_TOKEN" in capsys.readouterr().err
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "cannot be reached" in refusal(*FLOW, "model.path=me/flow")
+    assert main(["push", str(POLICY), "me/mine"]) == 2
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "cannot be reached" in refusal(*FLOW, "model.path=me/flow")
+
+
+def test_only_what_is_no_path_here_is_looked_for_there(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "demos").mkdir()
+    assert load_config("eval", [*FLOW, "model.path=demos/none"]).model.path == "demos/none"
+    assert load_config("eval", [*FLOW, "model.path=runs/none"]).model.path == "runs/none"
