@@ -123,3 +123,76 @@ def test_work_beside_an_earlier_update_counts_as_far_as_the_step_waited_for_it()
     metrics = rollout_metrics(RolloutResult(tally=tally), num_workers=1, restarts=0)
     assert metrics["time/infer"] == pytest.approx(1.0)
     assert metrics["time/simulate"] == pytest.approx(0.5)
+
+
+def test_every_figure_of_a_step_by_hand():
+    """Two episodes that count, one filtered group's and one cut; rewards were multiplied by 4 for learning."""
+    won, lost = episode(steps=2, success=True), episode(steps=6, success=False)
+    lost = replace(lost, spec=replace(lost.spec, task_id=1, reset_id=7))
+    components = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+    held = replace(won, reward=won.reward * 4, components=components)
+    failed = replace(lost, components=np.zeros((6, 2), np.float32))
+    # A filtered group is a group that was played: success must not lose the ones that were all alike.
+    alike = replace(held, spec=replace(held.spec, reset_id=3))
+    tally = Tally(
+        env_steps=100,
+        wall_s=2.0,
+        span_s=4.0,
+        sim_s=12.0,
+        render_s=8.0,
+        reset_s=4.0,
+        infer_s=3.0,
+        inferences=5,
+        inferred=20,
+    )
+    result = RolloutResult(
+        episodes=[held, failed, episode(steps=3, success=True, cut=True, counted=False)],
+        filtered=[alike],
+        refills=2,
+        dropped=1,
+        greedy={0: replace(held, reward=held.reward * 2)},
+        tally=tally,
+    )
+    metrics = rollout_metrics(
+        result, num_workers=2, restarts=3, components=("reach", "lift"), reports_success=True, reward_factor=4.0
+    )
+    assert metrics == pytest.approx(
+        {
+            "train/episodes": 3,
+            "train/groups_refilled": 2,
+            "train/return": 2 / 3,
+            "train/episode_len": 10 / 3,
+            "train/success_once": 2 / 3,
+            "train/success_at_end": 2 / 3,
+            "train/effective_episodes": 3,
+            "train/task_0/success_once": 1,
+            "train/task_1/success_once": 0,
+            "train/greedy_return": 2,
+            "train/reward_reach": 8 / 3,
+            "train/reward_lift": 4,
+            "env/steps_per_s": 25,
+            "env/steps": 100,
+            "env/restarts": 3,
+            "env/dropped_episodes": 1,
+            "rollout/infer_batch_size": 4,
+            "time/rollout": 2,
+            "time/simulate": 3,
+            "time/render": 2,
+            "time/reset": 1,
+            "time/infer": 1.5,
+        }
+    )
+
+
+def test_a_success_that_was_lost_again_is_no_success_at_the_end():
+    taken = episode(steps=3, success=True)
+    taken = replace(taken, success=np.array([[False], [True], [False]]))
+    metrics = rollout_metrics(RolloutResult(episodes=[taken]), num_workers=1, restarts=0)
+    assert (metrics["train/success_once"], metrics["train/success_at_end"]) == (1, 0)
+
+
+def test_without_a_success_signal_nothing_is_said_of_success():
+    metrics = rollout_metrics(
+        RolloutResult(episodes=[episode(steps=3, success=False)]), num_workers=1, restarts=0, reports_success=False
+    )
+    assert not [name for name in metrics if "success" in name]

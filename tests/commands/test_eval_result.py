@@ -1,0 +1,140 @@
+"""The table of an evaluation by hand: per task, per suite, in all, and its metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_env import toy_spec
+
+from embodyrl.commands.eval_result import EvalResult, changes, episode_row, summarise
+from embodyrl.monitor.history import EpisodeRow
+from embodyrl.scheduler.rollout import RolloutResult, Tally
+from embodyrl.types import EnvSpec, Episode, EpisodeSpec
+
+
+def row(
+    number: int, task: int, state: int, *, won: bool | None, earned: float = 0.0, steps: int = 4, suite: str = ""
+) -> EpisodeRow:
+    return EpisodeRow(
+        episode=number,
+        task_id=task,
+        task=f"task {task}",
+        reset_id=state,
+        seed=number,
+        success_once=won,
+        success_at_end=won,
+        episode_return=earned,
+        steps=steps,
+        terminated=bool(won),
+        truncated=not won,
+        seconds=0.1,
+        video=None,
+        suite=suite,
+    )
+
+
+def table(rows: list[EpisodeRow], env: EnvSpec, **kept: object) -> EvalResult:
+    collection = RolloutResult(tally=Tally(env_steps=99, wall_s=3.0), **kept)  # type: ignore[arg-type]
+    return summarise(rows, collection, env, Path("nowhere"))
+
+
+ROWS = [
+    row(0, 0, 0, won=True, earned=1.0, steps=2),
+    row(1, 0, 0, won=True, earned=3.0, steps=4),
+    row(2, 0, 1, won=False, earned=0.0, steps=8),
+    row(3, 1, 4, won=False, earned=0.0, steps=8),
+    row(4, 1, 5, won=True, earned=1.0, steps=3),
+    row(5, 1, 5, won=False, earned=1.0, steps=5),
+]
+
+
+def test_figures_of_tasks_and_of_all():
+    result = table(ROWS, toy_spec(2), dropped=2)
+    first, second = result.tasks
+    assert (first.episodes, first.states, first.solved, first.successes) == (3, 2, 1, 2)
+    assert (second.episodes, second.states, second.solved, second.successes) == (3, 2, 1, 1)
+    assert (first.success_once, first.mean_return, first.mean_steps) == pytest.approx((2 / 3, 4 / 3, 14 / 3))
+    everything = result.overall
+    assert (everything.episodes, everything.states, everything.solved, everything.successes) == (6, 4, 2, 3)
+    assert (everything.success_once, everything.mean_return, everything.mean_steps) == pytest.approx((0.5, 1.0, 5.0))
+    low, high = everything.score.interval
+    assert low < 0.5 < high
+    assert (everything.low, everything.high) == (low, high)
+    assert (result.dropped, result.exit_code, result.env_steps, result.wall_s) == (2, 4, 99, 3.0)
+    assert result.losses.startswith("INCOMPLETE: 2 of 8 episodes")
+    metrics = result.metrics()
+    assert metrics.pop("eval/effective_episodes") < 6
+    assert metrics == pytest.approx(
+        {
+            "eval/success_once": 0.5,
+            "eval/success_at_end": 0.5,
+            "eval/return": 1.0,
+            "eval/episode_len": 5.0,
+            "eval/episodes": 6,
+            "eval/dropped_episodes": 2,
+            "eval/pass_at_n": 0.5,
+            "eval/task_0/success_once": 2 / 3,
+            "eval/task_1/success_once": 1 / 3,
+        }
+    )
+
+
+def test_nothing_is_said_of_a_success_that_nobody_reports():
+    result = table([replace(one, success_once=None, success_at_end=None) for one in ROWS], toy_spec(2))
+    assert (result.overall.success_once, result.overall.successes, result.overall.solved) == (None, None, None)
+    assert result.overall.score.value == pytest.approx(1.0)
+    assert not [name for name in result.metrics() if "success" in name or "pass" in name]
+    assert (result.exit_code, result.overall.states) == (0, 4)
+
+
+def test_figures_of_all_tasks_are_those_of_the_own_suite():
+    env = replace(toy_spec(2), suites=("own", "other"))
+    rows = [replace(one, suite="own" if one.task_id == 0 else "other") for one in ROWS]
+    result = table(rows, env)
+    assert (result.overall.episodes, result.overall.success_once) == (3, pytest.approx(2 / 3))
+    assert [(one.task, one.success_once) for one in result.suites] == [
+        ("own", pytest.approx(2 / 3)),
+        ("other", pytest.approx(1 / 3)),
+    ]
+    assert [(one.suite, one.number) for one in result.tasks] == [("own", 0), ("other", 0)]
+    metrics = result.metrics()
+    assert metrics["eval/success_once"] == pytest.approx(2 / 3)
+    assert metrics["eval/other/success_once"] == pytest.approx(1 / 3)
+    assert metrics["eval/other/return"] == pytest.approx(2 / 3)
+
+
+def test_changes_pair_each_task_with_itself():
+    later = [replace(one, success_once=True) for one in ROWS]
+    found = changes(table(ROWS, toy_spec(2)), table(later, toy_spec(2)))
+    assert [(name, before.value, after.value) for name, before, after in found] == [
+        ("go right", pytest.approx(2 / 3), 1.0),
+        ("go left", pytest.approx(1 / 3), 1.0),
+        ("all tasks", 0.5, 1.0),
+    ]
+
+
+def test_a_row_keeps_what_was_earned_before_the_factor_of_learning():
+    column = np.array([[0.0], [4.0], [2.0]], np.float32)
+    won = np.array([[False], [True], [False]])
+    episode = Episode(
+        spec=EpisodeSpec(episode_id=5, reset_id=9, task_id=1, group_id=0, member=0, seed=31, noise_seed=0),
+        records=np.arange(3),
+        reward=column,
+        valid=np.ones_like(won),
+        success=won,
+        value=column,
+        bootstrap_value=column[0],
+        terminated=False,
+        truncated=True,
+        instruction="go left",
+        duration_s=1.23456,
+    )
+    kept = episode_row(episode, known=True, reward_factor=2.0)
+    assert (kept.episode, kept.task_id, kept.task, kept.reset_id, kept.seed) == (5, 1, "go left", 9, 31)
+    assert (kept.success_once, kept.success_at_end, kept.episode_return, kept.steps) == (True, False, 3.0, 3)
+    assert (kept.terminated, kept.truncated, kept.seconds) == (False, True, 1.235)
+    unknown = episode_row(replace(episode, success=np.zeros_like(won)), known=False)
+    assert (unknown.success_once, unknown.success_at_end) == (None, None)
