@@ -52,6 +52,9 @@ def test_intervals_draw_runs_within_each_task() -> None:
     assert (low, high) == pytest.approx(tuple(np.quantile(found, (0.025, 0.975))), abs=0.1)
     assert high - low < 2.0, "tasks differ by ten, which is no uncertainty"
     assert stratified_bootstrap([matrix], interquartile_mean) == (low, high)
+    opposed = np.stack([np.arange(5.0), -np.arange(5.0)], axis=1)
+    low, high = stratified_bootstrap([opposed], lambda drawn: float(np.mean(drawn)))
+    assert low < -0.3 < 0.3 < high, "each task draws runs of its own; of the same ones the mean is always 0"
 
 
 def test_mean_interval_is_students() -> None:
