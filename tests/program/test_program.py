@@ -93,6 +93,7 @@ def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
     both = policy.act(batch | {"instruction": ("touch the red block", "touch the blue block")})
     alone = policy.act(seen, instruction="touch the blue block")
     np.testing.assert_allclose(both[1], alone, atol=1e-5)
+    assert set(np.unique(both[..., 6])) <= {-1.0, 1.0}, "the simulator's gripper; the policy's is between 0 and 1"
     with pytest.raises(ConfigError, match=r"policy\.make_env"):
         policy.act(embodyrl.make_env("tabletop").reset(seed=0)[0])
 
