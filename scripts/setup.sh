@@ -23,6 +23,9 @@ system_libraries() {
     if [[ $EXTRAS == *libero* ]] && ! ldconfig -p 2>/dev/null | grep -q 'libOSMesa\.so'; then
         install_packages libosmesa6 || say "LIBERO cannot render yet. Ask for: apt-get install libosmesa6"
     fi
+    if [[ $EXTRAS == *dev* ]] && ! command -v chromedriver >/dev/null; then
+        install_packages chromium chromium-driver || say "No browser for the tests of pages. Ask for: apt-get install chromium chromium-driver"
+    fi
     if [[ $EXTRAS == *maniskill* ]] && ! lavapipe_works; then
         install_lavapipe && lavapipe_works || say "ManiSkill cannot start yet: it needs mesa-vulkan-drivers 25 or newer and libvulkan1"
     fi

@@ -33,13 +33,13 @@ _MEMORY_SHARE = 0.8
 
 
 def check_layout(root: Path) -> list[str]:
-    """Return what is wrong with a data set of ours, one line each; an empty list if nothing is."""
+    """Return what is wrong with a data set, one line each; of one that others wrote, what would be misread here."""
     problems: list[str] = []
     try:
         card, rows = layout.read_card(root), read_episodes(root)
     except EmbodyError as error:
         return [f"{root} cannot be read: {error}"]
-    for part in (_info, _tasks, _stats, _episodes):
+    for part in (_info, _tasks, _stats, _episodes) if layout.is_ours(root) else (_episodes,):
         try:
             problems += part(root, card, rows)
         except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
@@ -80,7 +80,8 @@ def _stats(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
 def _episodes(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
     opened: dict[str, pa.Table] = {}
     named: set[str] = set()
-    names, start = _task_names(rows), 0
+    ours, start = layout.is_ours(root), 0
+    names = _task_names(rows) if ours else list(card.env.tasks)
     for number, row in enumerate(rows):
         if row["episode_index"] != number or row["dataset_from_index"] != start:
             yield f"meta/episodes: row {number} is episode {row['episode_index']} from {row['dataset_from_index']}."
@@ -94,7 +95,7 @@ def _episodes(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
             yield f"{missing[0]} of episode {number} is missing."
             return
         if paths[0] not in opened:
-            if not pq.read_schema(root / paths[0]).equals(layout.schema_of(card)):
+            if ours and not pq.read_schema(root / paths[0]).equals(layout.schema_of(card)):
                 yield f"{paths[0]}: columns differ from those of meta/info.json."
             opened[paths[0]] = pq.read_table(root / paths[0], columns=list(_COUNTERS))
         named.update(paths)
@@ -180,16 +181,14 @@ def load_demonstrations(root: Path) -> Demonstrations:
     images = np.empty(shape, np.uint8)
     tables: list[pa.Table] = []
     with ThreadPoolExecutor(available_cores()) as pool:
-        for paths, group in groupby(rows, key=lambda row: paths_of(card, row)):
-            part = list(group)
-            out = images[part[0]["dataset_from_index"] : part[-1]["dataset_to_index"]]
-            table = pq.read_table(root / paths[0])
-            for c, camera in enumerate(card.env.cameras):
-                if card.video:
-                    decode_mp4(root / paths[1 + c], out[:, c])
-                else:
-                    list(pool.map(decode_png, _image_bytes(table[image_key(camera)]), out[:, c]))
+        for path, part in _files(card, rows, 0):
+            table = pq.read_table(root / path)
+            for c, camera in enumerate(() if card.video else card.env.cameras):
+                list(pool.map(decode_png, _image_bytes(table[image_key(camera)]), images[part, c]))
             tables.append(table.drop_columns([k for k in map(image_key, card.env.cameras) if k in table.column_names]))
+    for c in range(len(card.env.cameras) if card.video else 0):
+        for path, part in _files(card, rows, 1 + c):
+            decode_mp4(root / path, images[part, c])
     numbers = pa.concat_tables(tables)
     return Demonstrations(
         images=images,
@@ -199,6 +198,13 @@ def load_demonstrations(root: Path) -> Demonstrations:
         stop=np.array([row["dataset_to_index"] for row in rows], np.int64),
         instruction=np.repeat(np.array([row["tasks"][0] for row in rows], object), [row["length"] for row in rows]),
     )
+
+
+def _files(card: Card, rows: _Rows, which: int) -> Iterator[tuple[str, slice]]:
+    """Each file of one kind (the data, or a camera) with its steps; kinds change files at different episodes."""
+    for path, group in groupby(rows, key=lambda row: paths_of(card, row)[which]):
+        part = list(group)
+        yield path, slice(part[0]["dataset_from_index"], part[-1]["dataset_to_index"])
 
 
 def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
@@ -226,7 +232,7 @@ def _matrix(table: pa.Table, key: str, width: int) -> FloatArray:
         return np.zeros((table.num_rows, 0), np.float32)
     column = table[key].combine_chunks()
     flat = column if width == 1 else column.flatten()
-    return flat.to_numpy(zero_copy_only=False).reshape(table.num_rows, width)
+    return flat.to_numpy(zero_copy_only=False).astype(np.float32, copy=False).reshape(table.num_rows, width)
 
 
 def _require_memory(root: Path, needed: int) -> None:

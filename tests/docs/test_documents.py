@@ -41,7 +41,7 @@ COMPOSED = {
 """Parts of lines that are composed and checked only, with the reason."""
 ELSEWHERE = {
     "owner/": "tests/commands/test_push.py has a hub",
-    "me/": "the same",
+    " me/": "the same",
     "embodyrl doctor": "tests/cli/test_doctor",
     "check-env env=libero": "minutes of LIBERO; tests/sim",
     "check-env env=maniskill": "minutes of ManiSkill; tests/sim",

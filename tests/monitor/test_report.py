@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import CHROMIUM, DRIVER, browser
 from run_files import TASKS, write_run
 
 from embodyrl.cli.discover import _run_line
@@ -236,6 +237,24 @@ def test_videos_play_and_filters_work_in_chromium(tmp_path: Path, embed_bytes: i
     assert seen["outcomes"] == ["success"] * 8
     assert seen["dead"] == 0
     assert seen["wide"] <= 0
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine")
+def test_a_report_fits_a_phone(tmp_path: Path) -> None:
+    runs = [
+        write_run(tmp_path / "runs" / name, videos=4) for name in ("a_run_with_a_name_that_is_rather_long_indeed", "b")
+    ]
+    with browser(tmp_path / "profile", width=400) as page:
+        for names in (runs, runs[:1]):
+            write_report(names, tmp_path / "report.html")
+            page.open((tmp_path / "report.html").as_uri())
+            page.until("document.readyState == 'complete'")
+            assert page.run("return screen.width") == 400
+            outside = "e.getBoundingClientRect().right > 400.5 && !e.closest('.scroll, .columns .card, nav div')"
+            wide = f"return [...document.querySelectorAll('body *')].filter(e => {outside}).map(e => e.outerHTML)"
+            assert page.run(wide) == []
+            assert page.run("return document.documentElement.scrollWidth") <= 400
 
 
 def test_a_run_without_success_is_reported_by_its_return(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from browser import CHROMIUM, DRIVER, browser
 from gymnasium.utils.env_checker import check_env
 from processes import start_cli
 
@@ -175,6 +176,36 @@ def test_play_takes_instructions_from_its_own_page_only(run: Path) -> None:
     ):
         with pytest.raises(urllib.error.HTTPError, match=str(code)):
             ask(name, body, **headers)
+    started.signal_group(signal.SIGINT)
+    assert started.wait() == 130
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine")
+def test_a_person_plays_in_a_browser(run: Path, tmp_path: Path) -> None:
+    started = start_cli("play", str(run), cwd=run.parent)
+    started.wait_for(started.out, lines=1)
+    url = started.out.read_text().split()[1]
+    with browser(tmp_path / "profile", width=400) as page:
+        page.open(url)
+        page.until("document.querySelectorAll('#task option').length > 20 && document.images[0].naturalWidth > 0")
+        assert page.run("return document.documentElement.scrollWidth") <= 400, "no sideways scrolling on a phone"
+        page.run("const t = document.getElementById('task'); t.value = '0'")
+        page.click("#reset")
+        page.until("document.getElementById('instruction').textContent == 'touch the red block'")
+        page.click("#step")
+        page.until("document.getElementById('steps').textContent == 'step 1'")
+        shown = page.run("return document.images[0].src")
+        page.write("#words", "touch the blue block")
+        page.click("#talk button")
+        page.until("document.getElementById('instruction').textContent == 'touch the blue block'")
+        page.click("#run")
+        page.until("Number(document.getElementById('steps').textContent.slice(5)) > 3")
+        assert page.run("return document.images[0].src") != shown
+        page.click("#run")
+        page.until("document.getElementById('run').textContent == 'run'")
+        page.click("#reset")
+        page.until("document.getElementById('steps').textContent == 'step 0'")
     started.signal_group(signal.SIGINT)
     assert started.wait() == 130
 
