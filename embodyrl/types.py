@@ -169,6 +169,8 @@ class PolicySpec(Footprint):
     """The environment's own expert chooses the actions, step by step; the policy only marks the wish."""
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
     """Kinds of action spaces that it can act in."""
+    draws_with_gradients: bool = False
+    """Drawn actions depend on the weights as a differentiable function (`policies.protocol.SoftActor`)."""
     reply_bytes: int = 0
     """UTF-8 bytes kept of what a chunk says in words; 0: it says nothing."""
 

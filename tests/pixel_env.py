@@ -39,3 +39,15 @@ class PixelEnv(gymnasium.Env):
         picture = np.zeros((self._size, self._size, 3), np.uint8)
         picture[tuple(self._dot)] = 255
         return picture
+
+
+class PointingEnv(PixelEnv):
+    """The same picture; actions are two real numbers, rewarded by how near they are to the dot."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__(size)
+        self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def step(self, action):
+        distance = float(np.abs(np.asarray(action) - (2 * self._dot / self._size - 1)).sum())
+        return self._draw(), -distance, False, False, {}

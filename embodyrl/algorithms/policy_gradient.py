@@ -59,10 +59,13 @@ class Algorithm:
         """Rounds of further groups in place of filtered ones."""
         self._longest_episode = longest_episode
         self._estimator = ADVANTAGES.get(cfg.adv_type)
+        self.needs_replay = self._estimator.needs_replay
         self._loss = LOSSES.get(cfg.loss_type)
         self.needs_groups = self._estimator.needs_groups
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
+        self.needs_finals = self.needs_values or self.needs_replay
+        """What is seen after an episode that did not terminate."""
         self.needs_states = self._estimator.needs_states
         self.needs_greedy = self._estimator.needs_greedy
         self.needs_reference = cfg.kl_beta > 0
@@ -296,7 +299,7 @@ class Algorithm:
         """Whether a sample without advantage still has a gradient."""
         cfg = self._cfg
         values = isinstance(cfg, ValueSettings) and cfg.value_coef > 0
-        return values or (cfg.kl_beta > 0 and not cfg.kl_in_reward) or cfg.entropy_bonus != 0
+        return self.needs_replay or values or (cfg.kl_beta > 0 and not cfg.kl_in_reward) or cfg.entropy_bonus != 0
 
 
 def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:

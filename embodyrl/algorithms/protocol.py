@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from embodyrl.algorithms.settings import AlgorithmSettings, GroupSettings, ValueSettings
+from embodyrl.algorithms.settings import AlgorithmSettings, GroupSettings, ReplaySettings, ValueSettings
 from embodyrl.config.settings import Settings, join
 from embodyrl.registry import Registry
 from embodyrl.types import Episode, FloatArray, IntArray
@@ -112,6 +112,11 @@ class AdvantageEstimator:
         """The policy needs a value head."""
         return issubclass(self.settings, ValueSettings)
 
+    @property
+    def needs_replay(self) -> bool:
+        """Credits are rewards, which go into a buffer; the update is its own, without a `loss_type`."""
+        return issubclass(self.settings, ReplaySettings)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
@@ -177,6 +182,7 @@ for _name, _attr in {
     "remax": "stepwise:REMAX",
     "reinforce_pp": "stepwise:REINFORCE_PP",
     "reinforce_pp_baseline": "stepwise:REINFORCE_PP_BASELINE",
+    "sac": "stepwise:SAC",
 }.items():
     ADVANTAGES.add(_name, f"embodyrl.algorithms.{_attr}")
 for _name in (
@@ -191,4 +197,5 @@ def algorithm_settings(adv_type: str, loss_type: str) -> type[AlgorithmSettings]
     Raises:
         UnknownNameError: no such estimator or loss.
     """
-    return join(ADVANTAGES.get(adv_type).settings, LOSSES.get(loss_type).settings, AlgorithmSettings)
+    estimator, loss = ADVANTAGES.get(adv_type), LOSSES.get(loss_type)
+    return join(estimator.settings, *([] if estimator.needs_replay else [loss.settings]), AlgorithmSettings)

@@ -118,6 +118,11 @@ class AlgorithmSettings(ActingAlgorithm):
     early_stop_kl: Positive | None = None
     """Leave out the rest of an update once KL(old || new) in an optimizer step exceeds this; null: never."""
 
+    @property
+    def method(self) -> str:
+        """What it does, in a line."""
+        return f"{self.adv_type} + {self.loss_type}"
+
     def problems(self) -> Iterator[str]:
         """A KL that is taken from rewards has no gradient."""
         yield from super().problems()
@@ -234,3 +239,53 @@ class ValueSettings(CreditSettings):
     """Weight of the value loss."""
     critic_warmup: Index = 0
     """Training steps at the start that train nothing but the value head."""
+
+
+_REPLAY_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale"}
+"""Keys of all algorithms that mean something beside a replay buffer."""
+
+
+class ReplaySettings(AlgorithmSettings, DiscountSettings):
+    """An algorithm that learns from a buffer of all that was seen (SAC, RLPD)."""
+
+    group_size: Annotated[int, Field(ge=1, le=65536)] = 1
+    """Episodes that share a reset id."""
+    replay_size: Annotated[int, Field(ge=2, le=10**9)] = 1_000_000
+    """Observations that the buffer holds; the oldest make room."""
+    save_replay: bool = True
+    """Keep the buffer in checkpoints; false: a resumed run fills a new one first, up to learning_starts."""
+    learning_starts: Index = 1000
+    """Chunk samples in the buffer before the first update."""
+    updates_per_sample: Positive = 1.0
+    """Updates for each new chunk sample, of actor.global_batch_size samples each."""
+    n_step: Count = 1
+    """Chunks whose rewards are added up before a critic's estimate takes their place."""
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """Share by which the target critics follow at each update."""
+    critics: Annotated[int, Field(ge=2, le=100)] = 2
+    """Critics; a target is the smallest estimate of two, drawn at random where there are more (REDQ)."""
+    critic_layer_norm: bool = False
+    """Layer normalisation in the critics, which bounds what they say of unseen actions (RLPD)."""
+    alpha_init: Positive = 1.0
+    """Weight of the entropy at first; it is learned."""
+    target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
+    """Entropy of a chunk, nat, that the weight is learned for; default: minus the number of action dimensions."""
+    demonstrations: list[Path] = []
+    """Folders of demonstrations of this environment, with its rewards, that are learned from as well."""
+    demonstration_share: Share = 0.5
+    """Of each batch, where there are demonstrations."""
+
+    @property
+    def method(self) -> str:
+        """What it does, in a line."""
+        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample"
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what policy gradients alone read."""
+        yield from super().idle()
+        reason = f"adv_type '{self.adv_type}' has an update of its own; choose another one"
+        yield from ((f"algorithm.{key}", reason) for key in AlgorithmSettings.model_fields if key not in _REPLAY_READS)
+        for key in ("micro_batch_size", "minibatches", "max_tokens_per_mbs", "gradient_checkpointing"):
+            yield f"actor.{key}", reason
+        if not self.demonstrations:
+            yield "algorithm.demonstration_share", "there are no demonstrations; set algorithm.demonstrations"

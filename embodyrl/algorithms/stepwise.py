@@ -14,6 +14,7 @@ from embodyrl.algorithms.settings import (
     DiscountSettings,
     GroupSettings,
     NormalizeSettings,
+    ReplaySettings,
     ReturnScaleSettings,
     RewardLevel,
     ValueSettings,
@@ -96,6 +97,12 @@ def _whiten(parts: Sequence[Float64], masks: Sequence[BoolArray]) -> None:
         part[mask] = own
 
 
+def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
+    """Each action carries its own reward to the buffer."""
+    del cfg
+    return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
+
+
 def _to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> Float64:
     reward = _rewards(episode, cfg)
     return discounted(reward.ravel(), _credited(episode, cfg).ravel(), gamma=gamma).reshape(reward.shape)
@@ -129,6 +136,7 @@ def _one_episode(episode: Episode, cfg: GaeSettings) -> tuple[Float64, Float64]:
     return advantage.reshape(reward.shape), returns.reshape(reward.shape)
 
 
+SAC = AdvantageEstimator(compute=sac_credits, settings=ReplaySettings, counts_chunk_steps=True)
 GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
 REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)
 REMAX = AdvantageEstimator(compute=remax_credits, settings=RemaxSettings, needs_greedy=True)

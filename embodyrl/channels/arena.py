@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,14 @@ class ArenaHandle:
 
 class ArenaFullError(EmbodyError):
     """More records are in use than the run was planned for."""
+
+
+class Fields(Protocol):
+    """Records, field by field."""
+
+    def __getitem__(self, field: str, /) -> npt.NDArray[Any]:
+        """[n, ...] a field of all records."""
+        ...
 
 
 class Arena:

@@ -79,7 +79,7 @@ def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> No
 
 def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
     trained = isinstance(cfg, TrainConfig)
-    method = f"{cfg.algorithm.adv_type} + {cfg.algorithm.loss_type}" if trained else "supervised"
+    method = cfg.algorithm.method if trained else "supervised"
     return _CARD.format(
         title=f"{run.name}, step {step}",
         version=__version__,

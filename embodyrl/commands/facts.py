@@ -35,7 +35,8 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     if blueprint.algorithm is not None:
         a = blueprint.algorithm.settings
         clip = f" · clip {a.clip_ratio_low}/{a.clip_ratio_high}" if isinstance(a, ClipSettings) else ""
-        lines["algorithm"] = f"{a.adv_type} + {a.loss_type} · group {a.group_size}{clip} · {a.logprob_type.value}"
+        level = "" if blueprint.algorithm.needs_replay else f" · {a.logprob_type.value}"
+        lines["algorithm"] = f"{a.method} · group {a.group_size}{clip}{level}"
     mib = blueprint.layout.offsets(blueprint.capacity)[1] / MIB
     arena = f"shared arena {mib:.0f} MiB ({blueprint.capacity} records)"
     lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"

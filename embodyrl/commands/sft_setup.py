@@ -279,6 +279,8 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
         images=np.zeros((len(part), 0, 0, 0, 3), np.uint8),
         state=none,
         action=none,
+        reward=np.zeros(len(part), np.float32),
+        success=np.zeros(len(part), np.bool_),
         start=steps,
         stop=steps + 1,
         instruction=np.array([join_messages(row.messages) for row in chosen], object),

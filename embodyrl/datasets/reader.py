@@ -19,7 +19,7 @@ from embodyrl.datasets.layout import Card, image_key, read_card
 from embodyrl.datasets.writer import paths_of, read_episodes
 from embodyrl.errors import EmbodyError
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.types import ByteArray, FloatArray, IntArray, Observation
+from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray, Observation
 
 _COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _TOLERANCE_S = 1e-4
@@ -133,6 +133,10 @@ class Demonstrations:
     """[N, S]"""
     action: FloatArray
     """[N, A] in the environment's units."""
+    reward: FloatArray
+    """[N]"""
+    success: BoolArray
+    """[N] the goal held after the action."""
     start: IntArray
     """[E] first step of each episode."""
     stop: IntArray
@@ -194,6 +198,8 @@ def load_demonstrations(root: Path) -> Demonstrations:
         images=images,
         state=_matrix(numbers, layout.STATE, card.env.state_dim),
         action=_matrix(numbers, layout.ACTION, card.env.action_dim),
+        reward=numbers[layout.REWARD].to_numpy(),
+        success=numbers[layout.SUCCESS].to_numpy(),
         start=np.array([row["dataset_from_index"] for row in rows], np.int64),
         stop=np.array([row["dataset_to_index"] for row in rows], np.int64),
         instruction=np.repeat(np.array([row["tasks"][0] for row in rows], object), [row["length"] for row in rows]),
@@ -216,6 +222,8 @@ def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
         images=np.concatenate([part.images for part in parts]),
         state=np.concatenate([part.state for part in parts]),
         action=np.concatenate([part.action for part in parts]),
+        reward=np.concatenate([part.reward for part in parts]),
+        success=np.concatenate([part.success for part in parts]),
         start=np.concatenate([part.start + offset for part, offset in zip(parts, offsets, strict=True)]),
         stop=np.concatenate([part.stop + offset for part, offset in zip(parts, offsets, strict=True)]),
         instruction=np.concatenate([part.instruction for part in parts]),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
 from embodyrl.config.load import COMMAND_LINE
+from embodyrl.datasets.layout import read_card
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -112,7 +115,10 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
     if learner and learner.rollout.dump:
         _require_small_dump(samples * layout.record_bytes)
+    rules = learner.algorithm if learner else None
     per_update = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
+    if isinstance(rules, ReplaySettings):
+        per_update = round(samples * rules.updates_per_sample)
     return Blueprint(
         cfg=cfg,
         context=context,
@@ -123,7 +129,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
         capacity=_capacity(learner, env, algorithm, slots),
         env_workers=deal_slots(slots, count_env_workers(cfg, env, devices, slots)),
         total_steps=_total_steps(learner, env) if learner else 0,
-        optimizer_steps_per_step=learner.algorithm.update_epoch * per_update if learner else 0,
+        optimizer_steps_per_step=rules.update_epoch * per_update if rules else 0,
         max_samples=samples,
         ranks=count_ranks(cfg),
         devices=devices,
@@ -141,6 +147,9 @@ def _require_small_dump(size: int) -> None:
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What the command asks of environment and policy that they cannot do."""
     problems = sampling_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
+    for key, reason in cfg.model.idle_in(env):
+        if cfg.sources.get(key) == COMMAND_LINE:
+            problems.append(f"{key} has no effect: {reason}; leave it out.")
     if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
@@ -165,6 +174,27 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     if typed and (env.lockstep or not algorithm.counts_chunk_steps):
         reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
+    if algorithm.needs_replay and not policy.draws_with_gradients:
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
+            f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
+            "with real-valued actions; for others algorithm=ppo."
+        )
+    for folder in cfg.algorithm.demonstrations if isinstance(cfg.algorithm, ReplaySettings) else ():
+        shown = read_card(Path(folder)).env
+        if (shown.action_dim, shown.state_dim, shown.cameras, shown.image_size) != (
+            *(env.action_dim, env.state_dim, env.cameras, env.image_size),
+        ):
+            problems.append(
+                f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action_dim} numbers an action, "
+                f"{shown.state_dim} of state, cameras {list(shown.cameras)} of {shown.image_size}; this run "
+                f"has {env.action_dim}, {env.state_dim}, {list(env.cameras)} of {env.image_size}. Collect them alike."
+            )
+    if algorithm.needs_replay and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
+            "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
+        )
     if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
         problems.append(
             f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
@@ -232,7 +262,8 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     acting = cfg.rollout.acting_processes if isinstance(cfg, ActingConfig) else 0
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
     has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
-    alone = cfg.model.compiled or (not acting and (asynchronous or has_engine))
+    replay = isinstance(cfg, TrainConfig) and isinstance(cfg.algorithm, ReplaySettings)
+    alone = cfg.model.compiled or replay or (not acting and (asynchronous or has_engine))
     return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
 
 
@@ -267,7 +298,7 @@ def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None
         return in_flight
     samples = _max_samples(cfg, algorithm)
     finals = 0
-    if algorithm.needs_values:
+    if algorithm.needs_finals:
         # One more record per episode that is truncated or cut, for the value of its last observation.
         shortest = 1 if env.may_truncate else cfg.env.train.max_episode_steps
         per_episode = -(-shortest // cfg.model.num_action_chunks)

@@ -5,6 +5,8 @@ import subprocess
 from collections import Counter
 from dataclasses import dataclass
 
+from embodyrl.algorithms.settings import ReplaySettings
+from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
@@ -54,6 +56,8 @@ class MemoryPlan:
     env_worker: int
     env_gpu: int
     """Of each env worker on its GPU."""
+    replay: int
+    """Off-policy: the buffer of all that was seen, at the end of the run."""
     arena: int
     checkpoint: int
     """On disk."""
@@ -64,7 +68,7 @@ class MemoryPlan:
     @property
     def policy(self) -> int:
         """Peak of one policy process."""
-        fixed = self.weights + self.reference + self.optimizer + self.process + self.engine
+        fixed = self.weights + self.reference + self.replay + self.optimizer + self.process + self.engine
         training, acting = self.gradients + self.activations + self.in_use, self.gathered + self.acting_batch
         # What was gathered for acting is freed for training, but in pieces that the C library keeps.
         running = max(acting, training) if self.on_gpu else self.gathered + training
@@ -74,6 +78,7 @@ class MemoryPlan:
         """Name and text, human-readable."""
         parts = (
             *("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch"),
+            "replay",
             *("engine", "process"),
         )
         named = [f"{name.replace('_', ' ')} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
@@ -134,8 +139,18 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
         env_worker=_ENV_PROCESS + env.task_bytes,
         env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(len(blueprint.env_workers[0].slots), tasks),
         arena=blueprint.layout.offsets(blueprint.capacity)[1],
-        checkpoint=12 * trained,
+        replay=(replay := _replay(blueprint, cfg)),
+        checkpoint=12 * trained
+        + (replay if isinstance(cfg.algorithm, ReplaySettings) and cfg.algorithm.save_replay else 0),
     )
+
+
+def _replay(blueprint: Blueprint, cfg: TrainConfig) -> int:
+    """Observation and action of each record that the run will see, as far as the buffer holds them."""
+    if not isinstance(cfg.algorithm, ReplaySettings):
+        return 0
+    kept = sum(f.record_bytes for f in blueprint.layout.fields if f.name in (*OBSERVATION, Record.action))
+    return kept * min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
 
 
 def _gradients(policy: PolicySpec, trained: int, shards: int, sync: str, *, adapters: bool) -> int:

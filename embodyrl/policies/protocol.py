@@ -24,6 +24,7 @@ from embodyrl.types import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -107,6 +108,30 @@ class LearnsStatistics(Policy, Protocol):
 
     def take_statistics(self, obs: Observation) -> None:
         """Take a batch that was just trained on into the statistics; what acts from now on uses them."""
+        ...
+
+
+@runtime_checkable
+class SoftActor(Policy, Protocol):
+    """A policy whose drawn actions carry gradients, with critics to match: what soft actor-critic trains."""
+
+    encoder: Sequence[nn.Parameter]
+    """Weights below `features` that the critics train; empty: none."""
+
+    def features(self, obs: Observation) -> torch.Tensor:
+        """What actor and critics see [B, F], with gradients."""
+        ...
+
+    def draw(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw chunks [B, L], within -1..1, and their log-probability [B], with gradients."""
+        ...
+
+    def normalise(self, actions: FloatArray) -> torch.Tensor:
+        """Chunks [B, L], within -1..1, of actions [B, K, A] in the units that `act` returns."""
+        ...
+
+    def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
+        """Networks of features [B, F] and chunks [B, L]; each says a value: [count, B]."""
         ...
 
 

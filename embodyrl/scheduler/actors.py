@@ -55,6 +55,11 @@ class Actors:
             step=step,
             tickets=tuple(by_record[int(record)] for record in batch.records),
             episode=tuple(int(e) for e in batch.episode),
+            finals=tuple(
+                (e.spec.episode_id, by_record[e.final_record]) for e in collection.episodes if e.final_record >= 0
+            )
+            if self._algorithm.needs_replay
+            else (),
             in_parts=self._in_parts,
         )
         done = self._loop.call(request)

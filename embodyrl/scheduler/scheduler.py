@@ -49,6 +49,7 @@ class RolloutScheduler(EventLoop):
         self._step_timeout_s = cfg.faults.step_timeout_s
         self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
         self._needs_values = algorithm is not None and algorithm.needs_values
+        self._needs_finals = algorithm is not None and algorithm.needs_finals
         self._value_dim = blueprint.policy.value_dim
         self._lockstep = blueprint.env.lockstep
         # Matrix products may round differently for other batch shapes: a deterministic run has one shape.
@@ -334,7 +335,7 @@ class RolloutScheduler(EventLoop):
             cut=not (terminated or truncated),
             video=recording.path if recording else None,
         )
-        if rollout.keep and self._needs_values and not terminated:
+        if rollout.keep and self._needs_finals and not terminated:
             # The observation after a time limit or a cut is not an action's: it is kept for its value.
             tickets.append(final)
             episode = replace(episode, final_record=final.record)

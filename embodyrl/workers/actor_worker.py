@@ -16,7 +16,7 @@ from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.settings import ActorSettings
-from embodyrl.workers.training import InParts, Trainer
+from embodyrl.workers.training import InParts, Trainer, mean_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class ActorWorker:
                 if metrics.get("ratio", 0.0) > limit or metrics.get("kl", 0.0) > kl_limit:
                     stopped = 1.0
                     break
-        result = _reduce(steps) | proximal.metrics
+        result = mean_metrics(steps) | proximal.metrics
         if math.isfinite(min(limit, kl_limit)):
             result["early_stopped"] = stopped
         result["lr"] = self._trainer.optimization.lr
@@ -204,12 +204,3 @@ class ActorWorker:
 
 def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
     return np.random.default_rng(np.random.SeedSequence([seed, step, epoch, 0x5A])).permutation(count)
-
-
-def _reduce(steps: list[dict[str, float]]) -> dict[str, float]:
-    if not steps:
-        return {}
-    return {
-        name: max(s[name] for s in steps) if name.endswith("_max") else math.fsum(s[name] for s in steps) / len(steps)
-        for name in steps[0]
-    }

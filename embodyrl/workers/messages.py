@@ -208,12 +208,14 @@ class UpdateRequest(Request):
     tickets: tuple[Ticket, ...]
     episode: tuple[int, ...]
     """Episode id of each ticket."""
+    finals: tuple[tuple[int, Ticket], ...] = ()
+    """Off-policy: what was seen after the last chunk, by episode id, of those that did not terminate."""
     in_parts: bool = False
     """Reply after each micro-batch and wait for a ContinueRequest, so that inferences get their turn."""
 
     def reads(self) -> tuple[Use, ...]:
         """See `Request.reads`."""
-        return (Use(self.tickets, None),)
+        return Use(self.tickets, None), Use([ticket for _, ticket in self.finals], OBSERVATION)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.protocol import POLICIES, Policy
@@ -28,6 +29,7 @@ from embodyrl.workers.messages import (
     ValueRequest,
     WorkerReady,
 )
+from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.policy_init import PolicyHostInit
 from embodyrl.workers.ranks import OneRank, Ranks, halve
 from embodyrl.workers.rollout_worker import RolloutWorker
@@ -49,7 +51,7 @@ class PolicyHost:
         self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.rank_info)
         self._ranks: Ranks = OneRank(init.rank_info)
         self._trainer: Trainer | None = None
-        self._actor: ActorWorker | ImitationWorker | None = None
+        self._actor: ActorWorker | OffPolicyWorker | ImitationWorker | None = None
         half = init.model.half
         if init.bucket_arena is not None and not init.trains and half and not init.model.adapted:
             halve(self.policy.module, sharded=init.sharded)
@@ -71,6 +73,9 @@ class PolicyHost:
             )
             if algorithm is None:
                 self._actor = ImitationWorker(self._trainer, self._arena)
+            elif isinstance(init.algorithm, ReplaySettings):
+                assert isinstance(init.actor, ActorSettings)
+                self._actor = OffPolicyWorker(self._trainer, self._arena, init.algorithm, init.actor, init.seed)
             else:
                 assert isinstance(init.actor, ActorSettings)
                 self._actor = ActorWorker(self._trainer, self._arena, algorithm, init.actor, init.seed, reference)
@@ -144,7 +149,7 @@ class PolicyHost:
                 self._rollout.values(request)
             case ScoreRequest() if isinstance(self._actor, ActorWorker):
                 self._actor.score(request)
-            case UpdateRequest() if isinstance(self._actor, ActorWorker):
+            case UpdateRequest() if isinstance(self._actor, ActorWorker | OffPolicyWorker):
                 self._update = self._actor.update(request)
                 return self._go_on(in_parts=request.in_parts)
             case ImitateRequest() if isinstance(self._actor, ImitationWorker):
@@ -158,8 +163,12 @@ class PolicyHost:
                 take(request, self.policy.module, self._bucket_arena)
             case SaveRequest() if self._trainer is not None:
                 self._trainer.optimization.save(Path(request.folder), self.policy)
+                if isinstance(self._actor, OffPolicyWorker):
+                    self._actor.save(Path(request.folder))
             case LoadRequest() if self._trainer is not None:
                 self._trainer.optimization.load(Path(request.folder), self.policy)
+                if isinstance(self._actor, OffPolicyWorker):
+                    self._actor.load(Path(request.folder))
             case _:
                 raise AssertionError(f"unknown request {request!r}")
         return {}

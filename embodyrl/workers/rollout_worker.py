@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena
+from embodyrl.channels.arena import Arena, Fields
 from embodyrl.channels.layout import Record, decode_instruction, encode_reply
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
@@ -41,7 +41,7 @@ def convert_gripper(actions: FloatArray, source: GripperConvention | None, targe
     actions[..., target.index] = target.closed + openness * (target.open - target.closed)
 
 
-def read_observation(arena: Arena, records: IntArray) -> Observation:
+def read_observation(arena: Fields, records: IntArray) -> Observation:
     """Gather a batch of stored observations."""
     words = arena[Record.instruction][records]
     # Mostly one task for all: one comparison is a hundred times cheaper than as many texts.

@@ -288,13 +288,13 @@ class Trainer:
             yield
         parts = self.ranks.exchange(_on_host(counted))
         if broken := [part["loss"] for part in parts if not math.isfinite(part["loss"])]:
-            return self._refuse(f"loss {broken[0]}")
+            return self.refuse(f"loss {broken[0]}")
         grad_norm = self.optimization.step(position, values_only=values_only)
         if not math.isfinite(grad_norm):
-            return self._refuse(f"gradient norm {grad_norm}")
+            return self.refuse(f"gradient norm {grad_norm}")
         return merge_metrics(parts) | {"grad_norm": grad_norm}
 
-    def _refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> None:
         """Leave the weights as they are when something is not finite."""
         self.optimization.zero_grad()
         if not self._skips_nonfinite:
@@ -355,3 +355,13 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
     ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in shares]
     mine = [(rows, True) for rows in ranks[rank_info.rank]]
     return mine + [(np.zeros(1, np.int64), False)] * (max(map(len, ranks)) - len(mine))
+
+
+def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Means over optimizer steps; of names that end in _max the largest."""
+    if not steps:
+        return {}
+    return {
+        name: max(s[name] for s in steps) if name.endswith("_max") else math.fsum(s[name] for s in steps) / len(steps)
+        for name in steps[0]
+    }

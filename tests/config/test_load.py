@@ -155,7 +155,9 @@ def test_every_yaml_below_conf_belongs_to_a_group() -> None:
     commands = ("train", "collect", "sft", "serve", "dagger", "check-env")
     roots = {tree.conf_dir() / f"{command}.yaml" for command in commands}
     starts = set((tree.conf_dir() / "start").glob("*.yaml"))
-    assert set(tree.conf_dir().rglob("*.yaml")) == grouped | roots | starts
+    algorithms = set((tree.conf_dir() / "start/algorithm").glob("*.yaml"))
+    assert set(tree.conf_dir().rglob("*.yaml")) == grouped | roots | starts | algorithms
+    assert {file.stem for file in algorithms} <= set(tree.options("algorithm"))
     for file in starts:
         env, _, model = file.stem.partition("-")
         assert env in tree.options("env")

@@ -1,5 +1,6 @@
 """Small actor-critic policies for states (`mlp`) and images (`cnn`). Importing this package does not import torch."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -24,6 +25,16 @@ class ActorCriticSettings(WeightSettings):
     """Real-valued actions: logarithm of the standard deviation at first, in shares of half the action range."""
     normalize_state: bool | None = None
     """Shift and scale states by running statistics of training, which the weights keep; default with real actions."""
+    squashed: bool = False
+    """Real-valued actions: tanh of a Gaussian whose spread depends on the observation too, as SAC wants it."""
+
+    def idle_in(self, env: EnvSpec) -> Iterator[tuple[str, str]]:
+        """Name what needs real-valued actions, or a state."""
+        if env.action_kind != ActionKind.box:
+            reason = f"env '{env.name}' takes {env.action_kind} actions"
+            yield from (("model.log_std_init", reason), ("model.squashed", reason))
+        if not env.state_dim:
+            yield "model.normalize_state", f"env '{env.name}' has no state vector"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,7 @@ class ActorCriticFactory:
             gripper=env.gripper,
             num_parameters=shape.num_parameters,
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
+            draws_with_gradients=shape.squashed,
         )
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:
@@ -78,6 +90,7 @@ class ActorCriticFactory:
             reads_images=self.reads_images,
             activation=cfg.activation,
             normalize=cfg.normalize_state,
+            squashed=cfg.squashed,
         )
 
 

@@ -8,11 +8,13 @@ import math
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.drawing import categorical_scores, sample_inverse_cdf, standard_normal
 from embodyrl.types import FloatArray, IntArray
 
+_WITHIN = 1.0 - 1e-6
 _NEVER = -1e9
 """Logit of padding: its probability is exactly 0, and 0 * -1e9 is still a number."""
 
@@ -109,6 +111,51 @@ class GaussianHead(nn.Module):
         return ((actions - self._centre) / self._half).astype(np.float32)
 
 
+class SquashedHead(GaussianHead):
+    """Hyperbolic tangent of independent Gaussians whose mean and deviation both depend on the observation.
+
+    Outputs are [B, K, 2A], means and logarithms of deviations. A choice is the Gaussian's sample; what is scored is its
+    tangent (arXiv 1812.05905, appendix C). Actions stay within their bounds; unbounded ones within -1..1.
+    """
+
+    def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
+        super().__init__(low, high, 0.0)
+        del self.log_std
+
+    def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and logarithm of the deviation, both [B, K, A]."""
+        mean, log_std = outputs.chunk(2, -1)
+        return mean, log_std.clamp(-20.0, 2.0)
+
+    def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
+        """Sample by the inverse CDF of uniforms [B, K, A], or take the mean."""
+        mean, log_std = self.spread(outputs)
+        return mean if noise is None else mean + log_std.exp() * temperature * standard_normal(noise)
+
+    def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log density of the tangents of choices and, with the same sample, an estimate of the entropy [B, K, A]."""
+        mean, log_std = self.spread(outputs)
+        log_std = log_std + math.log(temperature)
+        logprob = -0.5 * ((choice - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
+        # log(1 - tanh(u)^2), which rounds to log(0) in that form.
+        logprob = logprob - 2.0 * (math.log(2.0) - choice - functional.softplus(-2.0 * choice))
+        return logprob, -logprob
+
+    def to_actions(self, choice: np.ndarray) -> FloatArray:
+        """Actions of choices, both [B, K, A]."""
+        return super().to_actions(np.tanh(choice))
+
+    def from_actions(self, actions: FloatArray) -> np.ndarray:
+        """Choices of actions, both [B, K, A]; a bound would be infinity."""
+        return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
+
+    def normalise(self, actions: FloatArray) -> FloatArray:
+        """Actions [B, K, A] in shares of their bounds, -1..1."""
+        return super().from_actions(actions).clip(-1.0, 1.0)
+
+
 def build_head(shape: NetShape, log_std: float = 0.0) -> CategoricalHead | GaussianHead:
     """Head for an action space; `log_std`: of real actions, at first."""
-    return CategoricalHead(shape.sizes) if shape.sizes else GaussianHead(shape.low, shape.high, log_std)
+    if shape.sizes:
+        return CategoricalHead(shape.sizes)
+    return SquashedHead(shape.low, shape.high) if shape.squashed else GaussianHead(shape.low, shape.high, log_std)

@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.policies.actor_critic.heads import build_head
+from embodyrl.policies.actor_critic.critics import Critics
+from embodyrl.policies.actor_critic.heads import SquashedHead, build_head
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.weights import fill_weights
@@ -31,6 +32,10 @@ class ActorCritic(nn.Module):
         activation = nn.ReLU if shape.activation == "relu" else nn.Tanh
         widths = (shape.features, *shape.hidden)
         self.policy = _dense((*widths, shape.num_actions * shape.outputs), activation, generator, gain=0.01)
+        if shape.squashed:
+            last = self.policy[-1]
+            assert isinstance(last, nn.Linear)
+            last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = log_std
         self.head = build_head(shape, log_std)
         self.states = RunningMoments(shape.state_dim) if shape.normalized else None
         self.value_head = (
@@ -85,7 +90,7 @@ class RunningMoments(nn.Module):
 
 
 class ActorCriticPolicy:
-    """Implements `Policy`, and `LearnsStatistics`."""
+    """Implements `Policy`, `LearnsStatistics` and, with squashed actions, `SoftActor`."""
 
     def __init__(
         self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, *, path: str | None, log_std: float
@@ -100,6 +105,7 @@ class ActorCriticPolicy:
             self.load_weights(resolve_asset(path))
         self._net.to(self._device).requires_grad_(request.trainable)
         self.module: nn.Module = self._net
+        self.encoder = () if self._net.encoder is None else tuple(self._net.encoder.parameters())
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -107,7 +113,7 @@ class ActorCriticPolicy:
 
         Tokens are category ids, or bit patterns of the Gaussian's float32 samples (see `heads.GaussianHead`).
         """
-        features = self._features(obs)
+        features = self.features(obs)
         outputs = self._net.outputs(features)
         scale = temperature or self._temperature
         uniform = None
@@ -125,18 +131,18 @@ class ActorCriticPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Value estimates [B, V] (see `Policy.values`)."""
-        return self._net.value(self._features(obs)).cpu().numpy()
+        return self._net.value(self.features(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Score the tokens [B, L] that `act` returned (see `Policy.score`)."""
-        features = self._features(obs)
+        features = self.features(obs)
         choice = torch.from_numpy(self._net.head.to_choice(tokens)).to(self._device).unflatten(1, self._chunk)
         logprob, entropy = self._net.head.score(self._net.outputs(features), choice, self._temperature)
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=self._net.value(features))
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Negative log-likelihood and share of right categories of actions [B, K, A] (see `Policy.imitate`)."""
-        outputs = self._net.outputs(self._features(obs))
+        outputs = self._net.outputs(self.features(obs))
         choice = torch.from_numpy(self._net.head.from_actions(actions)).to(self._device)
         logprob, _ = self._net.head.score(outputs, choice, 1.0)
         right = self._net.head.choose(outputs.detach(), None, 1.0) == choice
@@ -147,6 +153,26 @@ class ActorCriticPolicy:
         """Take the states of a batch into what normalises them (see `LearnsStatistics`)."""
         if self._net.states is not None and len(obs):
             self._net.states.take(torch.from_numpy(np.ascontiguousarray(obs.state)).to(self._device))
+
+    def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw chunks [B, L], within -1..1, and their log-probability [B] (see `SoftActor.draw`)."""
+        assert isinstance(self._net.head, SquashedHead)
+        outputs = self._net.outputs(features)
+        mean, log_std = self._net.head.spread(outputs)
+        choice = mean + log_std.exp() * torch.randn_like(mean)
+        logprob, _ = self._net.head.score(outputs, choice, 1.0)
+        return choice.tanh().flatten(1), logprob.sum((1, 2))
+
+    def normalise(self, actions: FloatArray) -> Tensor:
+        """Chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
+        assert isinstance(self._net.head, SquashedHead)
+        return torch.from_numpy(self._net.head.normalise(actions)).to(self._device).flatten(1)
+
+    def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
+        """Networks as large as the policy's (see `SoftActor.build_critics`)."""
+        widths = (self._shape.features + self.spec.tokens_per_chunk, *self._shape.hidden)
+        generator = torch.Generator().manual_seed(seed)
+        return Critics(count, widths, generator, layer_norm=layer_norm).to(self._device)
 
     def save(self, folder: Path) -> None:
         """Write `model.safetensors` and `config.json`."""
@@ -162,7 +188,8 @@ class ActorCriticPolicy:
         fix = "Use the same environment and model settings as then."
         fill_weights(self._net.state_dict(), folder / WEIGHTS_FILE, optional=(f"{VALUE_HEAD}.",), fix=fix)
 
-    def _features(self, obs: Observation) -> Tensor:
+    def features(self, obs: Observation) -> Tensor:
+        """What the networks see [B, F], with gradients."""
         images = torch.from_numpy(obs.images[:, : self._shape.num_images]).to(self._device)
         return self._net.features(images, torch.from_numpy(np.ascontiguousarray(obs.state)).to(self._device))
 

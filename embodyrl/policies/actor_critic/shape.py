@@ -43,6 +43,8 @@ class NetShape:
     """Between the hidden layers: tanh or relu."""
     normalized: bool = False
     """States are shifted and scaled by running statistics."""
+    squashed: bool = False
+    """Real actions are tangents of Gaussians whose spread depends on the observation."""
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class NetShape:
         reads_images: bool,
         activation: str | None = None,
         normalize: bool | None = None,
+        squashed: bool = False,
     ) -> NetShape:
         """Fit an environment; what is None is chosen by its spaces."""
         space = env.action_space or ActionSpace(
@@ -74,6 +77,7 @@ class NetShape:
             activation=activation or ("relu" if reads_images else "tanh"),
             # Real actions come with states of many units; categories mostly with small, bounded worlds.
             normalized=bool(env.state_dim) and (space.kind is ActionKind.box if normalize is None else normalize),
+            squashed=squashed and space.kind is ActionKind.box,
         )
 
     @property
@@ -83,8 +87,8 @@ class NetShape:
 
     @property
     def outputs(self) -> int:
-        """Numbers that the policy network gives for one action: logits, or means."""
-        return sum(self.sizes) or self.action_dim
+        """Numbers that the policy network gives for one action: logits, or means and maybe spreads."""
+        return sum(self.sizes) or self.action_dim * (2 if self.squashed else 1)
 
     @property
     def convolved(self) -> int:
@@ -103,7 +107,7 @@ class NetShape:
     def num_parameters(self) -> int:
         """All weights and biases."""
         count = _dense((self.features, *self.hidden, self.num_actions * self.outputs))
-        count += 0 if self.sizes else self.action_dim
+        count += 0 if self.sizes or self.squashed else self.action_dim
         if self.value_dim:
             count += _dense((self.features, *self.hidden, self.value_dim))
         if self.num_images:
@@ -131,7 +135,8 @@ class NetShape:
             ) from error
         mine = json.loads(json.dumps(asdict(self)))
         # What older folders do not say.
-        saved = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False} | saved
+        older = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False, "squashed": False}
+        saved = older | saved
         wrong = [key for key in mine if key != "value_dim" and saved.get(key) != mine[key]]
         if wrong:
             differences = ", ".join(f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in wrong)

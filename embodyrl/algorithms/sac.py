@@ -1,0 +1,31 @@
+"""Soft actor-critic with a learned temperature (Haarnoja et al., arXiv 1812.05905): pure functions of tensors."""
+
+from torch import Tensor
+
+
+def soft_target(reward: Tensor, discount: Tensor, next_value: Tensor, next_logprob: Tensor, alpha: Tensor) -> Tensor:
+    """Return [B] r + d (min Q'(s', a') - alpha log pi(a'|s')), equation 3.
+
+    Args:
+        reward: [B] sum of n discounted rewards.
+        discount: [B] gamma^n, 0 after the end of an episode.
+        next_value: [n, B] the target critics' estimates.
+        next_logprob: [B] of the action that they estimate.
+        alpha: weight of the entropy.
+    """
+    return reward + discount * (next_value.amin(0) - alpha * next_logprob)
+
+
+def critic_loss(value: Tensor, target: Tensor) -> Tensor:
+    """Half the squared error of the critics' estimates [n, B], summed over critics, mean over samples; equation 5."""
+    return 0.5 * (value - target).square().mean(1).sum()
+
+
+def actor_loss(value: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
+    """Mean of alpha log pi(a|s) - min Q(s, a) for values [n, B] and log-probabilities [B]; equation 9."""
+    return (alpha * logprob - value.amin(0)).mean()
+
+
+def temperature_loss(log_alpha: Tensor, logprob: Tensor, target_entropy: float) -> Tensor:
+    """Raise the weight of the entropy while -log pi [B] is below its target, equation 18 (of log alpha, as usual)."""
+    return -(log_alpha * (logprob.detach() + target_entropy)).mean()

@@ -1,0 +1,34 @@
+"""Critics of features and actions, all of them in one product per layer."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Critics(nn.Module):
+    """`count` networks of their own; each says a value for features [B, F] and chunks [B, L]: [count, B]."""
+
+    def __init__(self, count: int, widths: tuple[int, ...], generator: torch.Generator, *, layer_norm: bool) -> None:
+        """`widths`: inputs F + L, then those of the hidden layers. Layers are normalised as in arXiv 2302.02948, but
+        without a scale and shift of their own.
+        """
+        super().__init__()
+        self._normalised = layer_norm
+        shapes = [(count, a, b) for a, b in pairwise((*widths, 1))]
+        bounds = [a**-0.5 for _, a, _ in shapes]  # as torch.nn.Linear has it
+        uniform = [(torch.rand(s, generator=generator) * 2 - 1) * k for s, k in zip(shapes, bounds, strict=True)]
+        self.weights = nn.ParameterList(uniform)
+        self.biases = nn.ParameterList(torch.zeros(count, 1, b) for _, _, b in shapes)
+
+    def forward(self, features: Tensor, actions: Tensor) -> Tensor:
+        """[count, B]"""
+        x = torch.cat([features, actions], 1).expand(len(self.weights[0]), -1, -1)
+        last = len(self.weights) - 1
+        for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias, x, weight)
+            if index < last:
+                x = functional.layer_norm(x, x.shape[-1:]) if self._normalised else x
+                x = functional.relu(x)
+        return x[..., 0]

@@ -1,0 +1,215 @@
+"""The actor worker of soft actor-critic: what a rollout brought goes into a buffer, and updates draw from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodyrl.algorithms.sac import actor_loss, critic_loss, soft_target, temperature_loss
+from embodyrl.algorithms.settings import ReplaySettings
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
+from embodyrl.checkpoint.tensors import load_state, save_state
+from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
+from embodyrl.types import IntArray
+from embodyrl.workers.messages import UpdateRequest
+from embodyrl.workers.replay import Frames, ReplayBuffer
+from embodyrl.workers.rollout_worker import read_observation
+from embodyrl.workers.settings import ActorSettings
+from embodyrl.workers.training import InParts, Trainer, mean_metrics
+
+CRITICS, REPLAY = "critics", "replay"
+"""Files of a checkpoint."""
+
+
+class OffPolicyWorker:
+    """Trains the policy that it shares with the rollout worker, and critics of its own."""
+
+    def __init__(self, trainer: Trainer, arena: Arena, rules: ReplaySettings, actor: ActorSettings, seed: int) -> None:
+        assert isinstance(trainer.policy, SoftActor), "the plan lets no other policy pass"
+        self._trainer, self._policy, self._arena = trainer, trainer.policy, arena
+        self._rules, self._batch_size, self._seed, self._optim = rules, actor.global_batch_size, seed, actor.optim
+        self._critics, self._targets = (
+            self._policy.build_critics(rules.critics, seed, layer_norm=rules.critic_layer_norm) for _ in range(2)
+        )
+        self._targets.requires_grad_(False)
+        device = next(self._critics.parameters()).device
+        self._log_alpha = torch.tensor(math.log(rules.alpha_init), device=device, requires_grad=True)
+        adam: dict[str, Any] = {"betas": (self._optim.adam_beta1, self._optim.adam_beta2), "eps": self._optim.adam_eps}
+        trained = [*self._critics.parameters(), *self._policy.encoder]
+        self._optimizers = {
+            "critics": torch.optim.Adam(trained, self._optim.value_lr, **adam),
+            "alpha": torch.optim.Adam([self._log_alpha], self._optim.lr, **adam),
+        }
+        dims = -self._policy.spec.tokens_per_chunk
+        self._target_entropy = float(dims if rules.target_entropy is None else rules.target_entropy)
+        self._replay = ReplayBuffer(rules.replay_size, rules.gamma, rules.n_step)
+        self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
+
+    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+        """Store what was seen and take `updates_per_sample` updates for each new chunk, pausing after each.
+
+        Returns metrics averaged over the updates.
+        """
+        new = self._store(request)
+        if isinstance(self._policy, LearnsStatistics):
+            self._policy.take_statistics(read_observation(self._arena, new))
+            weights_changed(self._policy.module)
+        starts = self._replay.starts
+        result = {"replay_size": float(len(starts)), "loss": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0}
+        if len(starts) < max(self._rules.learning_starts, 1):
+            return result
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x0FF]))
+        count = max(1, round(self._rules.updates_per_sample * len(request.tickets)))
+        sources = [(self._replay, starts, self._batch_size)]
+        if self._demonstrations is not None:
+            share = round(self._rules.demonstration_share * self._batch_size)
+            sources = [
+                (self._replay, starts, self._batch_size - share),
+                (self._demonstrations, self._demonstrations.starts, share),
+            ]
+        steps: list[dict[str, float]] = []
+        for _ in range(count):
+            chosen = [(buffer, rng.choice(places, size)) for buffer, places, size in sources if size]
+            pair = rng.permutation(self._rules.critics)[:2]
+            if metrics := self._step(chosen, pair, request.step):
+                steps.append(metrics)
+            yield
+        result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
+        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+
+    def _step(self, chosen: Sequence[tuple[ReplayBuffer, IntArray]], pair: IntArray, step: int) -> dict[str, float]:
+        """One update of temperature, critics, actor and target critics, in this order; empty: it was left out."""
+        seen = [read_observation(buffer, places) for buffer, places in chosen]
+        then = [read_observation(buffer, buffer.after(places)) for buffer, places in chosen]
+        features = torch.cat([self._policy.features(one) for one in seen])
+        action = torch.cat([self._policy.normalise(buffer["action"][places]) for buffer, places in chosen])
+        reward, discount = (
+            torch.cat([torch.from_numpy(buffer[name][places]) for buffer, places in chosen]).to(action.device)
+            for name in ("reward", "discount")
+        )
+        drawn, logprob = self._policy.draw(features.detach())
+        alpha = self._log_alpha.detach().exp()
+        alpha_loss = temperature_loss(self._log_alpha, logprob, self._target_entropy)
+        with torch.no_grad():
+            after = torch.cat([self._policy.features(one) for one in then])
+            next_action, next_logprob = self._policy.draw(after)
+            following = self._targets(after, next_action)[pair]
+            target = soft_target(reward, discount, following, next_logprob, alpha)
+        value = self._critics(features, action)
+        loss = critic_loss(value, target)
+        if not math.isfinite(loss.item() + alpha_loss.item()):
+            self._trainer.refuse(f"loss {loss.item()} of the critics")
+            return {}
+        self._descend("alpha", alpha_loss)
+        self._descend("critics", loss)
+        policy_loss = actor_loss(self._critics(features.detach(), drawn), logprob, alpha)
+        self._trainer.optimization.zero_grad()
+        policy_loss.backward()
+        grad_norm = self._trainer.optimization.step(float(step))
+        if not math.isfinite(grad_norm):
+            self._trainer.refuse(f"gradient norm {grad_norm}")
+            return {}
+        with torch.no_grad():
+            for kept, own in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
+                kept.lerp_(own, self._rules.tau)
+        numbers = {"loss": policy_loss, "value_loss": loss, "value": value.mean(), "entropy": -logprob.mean()}
+        return {name: number.item() for name, number in numbers.items()} | {
+            "alpha": alpha.item(),
+            "grad_norm": grad_norm,
+        }
+
+    def _descend(self, name: str, loss: Tensor) -> None:
+        optimizer = self._optimizers[name]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if name == "critics" and self._optim.value_clip_grad is not None:
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], self._optim.value_clip_grad)
+        optimizer.step()
+
+    def _store(self, request: UpdateRequest) -> IntArray:
+        """Put the records of finished and cut episodes into the buffer; returns them."""
+        arena, finals = self._arena, dict(request.finals)
+        acted = arena.read(request.tickets)
+        episode = np.asarray(request.episode, dtype=np.int64)
+        ends = np.flatnonzero(np.append(episode[1:] != episode[:-1], True)) + 1
+        closing = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
+        last = arena.read([ticket for _, ticket in closing])
+        places = [end for end, _ in closing]
+        records = np.insert(acted, places, last)
+        is_action = np.insert(np.ones(len(acted), np.bool_), places, False)
+        valid = arena[Record.valid][records]
+        self._replay.add(
+            Frames(
+                seen={str(name): arena[name][records] for name in OBSERVATION},
+                action=np.where(is_action[:, None, None], arena[Record.action][records], 0.0),
+                reward=np.where(valid, arena[Record.advantage][records], 0.0).sum(1, dtype=np.float32),
+                acted=is_action,
+                terminated=is_action & (arena[Record.terminated][records] & valid).any(1),
+                episode=np.insert(episode, places, [episode[end - 1] for end in places]),
+            )
+        )
+        return acted
+
+    def _load_demonstrations(self) -> ReplayBuffer:
+        """All chunks of the data sets; a demonstration that ends with its first success is over with it."""
+        demos = join_demonstrations([load_demonstrations(Path(folder)) for folder in self._rules.demonstrations])
+        length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
+        pairs = list(zip(demos.start, demos.stop, strict=True))
+        steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])
+        episode = np.repeat(np.arange(len(pairs)), [-(-(b - a) // length) for a, b in pairs])
+        stop = np.minimum(steps + length, demos.stop[episode])
+        earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
+        wins = np.concatenate([[0], demos.success.cumsum()])
+        first = (wins[stop] - wins[demos.start[episode]] == 1) & demos.success[stop - 1]
+        buffer = ReplayBuffer(len(steps), self._rules.gamma, self._rules.n_step)
+        words = [encode_instruction(str(text), width) for text in demos.instruction[steps]]
+        seen = (demos.images[steps], demos.state[steps], np.stack(words))
+        buffer.add(
+            Frames(
+                seen={str(name): array for name, array in zip(OBSERVATION, seen, strict=True)},
+                action=demos.chunks(steps, length),
+                reward=(self._rules.reward_scale * (earned[stop] - earned[steps])).astype(np.float32),
+                acted=np.ones(len(steps), np.bool_),
+                terminated=first & (stop == demos.stop[episode]),
+                episode=episode,
+            )
+        )
+        return buffer
+
+    def save(self, folder: Path) -> None:
+        """Write critics, temperature and their optimizers and, unless the settings say otherwise, the buffer."""
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        save_state(folder, CRITICS, state | {"log_alpha": self._log_alpha.detach()})
+        if self._rules.save_replay:
+            save_state(folder, REPLAY, self._replay.state())
+
+    def _parts(self) -> dict[str, Any]:
+        """What has a `state_dict`."""
+        return {"nets": self._critics, "targets": self._targets, **self._optimizers}
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        state = load_state(folder, CRITICS)
+        rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in self._optimizers.items()}
+        try:
+            for name, part in self._parts().items():
+                part.load_state_dict(state[name])
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} was written with other critics ({error}): a run goes on with its own algorithm.critics and "
+                "model. To change them, start a new run with ckpt=THIS_RUN."
+            ) from error
+        for name, rate in rates.items():
+            self._optimizers[name].param_groups[0]["lr"] = rate
+        self._log_alpha.data.copy_(state["log_alpha"])
+        if (folder / f"{REPLAY}.json").is_file():
+            self._replay.load_state(load_state(folder, REPLAY))

@@ -1,0 +1,114 @@
+"""The replay buffer: what was seen lies there once, and a transition names what it began and ended with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from embodyrl.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frames:
+    """N observations of some episodes, one after the other, and what was done after each."""
+
+    seen: Mapping[str, np.ndarray]
+    """[N, ...] fields of the observations."""
+    action: FloatArray
+    """[N, K, A] in the environment's units."""
+    reward: FloatArray
+    """[N] of the chunk."""
+    acted: BoolArray
+    """[N] something was done; false: an episode's last observation."""
+    terminated: BoolArray
+    """[N] the episode terminated with this chunk."""
+    episode: IntArray
+    """[N] neighbours with the same number belong together."""
+
+
+class ReplayBuffer:
+    """A ring of observations that grows up to its size, with the transitions between them."""
+
+    def __init__(self, size: int, gamma: float, n_step: int) -> None:
+        self._size = size
+        self._gamma = gamma
+        self._n_step = n_step
+        self._count = self._next = 0
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def add(self, frames: Frames) -> None:
+        """Take frames in, in place of the oldest; of more than the buffer holds, the last.
+
+        A transition is r = sum of gamma^j r_j over up to n chunks, what was seen then, and gamma^n, or 0 where the
+        episode terminated among them. What an episode ends with, unseen, begins none.
+        """
+        reward, discount, ahead = self._steps(frames)
+        new = dict(frames.seen) | {"action": frames.action, "reward": reward, "discount": discount, "ahead": ahead}
+        new = {name: array[-self._size :] for name, array in new.items()}
+        total = len(new["ahead"])
+        self._grow(new, total)
+        place = (self._next + np.arange(total)) % self._size
+        for name, array in new.items():
+            self._arrays[name][place] = array
+        self._next = (self._next + total) % self._size
+        self._count = min(self._size, self._count + total)
+
+    @property
+    def starts(self) -> IntArray:
+        """Where transitions begin."""
+        return np.flatnonzero(self._arrays["ahead"][: self._count]) if self._count else np.zeros(0, np.int64)
+
+    def __getitem__(self, field: str) -> np.ndarray:
+        """[n, ...] a field of all observations, also `action`, `reward` and `discount` of what begins there."""
+        return self._arrays[field]
+
+    def after(self, places: IntArray) -> IntArray:
+        """Where the transitions end that begin at these places; where nothing follows (discount 0), anywhere."""
+        return (places + self._arrays["ahead"][places]) % self._size % self._count
+
+    def state(self) -> dict[str, Any]:
+        """All of it, for a checkpoint."""
+        return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with what `state` returned; of a larger one with its newest part."""
+        arrays = {name: array for name, array in state.items() if name not in ("next", "size")}
+        if not arrays:
+            return
+        count = len(arrays["ahead"])
+        order = np.roll(np.arange(count), -state["next"]) if count == state["size"] else np.arange(count)
+        self._arrays = {name: np.ascontiguousarray(array[order[-self._size :]]) for name, array in arrays.items()}
+        self._count = min(count, self._size)
+        self._next = self._count % self._size
+
+    def _grow(self, new: Mapping[str, np.ndarray], total: int) -> None:
+        needed, capacity = min(self._count + total, self._size), len(self._arrays.get("ahead", ()))
+        if needed <= capacity:
+            return
+        capacity = min(self._size, max(needed, 2 * capacity, 1024))
+        for name, array in new.items():
+            larger = np.zeros((capacity, *array.shape[1:]), array.dtype)
+            larger[: self._count] = self._arrays[name][: self._count] if self._count else 0
+            self._arrays[name] = larger
+
+    def _steps(self, frames: Frames) -> tuple[FloatArray, FloatArray, IntArray]:
+        """Rewards [N], discounts [N] and distances [N] of transitions; distance 0: none."""
+        count = len(frames.acted)
+        reward, discount = np.zeros(count, np.float64), np.ones(count, np.float64)
+        ahead = np.zeros(count, np.int64)
+        at, goes_on = np.arange(count), frames.acted.copy()
+        for _ in range(self._n_step):
+            here = np.flatnonzero(goes_on)
+            now = at[here]
+            reward[here] += discount[here] * frames.reward[now]
+            discount[here] *= np.where(frames.terminated[now], 0.0, self._gamma)
+            ahead[here] += 1
+            at[here] = after = np.minimum(now + 1, count - 1)
+            together = (now + 1 < count) & (frames.episode[after] == frames.episode[now])
+            goes_on[here] = together & frames.acted[after] & (discount[here] > 0)
+            ahead[here[~together & (discount[here] > 0)]] = -count  # nothing was seen that could be estimated
+        ahead = np.where(ahead > 0, ahead, 0)
+        return reward.astype(np.float32), discount.astype(np.float32), ahead

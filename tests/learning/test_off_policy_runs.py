@@ -1,0 +1,91 @@
+"""SAC and RLPD through the whole loop, on real environments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from embodyrl.commands.collect import collect
+from embodyrl.commands.train import train
+from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config, load_saved_config
+
+QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
+SMALL = (
+    *("env=gym", "env.id=Pendulum-v1", "model=mlp", "model.hidden_sizes=[16]", "actor.global_batch_size=16"),
+    *("env.train.max_steps_per_rollout_epoch=16", "algorithm.learning_starts=16", *QUIET),
+)
+
+
+def words_of(folder: Path, *words: str) -> list[str]:
+    return [*words, f"runner.output_dir={folder}", f"video_cfg.base_dir={folder}/videos"]
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def tensors(run: Path, name: str) -> dict[str, bytes]:
+    return {key: value.tobytes() for key, value in load_file(run / "checkpoints/step_000004" / name).items()}
+
+
+@pytest.mark.integration
+def test_a_resumed_run_ends_with_the_weights_and_the_buffer_of_one_that_went_through(tmp_path):
+    words = (*SMALL, "algorithm=sac", "runner.max_steps=4", "runner.save_interval=2", "runner.deterministic=true")
+    words = words_of(tmp_path, *words, "env.train.continue_episodes=false", "checkpoint.keep=9")
+    whole = train(load_config("train", [*words, "runner.experiment_name=whole"])).run
+    started = load_config("train", [*words, "runner.experiment_name=half"])
+    half = train(started, on_step=lambda step, _: step == 2).run
+    train(load_saved_config(half, []), resume=half)
+    for name in ("policy/model.safetensors", "critics.safetensors", "replay.safetensors"):
+        assert tensors(half, name) == tensors(whole, name), name
+    assert [row["actor/optimizer_steps"] for row in rows(whole)] == [16, 16, 16, 16]
+    assert rows(whole)[-1]["actor/replay_size"] == 4 * 16
+
+
+@pytest.mark.integration
+def test_without_a_saved_buffer_a_resumed_run_fills_a_new_one_first(tmp_path):
+    words = (*SMALL, "algorithm=sac", "runner.max_steps=4", "runner.save_interval=2", "algorithm.save_replay=false")
+    started = load_config("train", words_of(tmp_path, *words, "algorithm.learning_starts=32"))
+    run = train(started, on_step=lambda step, _: step == 2).run
+    train(load_saved_config(run, []), resume=run)
+    assert [row["actor/optimizer_steps"] for row in rows(run)] == [0, 16, 0, 16]
+
+
+@pytest.mark.integration
+def test_half_of_each_batch_may_be_demonstrations(tmp_path):
+    demos = tmp_path / "demos"
+    words = ("env=gym", "env.id=Pendulum-v1", "model=random", "launcher=inline", "collect.filter=all")
+    collect(load_config("collect", words_of(tmp_path, *words, f"collect.out={demos}", "collect.episodes=2")))
+    given = (*SMALL, "algorithm=rlpd", f"algorithm.demonstrations=[{demos}]", "runner.max_steps=2")
+    run = train(load_config("train", words_of(tmp_path, *given, "algorithm.updates_per_sample=1"))).run
+    assert [row["actor/optimizer_steps"] for row in rows(run)] == [16, 16]
+    other = load_config("train", words_of(tmp_path, *given, "env.id=MountainCarContinuous-v0"))
+    with pytest.raises(ConfigError, match="Collect them alike"):
+        draw_blueprint(other, training=True)
+
+
+@pytest.mark.integration
+def test_pixels_train_the_convolutions_through_the_critics(tmp_path):
+    words = (*SMALL[:1], "env.id=pixel_env:PointingEnv", "env.kwargs.size=12", "model=cnn", *SMALL[3:], "algorithm=sac")
+    words = words_of(tmp_path, *words, "runner.save_interval=1", "runner.max_steps=2", "checkpoint.keep=9")
+    run = train(load_config("train", [*words, "env.train.max_episode_steps=8"])).run
+    first, last = (
+        load_file(run / f"checkpoints/step_00000{step}/policy/model.safetensors")["encoder.0.weight"] for step in (1, 2)
+    )
+    assert (first != last).any()
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_sac_learns_pendulum(tmp_path):
+    words = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", "model.hidden_sizes=[64,64]", *QUIET)
+    rates = ("actor.optim.lr=0.001", "actor.optim.value_lr=0.001", "algorithm.learning_starts=100")
+    steps = ("runner.max_steps=160", "runner.val_check_interval=160", "eval.episodes=10")
+    last = rows(train(load_config("train", words_of(tmp_path, *words, *rates, *steps))).run)[-1]
+    assert last["eval/return"] > -300, "about -150 after 10 240 steps; about -1 200 at first"

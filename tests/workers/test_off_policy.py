@@ -1,0 +1,190 @@
+"""Soft actor-critic: one update against Stable-Baselines3, and what the buffer makes of episodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from embodyrl.channels.arena import Arena
+from embodyrl.errors import CheckpointError, ConfigError, NonFiniteError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
+from embodyrl.scheduler.policy_hosts import policy_init
+from embodyrl.workers.off_policy import OffPolicyWorker
+from embodyrl.workers.policy_host import PolicyHost
+from embodyrl.workers.replay import Frames, ReplayBuffer
+
+SMALL = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", "model.hidden_sizes=[8,8]", "launcher=inline")
+
+
+def filled(shape: tuple[int, ...], phase: float) -> torch.Tensor:
+    count = int(np.prod(shape))
+    return torch.from_numpy((0.5 * np.sin(np.arange(count) * 1.7 + phase)).reshape(shape).astype(np.float32))
+
+
+def weighed(*parts: torch.Tensor) -> list[float]:
+    """One number per tensor that a change of any element moves."""
+    return [float((p.detach().double() * torch.arange(p.numel()).reshape(p.shape).double().cos()).sum()) for p in parts]
+
+
+def frames(length: int, *, terminated: bool, final: bool, episode: int = 0) -> Frames:
+    """An episode whose states and rewards count 0, 1, 2..."""
+    count = length + final
+    acted = np.arange(count) < length
+    return Frames(
+        seen={"state": np.arange(count, dtype=np.float32)[:, None]},
+        action=np.zeros((count, 1, 1), np.float32),
+        reward=np.where(acted, np.arange(count), 0).astype(np.float32),
+        acted=acted,
+        terminated=terminated & (np.arange(count) == length - 1),
+        episode=np.full(count, episode),
+    )
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    hosts: list[tuple[PolicyHost, Arena]] = []
+
+    def build(*words: str) -> tuple[PolicyHost, OffPolicyWorker]:
+        blueprint = draw_blueprint(
+            load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True
+        )
+        arena = Arena.create(blueprint.layout, blueprint.capacity)
+        host = PolicyHost(policy_init(blueprint, arena, None))
+        hosts.append((host, arena))
+        assert isinstance(host._actor, OffPolicyWorker)
+        return host, host._actor
+
+    yield build
+    for host, arena in hosts:
+        host.close()
+        arena.close()
+
+
+def test_one_update_is_that_of_stable_baselines(make):
+    """Numbers of stable_baselines3 2.9.2, SAC.train(1) with these weights, this batch and torch.manual_seed(0)."""
+    rates = ("actor.optim.lr=0.01", "actor.optim.value_lr=0.01", "algorithm.tau=0.1", "algorithm.gamma=0.9")
+    host, actor = make(*rates, "algorithm.alpha_init=0.5", "actor.optim.clip_grad=1e6")
+    net = host.policy.module
+    with torch.no_grad():
+        for k, layer in enumerate(m for m in net.policy if isinstance(m, torch.nn.Linear)):
+            layer.weight.copy_(filled(tuple(layer.weight.shape), k))
+            layer.bias.copy_(filled(tuple(layer.bias.shape), k + 10))
+        for late, critics in enumerate((actor._critics, actor._targets)):
+            for k, (weight, bias) in enumerate(zip(critics.weights, critics.biases, strict=True)):
+                for q in range(2):
+                    weight[q] = filled(tuple(weight.shape[1:]), 100 + 10 * q + k + 0.3 * late)
+                    bias[q, 0] = filled((bias.shape[-1],), 200 + 10 * q + k + 0.3 * late)
+    state = np.stack([filled((6, 3), 20).numpy() * 2, filled((6, 3), 21).numpy() * 2], 1).reshape(12, 3)
+    acted = np.arange(12) % 2 == 0
+    action, reward = np.zeros((12, 1, 1), np.float32), np.zeros(12, np.float32)
+    action[acted] = 2 * filled((6, 1, 1), 22).numpy() * 1.8  # the environment's torque is within -2..2
+    reward[acted] = filled((6,), 23).numpy() * 3
+    arrays = {"images": np.zeros((12, 0, 0, 0, 3), np.uint8), "observed_state": state}
+    batch = Frames(
+        seen=arrays | {"instruction": np.zeros((12, 64), np.uint8)},
+        action=action,
+        reward=reward,
+        acted=acted,
+        terminated=np.isin(np.arange(12), (4, 10)),
+        episode=np.arange(12) // 2,
+    )
+    actor._replay.add(batch)
+    torch.manual_seed(0)
+    metrics = actor._step([(actor._replay, np.arange(0, 12, 2))], np.arange(2), 0)
+    # It takes log(1 - tanh(u)^2 + 1e-6), which shows where tanh(u) is near 1; the gradient is the same.
+    assert metrics["loss"] == pytest.approx(0.7302696, abs=2e-3)
+    assert metrics["value_loss"] == pytest.approx(1.6004632, abs=1e-5)
+    assert float(actor._log_alpha.detach()) == pytest.approx(-0.6831472, abs=1e-6)
+    policy = [m.weight for m in net.policy if isinstance(m, torch.nn.Linear)]
+    assert weighed(*policy) == pytest.approx([0.5958431, 0.5131407, -0.3930264], abs=1e-4)
+    assert weighed(*actor._critics.weights) == pytest.approx([-0.1747495, 0.1145308, 0.1156545], abs=1e-4)
+    assert weighed(*actor._targets.weights) == pytest.approx([-0.0529712, 0.2461300, 0.2077512], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("terminated", "final", "starts", "discounts"),
+    [
+        (True, False, [0, 1, 2, 3], [0.25, 0.25, 0.0, 0.0]),
+        (False, True, [0, 1, 2, 3], [0.25, 0.25, 0.25, 0.5]),
+        (False, False, [0, 1], [0.25, 0.25]),
+    ],
+)
+def test_steps_of_an_episode_end_where_it_ends(terminated, final, starts, discounts):
+    """Two steps, gamma 1/2: what terminated is worth its rewards, what was cut goes on with what was seen last."""
+    buffer = ReplayBuffer(100, 0.5, 2)
+    buffer.add(frames(4, terminated=terminated, final=final))
+    buffer.add(frames(1, terminated=True, final=False, episode=1))
+    found = buffer.starts[: len(starts)]
+    assert found.tolist() == starts
+    np.testing.assert_allclose(buffer["discount"][found], discounts)
+    np.testing.assert_allclose(buffer["reward"][found], [0.5, 2.0, 3.5, 3.0][: len(starts)])
+    known = buffer["discount"][found] > 0
+    following = buffer["state"][buffer.after(found)][:, 0]
+    np.testing.assert_array_equal(following[known], np.minimum(found + 2, 4)[known])
+
+
+def test_the_oldest_make_room_and_a_copy_goes_on_alike():
+    buffer = ReplayBuffer(11, 0.9, 1)
+    for episode in range(5):
+        buffer.add(frames(3, terminated=False, final=True, episode=episode))
+    assert len(buffer.starts) == 8  # 11 frames: two whole episodes, and all of the third but its first step
+    smaller = ReplayBuffer(5, 0.9, 1)
+    smaller.load_state(buffer.state())
+    same = ReplayBuffer(11, 0.9, 1)
+    same.load_state(buffer.state())
+    for one in (buffer, same):
+        one.add(frames(3, terminated=False, final=True))
+    for each in (buffer, same, smaller):
+        following = each["state"][each.after(each.starts)][:, 0]
+        np.testing.assert_array_equal(following, each["state"][each.starts][:, 0] + 1)
+    assert len(same.starts) == len(buffer.starts)
+    assert len(smaller.starts) == 3
+
+
+def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
+    host, actor = make()
+    batch = frames(4, terminated=True, final=False)
+    seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
+    state = np.full((4, 3), np.nan, np.float32)
+    actor._replay.add(
+        Frames(
+            seen=seen | {"observed_state": state},
+            action=batch.action,
+            reward=batch.reward,
+            acted=batch.acted,
+            terminated=batch.terminated,
+            episode=batch.episode,
+        )
+    )
+    before = [p.clone() for p in (*host.policy.module.parameters(), *actor._critics.parameters())]
+    with pytest.raises(NonFiniteError, match=r"actor\.optim\.lr"):
+        actor._step([(actor._replay, actor._replay.starts)], np.arange(2), 0)
+    after = [*host.policy.module.parameters(), *actor._critics.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    (tmp_path / "saved").mkdir()
+    actor.save(tmp_path / "saved")
+    _, other = make("algorithm.critics=3")
+    with pytest.raises(CheckpointError, match=r"algorithm\.critics"):
+        other.load(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env.id=CartPole-v1"], "carry gradients"),
+        (["env.id=CartPole-v1", "model.squashed=true"], "model.squashed has no effect"),
+        (["env.id=CartPole-v1", "algorithm=ppo", "model.log_std_init=-1"], "model.log_std_init has no effect"),
+        (["model.squashed=false"], "carry gradients"),
+        (["algorithm.kl_beta=0.1"], "algorithm.kl_beta has no effect"),
+        (["algorithm.clip_ratio_low=0.1"], "clip_ratio_low"),
+        (["algorithm.demonstration_share=0.4"], "algorithm.demonstrations"),
+        (["actor.micro_batch_size=4"], "actor.micro_batch_size has no effect"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, words, said):
+    with pytest.raises(ConfigError, match=said):
+        draw_blueprint(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
