@@ -134,9 +134,9 @@ class Demonstrations:
     action: FloatArray
     """[N, A] in the environment's units."""
     reward: FloatArray
-    """[N]"""
+    """[N], 0 where another program wrote the data."""
     success: BoolArray
-    """[N] the goal held after the action."""
+    """[N] the goal held after the action; likewise."""
     start: IntArray
     """[E] first step of each episode."""
     stop: IntArray
@@ -193,13 +193,13 @@ def load_demonstrations(root: Path) -> Demonstrations:
     for c in range(len(card.env.cameras) if card.video else 0):
         for path, part in _files(card, rows, 1 + c):
             decode_mp4(root / path, images[part, c])
-    numbers = pa.concat_tables(tables)
+    numbers, ours = pa.concat_tables(tables), layout.is_ours(root)
     return Demonstrations(
         images=images,
         state=_matrix(numbers, layout.STATE, card.env.state_dim),
         action=_matrix(numbers, layout.ACTION, card.env.action_dim),
-        reward=numbers[layout.REWARD].to_numpy(),
-        success=numbers[layout.SUCCESS].to_numpy(),
+        reward=numbers[layout.REWARD].to_numpy() if ours else np.zeros(count, np.float32),
+        success=numbers[layout.SUCCESS].to_numpy() if ours else np.zeros(count, np.bool_),
         start=np.array([row["dataset_from_index"] for row in rows], np.int64),
         stop=np.array([row["dataset_to_index"] for row in rows], np.int64),
         instruction=np.repeat(np.array([row["tasks"][0] for row in rows], object), [row["length"] for row in rows]),

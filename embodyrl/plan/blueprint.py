@@ -12,7 +12,7 @@ from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
 from embodyrl.config.load import COMMAND_LINE
-from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.layout import is_ours, read_card
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -182,6 +182,11 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         )
     for folder in cfg.algorithm.demonstrations if isinstance(cfg.algorithm, ReplaySettings) else ():
         shown = read_card(Path(folder)).env
+        if not is_ours(Path(folder)):
+            problems.append(
+                f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
+                f"env '{env.name}'. Collect demonstrations with `embodyrl collect`, or imitate these with `embodyrl sft`."
+            )
         if (shown.action_dim, shown.state_dim, shown.cameras, shown.image_size) != (
             *(env.action_dim, env.state_dim, env.cameras, env.image_size),
         ):
