@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from embodyrl.cli import probes
@@ -27,26 +27,34 @@ def doctor(args: argparse.Namespace) -> int:
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
     places = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
     folders = [Path(place) for place in dict.fromkeys(places) if place is not None]
-    findings = [
-        probes.probe_python(),
-        probes.probe_torch(),
-        probes.probe_memory(),
-        probes.probe_open_files(),
-        *probes.probe_folders(folders),
-        *probes.probe_extras(),
-        probe_rendering(),
-        probe_vulkan(),
-        probe_video(),
-        probe_sandbox(),
-        *_probe_config(cfg),
-    ]
+    findings: list[Finding] = []
+    for finding in _findings(cfg, folders):
+        findings.append(finding)
+        if not (args.json or args.report):
+            print(_line(finding), flush=True)
     failed = sum(f.level == "FAIL" for f in findings)
     warned = sum(f.level == "warn" for f in findings)
-    lines = [f"  {f.level:<4}  {f.name}: {f.text}" + (f"\n        fix: {f.fix}" if f.fix else "") for f in findings]
-    lines.append(f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}")
+    last = f"{failed} problem{'s' * (failed != 1)}, {warned} warning{'s' * (warned != 1)}"
     summary = {"failed": failed, "warned": warned, "findings": [dataclasses.asdict(f) for f in findings]}
-    show_result(args, summary, bug_report(folders[0], lines) if args.report else lines)
+    show_result(args, summary, bug_report(folders[0], [*map(_line, findings), last]) if args.report else [last])
     return 3 if failed else 0
+
+
+def _findings(cfg: TrainConfig, folders: Sequence[Path]) -> Iterator[Finding]:
+    """One after the other, as soon as each is known."""
+    yield probes.probe_python()
+    yield probes.probe_torch()
+    yield probes.probe_memory()
+    yield probes.probe_open_files()
+    yield from probes.probe_folders(folders)
+    yield from probes.probe_extras()
+    yield from (probe() for probe in (probe_rendering, probe_vulkan, probe_video, probe_sandbox))
+    yield from _probe_config(cfg)
+
+
+def _line(finding: Finding) -> str:
+    fix = f"\n        fix: {finding.fix}" if finding.fix else ""
+    return f"  {finding.level:<4}  {finding.name}: {finding.text}{fix}"
 
 
 def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, overview
+from embodyrl.cli.output import no_collecting
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, masked
 from embodyrl.files import has_room
 from embodyrl.registry import closest
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     finally:
+        if argv is None:
+            gc.freeze()  # or the interpreter would look through all there is at its exit
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -113,15 +117,17 @@ def _dispatch(arguments: list[str]) -> int:
         print(parser.format_help(), end="")
         return 0
     module, _, function = command.target.partition(":")
+    with no_collecting():
+        target = getattr(importlib.import_module(module), function)
     if command.own_flags:
-        return getattr(importlib.import_module(module), function)(argparse.Namespace(words=arguments[1:]))
+        return target(argparse.Namespace(words=arguments[1:]))
     parsed, unknown = parser.parse_known_intermixed_args(arguments[1:], argparse.Namespace(command=name))
     if unknown:
         raise ConfigError(
             f"unknown flag '{unknown[0]}'.{closest(unknown[0], command.flags)} "
             f"embodyrl {name} takes: {', '.join([*command.flags, '--traceback', '--help'])}; settings are key=value."
         )
-    return getattr(importlib.import_module(module), function)(parsed)
+    return target(parsed)
 
 
 def _report(lines: list[str], arguments: list[str]) -> None:

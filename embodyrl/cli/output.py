@@ -1,11 +1,25 @@
-"""What a command prints: human-readable lines, or JSON for machines."""
+"""What a command prints, human-readable lines or JSON for machines, and that it does so soon."""
 
 import argparse
+import gc
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
     """Print `data` with `--json`, `lines` without."""
     print(json.dumps(data, indent=2, default=str) if args.json else "\n".join(lines))
+
+
+@contextmanager
+def no_collecting() -> Iterator[None]:
+    """Import and compose without Python's cycle collector, which would look at lasting objects again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

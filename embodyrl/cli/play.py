@@ -6,6 +6,7 @@ import argparse
 import html
 import io
 import json
+import sys
 from collections import deque
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ def play(args: argparse.Namespace) -> int:
     if len(named) > 1 or not args.port.isdecimal():
         raise ConfigError("embodyrl play takes one run, and --port a number: embodyrl play runs/my_run --port 8000.")
     run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
+    print(f"loading {run.name} ...", file=sys.stderr, flush=True)
     from embodyrl.program.acting import load_policy
 
     scene = Scene(load_policy(run, *_FOR_EVER, *trust))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from embodyrl.cli.output import no_collecting
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import TRUST
@@ -34,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
         from embodyrl.cli.sweep import sweep
 
         return sweep(args.command, args.words, args.config_dir)
-    cfg, more = _compose(args)
+    with no_collecting():
+        cfg, more = _compose(args)
     if only_look(args, cfg):
         return 0
     name = (

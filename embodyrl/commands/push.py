@@ -77,7 +77,7 @@ def _upload(folder: Path, repo: str, kind: str, private: bool, card: str | None 
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
-    with hub_errors(f"{folder} did not reach {repo}:", "Start the same command again; what arrived is not sent twice."):
+    with hub_errors(f"nothing was pushed to {repo}:", "Start the same command again; what arrived is not sent twice."):
         api.create_repo(repo, repo_type=kind, private=private, exist_ok=True)
         if card is not None and not (folder / "README.md").exists():
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo, repo_type=kind)
