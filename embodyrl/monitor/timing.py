@@ -57,6 +57,12 @@ def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
     return [*found, Phase("other", 0, rest, rest / whole)]
 
 
+def total_times(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Seconds of each `time/*` metric over several rows."""
+    names = [name for name in set().union(*rows) if name.startswith("time/")]
+    return {name: sum(row.get(name) or 0.0 for row in rows) for name in names}
+
+
 def duration(seconds: float) -> str:
     """Spell a time: 8 s, 3 min 20 s, 5 h 12 min."""
     minutes, rest = divmod(round(seconds), 60)

@@ -1,20 +1,23 @@
 """Chaos: random signals to random processes of all kinds of runs, and what must hold all the same.
 
-    PYTHONPATH=tests:. python tests/faults/chaos.py --minutes 30 --seed 0
+    PYTHONPATH=tests:. python tests/faults/chaos.py --minutes 30 --folder chaos
 
 A trial starts a run of some kind, sends a few signals at random moments, goes on with what was ended, and at last lets
 it finish in peace. After each end: the exit code is one that these signals can give, no traceback, every death by its
 name, no process, shared memory or temporary file, rows of metrics once and in order, checkpoints as in their manifests.
 At the end a deterministic run has the rows and weights of one that nobody disturbed. All follows from the seed but the
-moment at which a signal arrives: runs are as fast as the machine is.
+moment at which a signal arrives: runs are as fast as the machine is. With the same --folder a later call goes on with
+the next kind of run, and its tables count all calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,11 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from chaos_kinds import Kind, kinds, write_programs
 from processes import MARK, Command, marked_processes, start_cli, wait_until
+
+from embodyrl.monitor.history import read_rows
+
+LOG = "trials.jsonl"
+"""What each trial of a folder has met."""
 
 LIMIT_S = 240.0
 """A run that has not ended by then hangs."""
@@ -180,13 +188,13 @@ class Trial:
         return self.kind.start(self.folder)
 
     def _disturb(self, command: Command, left: int) -> None:
-        due = time.monotonic() + self._rng.uniform(0.0, self._typical_s)
+        due = time.monotonic() + self._rng.uniform(0.0, 0.7 * self._typical_s)
         while left and command.process.poll() is None:
             time.sleep(0.01)
             if time.monotonic() < due:
                 continue
             injection = self._inject(command)
-            due = time.monotonic() + self._rng.uniform(0.0, min(4.0, self._typical_s / 4))
+            due = time.monotonic() + self._rng.uniform(0.0, min(3.0, self._typical_s / 8))
             if injection is not None:
                 self.injections.append(injection)
                 left -= 1
@@ -286,7 +294,7 @@ class Chaos:
         self.judge = Judge()
         self.judge.pid()
         self._shared = self.folder / "shared"
-        self._shared.mkdir()
+        self._shared.mkdir(exist_ok=True)
         write_programs(self._shared / "programs.jsonl")
         self.kinds = [k for k in kinds(self._shared, self.judge.url) if not self.only or k.name in self.only]
         self._calm: dict[str, tuple[Any, float]] = {}
@@ -298,46 +306,65 @@ class Chaos:
                 _, collecting = next((None, k) for k in kinds(self._shared, "") if k.name == "collect")
                 assert (c := start_cli(*collecting.start(self._shared), cwd=self._shared)).wait(LIMIT_S) == 0, c.printed
             folder = self.folder / f"calm_{kind.name}"
-            folder.mkdir()
-            begun = time.monotonic()
-            command = start_cli(*kind.start(folder), cwd=folder)
-            assert command.wait(LIMIT_S) == 0, command.printed
-            took = time.monotonic() - begun
-            kind.check(folder, complete=True)
-            self._calm[kind.name] = kind.outcome(folder), took
+            seconds = folder / "seconds"
+            if not seconds.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                begun = time.monotonic()
+                command = start_cli(*kind.start(folder), cwd=folder)
+                assert command.wait(LIMIT_S) == 0, command.printed
+                kind.check(folder, complete=True)
+                seconds.write_text(str(time.monotonic() - begun))
+            self._calm[kind.name] = kind.outcome(folder), float(seconds.read_text())
         return self._calm[kind.name]
 
     def trials(self, minutes: float, injections: int) -> Iterator[tuple[Trial, str]]:
         """Trials with what went wrong in each ("": nothing), until the time or the number of injections is over."""
-        rng, end, sent, number = random.Random(self.seed), time.monotonic() + 60 * minutes, 0, 0
+        number = sum(1 for _ in read_rows(self.folder / LOG))
+        rng, end, sent = random.Random(self.seed + number), time.monotonic() + 60 * minutes, 0
         while time.monotonic() < end and sent < injections:
             kind = self.kinds[number % len(self.kinds)]
             outcome, typical = self.calm(kind)
             folder = self.folder / f"{number:03d}_{kind.name}"
+            shutil.rmtree(folder, ignore_errors=True)  # of a call that was cut off
             folder.mkdir()
             trial = Trial(kind, folder, random.Random(rng.random()), self.judge, typical)
-            wrong = ""
+            wrong, equal = "", False
             try:
                 trial.run(quota=trial._rng.randint(*self.quota))
                 judged = {"reward", "program", "judge"} & {i.role for i in trial.injections}
                 if kind.exact and not judged:
                     assert kind.outcome(folder) == outcome, "the numbers differ from those of an undisturbed run"
+                    equal = True
             except AssertionError as error:
                 wrong = str(error) or "an assertion failed"
+            signals = [(i.role, signal.Signals(i.signum).name) for i in trial.injections]
+            row = {"kind": kind.name, "signals": signals, "ends": len(trial.codes), "equal": equal, "fell": bool(wrong)}
+            with (self.folder / LOG).open("a", encoding="utf-8") as log:
+                log.write(json.dumps(row) + "\n")
+            if not wrong:
+                shutil.rmtree(folder)
             yield trial, wrong
             sent, number = sent + len(trial.injections), number + 1
 
 
-def table(sent: Sequence[Injection]) -> str:
-    """Count of injections by process and signal."""
-    counts = Counter((i.role, signal.Signals(i.signum).name) for i in sent)
-    names = sorted({name for _, name in counts})
-    lines = [f"{'':8}" + "".join(f"{n:>9}" for n in names)]
-    lines += [
-        f"{role:8}" + "".join(f"{counts[role, n] or '':>9}" for n in names)
-        for role in sorted({role for role, _ in counts})
-    ]
-    return "\n".join(lines)
+def table(counts: Mapping[tuple[str, str], int]) -> str:
+    """Counts by row and column."""
+    names = sorted({name for _, name in counts}, key=lambda name: (not name.startswith("SIG"), name))
+    rows = {row: [counts.get((row, name)) or "" for name in names] for row, _ in counts}
+    return "\n".join(f"{row:8}" + "".join(f"{cell:>9}" for cell in cells) for row, cells in {"": names, **rows}.items())
+
+
+def tables(folder: Path) -> str:
+    """What all trials of a folder have met: by process, and by kind of run with what was looked at."""
+    processes, kinds_of_run = Counter(), Counter()
+    for row in read_rows(folder / LOG):
+        for role, name in row["signals"]:
+            processes[role, name] += 1
+            kinds_of_run[row["kind"], name] += 1
+        for name in ("ends", "equal", "fell"):
+            kinds_of_run[row["kind"], name] += row[name]
+    return f"{processes.total()} injections\n{table(processes)}\n\n{table(kinds_of_run)}"
 
 
 def main() -> int:
@@ -346,26 +373,24 @@ def main() -> int:
     parser.add_argument("--injections", type=int, default=10**9, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="", help="some kinds only, with commas")
-    parser.add_argument("--keep", type=Path, help="an empty folder for the runs of trials that fell")
+    parser.add_argument("--folder", type=Path, help="for trials that fell, undisturbed runs and counts; temporary")
     args = parser.parse_args()
     os.environ[MARK] = str(os.getpid())
-    sent: list[Injection] = []
     fell = 0
     with tempfile.TemporaryDirectory() as name:
-        chaos = Chaos(Path(name), args.seed, tuple(k for k in args.kinds.split(",") if k))
+        folder = (args.folder or Path(name)).resolve()
+        folder.mkdir(exist_ok=True)
+        chaos = Chaos(folder, args.seed, tuple(k for k in args.kinds.split(",") if k))
         try:
             for trial, wrong in chaos.trials(args.minutes, args.injections):
                 what = ", ".join(f"{signal.Signals(i.signum).name} to {i.name}" for i in trial.injections)
                 print(f"{trial.folder.name}: {what or 'nothing'}; exit codes {trial.codes}", flush=True)
-                sent += trial.injections
                 if wrong:
                     fell += 1
                     print(f"FELL: {wrong}", flush=True)
-                    if args.keep:
-                        trial.folder.rename(args.keep / trial.folder.name)
         finally:
             chaos.judge.close()
-    print(f"{len(sent)} injections, {fell} trials fell\n{table(sent)}")
+        print(tables(folder))
     return 1 if fell else 0
 
 

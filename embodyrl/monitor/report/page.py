@@ -20,7 +20,7 @@ from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.monitor.report.tables import changed_settings, curve, differing
 from embodyrl.monitor.samples import Sample, pick_samples
 from embodyrl.monitor.seeds import SeedGroup, improvement, seed_groups
-from embodyrl.monitor.timing import PHASES, duration, run_seconds, step_seconds, time_tree
+from embodyrl.monitor.timing import PHASES, duration, run_seconds, step_seconds, time_tree, total_times
 from embodyrl.version import __version__
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -111,7 +111,6 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What the template shows of one run."""
     steps = [row for row in history.rows if step_seconds(row)]
     last = history.evaluations[-1].episodes if history.evaluations else ()
-    total = {name: sum(row.get(name) or 0.0 for row in steps) for name in {name for row in steps for name in row}}
     events = history.text(EVENTS_FILE).splitlines()
     tails = []
     for path in sorted(history.folder.glob("logs/*/*.log")):
@@ -123,7 +122,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
         "what": _what(history),
         "tiles": _tiles(history, steps),
         "timeline": _timeline(steps),
-        "phases": time_tree(total) if steps else [],
+        "phases": time_tree(total_times(steps)),
         "faults": [line for line in events if _TROUBLE.search(line)],
         "tails": tails,
         "failed": [e for e in last if e.success_once is False][:_MAX_FAILED],
@@ -178,9 +177,9 @@ def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
     groups = [steps[k : k + per_bar] for k in range(0, len(steps), per_bar)]
     parts: dict[str, list[float]] = {name: [] for name in (*PHASES, "other")}
     for group in groups:
-        trees = [{p.name: p.seconds for p in time_tree(row) if p.depth == 0} for row in group]
+        tree = {p.name: p.seconds for p in time_tree(total_times(group)) if p.depth == 0}
         for name, values in parts.items():
-            values.append(sum(tree.get(name, 0.0) for tree in trees) / len(group))
+            values.append(tree.get(name, 0.0) / len(group))
     return stacked_bars([int(group[-1]["step"] or 0) for group in groups], parts, "s")
 
 
@@ -188,7 +187,7 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
     """Title, legend (colour and text) and drawing of each chart that has data."""
     several, found, groups = len(histories) > 1, [], seed_groups(histories)
     for title, names in (*_CHARTS, *_suite_charts(histories)):
-        known = [name for name in names if any(history.series(name) for history in histories)]
+        known = [name for name in names if any(history.has(name) for history in histories)]
         if several:
             known = known[:1]  # one metric per chart: there the colours tell the runs apart
         if not known:

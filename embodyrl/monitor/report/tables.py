@@ -18,7 +18,7 @@ def curve(history: History, metric: str, label: str, color: int) -> Line:
     rows = [row for row in history.rows if row.get(metric) is not None]
     per_point = max(1, -(-len(rows) // _MAX_POINTS))
     kind = metric.rpartition("/")[0]
-    counts = next((name for size in _SIZES if history.series(name := f"{kind}/{size}")), "")
+    counts = next((name for size in _SIZES if history.has(name := f"{kind}/{size}")), "")
     points, band = [], []
     for start in range(0, len(rows), per_point):
         part = rows[start : start + per_point]

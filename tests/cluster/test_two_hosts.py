@@ -1,0 +1,141 @@
+"""Two hosts and a wire that is cut, slow or lossy: with numbers all the same, or with an end that names its cause."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from processes import Command, wait_until
+from toy_gates import GATE
+from toy_runs import comparable, toy_words, weights
+from two_hosts import Hosts, two_hosts
+
+from embodyrl.checkpoint.store import CheckpointStore
+
+pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not Path("/dev/net/tun").exists(), reason="network namespaces need root and /dev/net/tun"
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where a run is held at a gate, and how its processes are spread over the hosts."""
+
+    name: str
+    words: tuple[str, ...]
+    placement: str
+    gate: str = "algorithm.adv_type=toy_gates:GATED_GRPO"
+    survives: bool = False
+    """The run goes on without the second host."""
+
+
+RANKS = ("actor.fsdp.size=2", "env.train.total_num_envs=8")
+PHASES = (
+    Phase("rollout", (), "{env:1,rollout:0,actor:0}", "env.kwargs.fault=gate", survives=True),
+    Phase("update", RANKS, "{env:0,rollout:all,actor:all}"),
+    Phase("publish", ("rollout.mode=disaggregated", "model.precision=fp32"), "{env:0,rollout:1,actor:0}"),
+    Phase("save", RANKS, "{env:0,rollout:all,actor:all}", "model.model_type=toy_gates:GATED_OFT"),
+)
+by_phase = pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.name)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def whole(hosts: Hosts) -> None:
+    """The wire is whole and both nodes run."""
+    hosts.wire.cut, hosts.wire.delay_s, hosts.wire.loss = False, 0.0, 0.0
+    hosts.start_ray()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> None:
+    """Ray's nodes outlive a test here."""
+
+
+calm: dict[str, tuple[list[dict[str, float]], dict[str, bytes]]] = {}
+
+
+def start(hosts: Hosts, folder: Path, phase: Phase, *, held: bool) -> Command:
+    spread = ("launcher.name=ray", "cluster.num_nodes=2", f"cluster.component_placement={phase.placement}")
+    steps = ("runner.max_steps=2", "runner.save_interval=1", "runner.deterministic=true", "launcher.env_workers=1")
+    learn = ("env.kwargs.goal=0.7", "actor.optim.lr=0.001", "faults.update_timeout_s=300")
+    gate = (phase.gate, f"env.kwargs.once={folder}/gate", "env.kwargs.at=5") if held else ()
+    words = toy_words(folder, *spread, *steps, *learn, *phase.words, *gate)
+    return hosts.run(folder, "train", *words, **({GATE: f"{folder}/gate"} if held else {}))
+
+
+def outcome(run: Path) -> tuple[list[dict[str, float]], dict[str, bytes]]:
+    return [row | {"env/restarts": 0} for row in comparable(run)], weights(run, 2)
+
+
+def undisturbed(hosts: Hosts, folder: Path, phase: Phase) -> tuple[list[dict[str, float]], dict[str, bytes]]:
+    if phase.name not in calm:
+        (folder / "calm").mkdir()
+        command = start(hosts, folder / "calm", phase, held=False)
+        assert command.wait(300) == 0, command.printed
+        calm[phase.name] = outcome(folder / "calm" / "run")
+    return calm[phase.name]
+
+
+@by_phase
+def test_a_slow_and_lossy_wire_changes_nothing(hosts, tmp_path, phase):
+    expected = undisturbed(hosts, tmp_path, phase)
+    hosts.wire.delay_s, hosts.wire.loss = 0.02, 0.005
+    command = start(hosts, tmp_path, phase, held=False)
+    assert command.wait(400) == 0, command.printed
+    assert outcome(tmp_path / "run") == expected
+
+
+@by_phase
+def test_a_wire_that_is_cut_for_two_seconds_changes_nothing(hosts, tmp_path, phase):
+    expected = undisturbed(hosts, tmp_path, phase)
+    command = start(hosts, tmp_path, phase, held=True)
+    command.wait_for(tmp_path / "gate", deadline_s=200)
+    hosts.wire.cut = True
+    (tmp_path / "gate.open").touch()
+    time.sleep(2.0)  # the fault itself
+    hosts.wire.cut = False
+    assert command.wait(400) == 0, command.printed
+    assert outcome(tmp_path / "run") == expected
+
+
+@by_phase
+def test_a_wire_that_stays_cut_costs_the_second_host_and_no_checkpoint(hosts, tmp_path, phase):
+    expected = undisturbed(hosts, tmp_path, phase)
+    command = start(hosts, tmp_path, phase, held=True)
+    command.wait_for(tmp_path / "gate", deadline_s=200)
+    hosts.wire.cut = True
+    (tmp_path / "gate.open").touch()
+    code = command.wait(400)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    for step in store.steps():
+        store.verify(store.path(step))
+    if phase.survives:
+        assert code == 0, command.printed
+        assert "is gone with its host" in " ".join(command.printed.split()), command.printed
+    else:
+        assert code == 4, command.printed
+        assert "worker " in command.err.read_text()
+        hosts.wire.cut = False
+        one = ("cluster.num_nodes=1", "cluster.component_placement={env:0,rollout:0,actor:0}", "trust=true")
+        (tmp_path / "gate.open").touch()
+        more = hosts.run(tmp_path, "train", "--resume", str(tmp_path / "run"), *one, **{GATE: f"{tmp_path}/gate"})
+        assert more.wait(400) == 0, more.printed
+    assert outcome(tmp_path / "run") == expected
+    assert wait_until(lambda: not (tmp_path / "run" / "lock").exists(), 5)

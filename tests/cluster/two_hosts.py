@@ -1,0 +1,193 @@
+"""Two hosts on one: network namespaces, and between them a wire that can be cut, slow or lossy.
+
+The wire is two TUN devices and a thread that carries packets from one to the other, so it needs root and /dev/net/tun,
+and no kernel module for network emulation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import heapq
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from processes import Command, command_environment
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 6379
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_CLONE_NEWNET = 0x40000000
+
+
+class Wire(threading.Thread):
+    """Carries packets between two devices; its attributes may change at any time."""
+
+    def __init__(self, ends: tuple[int, int]) -> None:
+        super().__init__(daemon=True)
+        self.cut = False
+        self.delay_s = 0.0
+        self.loss = 0.0
+        self.carried = 0
+        """Packets that arrived."""
+        self._ends = ends
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        chance, waiting = random.Random(0), []
+        while not self._over.is_set():
+            left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else 0.2
+            for end in select.select(self._ends, [], [], min(left, 0.2))[0]:
+                packet, other = os.read(end, 1 << 16), self._ends[1 - self._ends.index(end)]
+                if not self.cut and chance.random() >= self.loss:
+                    self.carried += 1
+                    heapq.heappush(waiting, (time.monotonic() + self.delay_s, self.carried, other, packet))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, other, packet = heapq.heappop(waiting)
+                if not self.cut:
+                    os.write(other, packet)
+
+    def close(self) -> None:
+        self._over.set()
+        self.join()
+        for end in self._ends:
+            os.close(end)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _device(namespace: str) -> int:
+    """A TUN device inside a namespace, which need not be ours any more once it is open."""
+    made: list[int] = []
+
+    def make() -> None:  # a namespace belongs to a thread
+        with open(f"/run/netns/{namespace}", encoding="ascii") as there:
+            if ctypes.CDLL(None, use_errno=True).setns(there.fileno(), _CLONE_NEWNET):
+                return
+        device = os.open("/dev/net/tun", os.O_RDWR)
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"wire", _IFF_TUN | _IFF_NO_PI))
+        made.append(device)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert made, f"no device in {namespace}"
+    return made[0]
+
+
+class Hosts:
+    """Two namespaces joined by `wire`, each with a Ray node; the driver belongs on the first."""
+
+    def __init__(self, folder: Path, wire: Wire, names: tuple[str, str]) -> None:
+        self._folder, self._names = folder, names
+        self.wire = wire
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._session = tempfile.TemporaryDirectory(prefix="two-hosts-", dir="/tmp")  # names of sockets must be short
+
+    def environment(self) -> dict[str, str]:
+        """Of everything that runs on them: a lost host is noticed within seconds."""
+        quick = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3", "initial_delay_ms": "1000"}
+        return {
+            **command_environment(self._folder),
+            **{f"RAY_health_check_{name}": value for name, value in quick.items()},
+            **{
+                "RAY_worker_niceness": "0",
+                "RAY_TMPDIR": self._session.name,
+                "RAY_ADDRESS": f"{ADDRESSES[0]}:{PORT}",
+                "RAY_USAGE_STATS_ENABLED": "0",
+            },
+        }
+
+    def on(self, host: int, *command: str) -> list[str]:
+        """The words that run a command on a host."""
+        return ["ip", "netns", "exec", self._names[host], *command]
+
+    def start_ray(self) -> None:
+        """Start the nodes that do not run: both, or the second one after the wire was cut."""
+        for host, address in enumerate(ADDRESSES):
+            if host in self._nodes and self._nodes[host].poll() is None:
+                continue
+            place = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+            place = [f"--address={ADDRESSES[0]}:{PORT}"] if host else place
+            words = ["start", *place, f"--node-ip-address={address}", "--num-cpus=4", "--block"]
+            code = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
+            with open(self._folder / f"ray_{host}.log", "wb") as log:
+                self._nodes[host] = self._start(host, ["-c", code, *words, "--object-store-memory=200000000"], log, log)
+            self._wait_for_nodes(host + 1)
+
+    def _wait_for_nodes(self, count: int) -> None:
+        code = f"import ray, sys; ray.init(); sys.exit(sum(n['Alive'] for n in ray.nodes()) != {count})"
+        end = time.monotonic() + 120
+        while True:
+            asked = self.on(0, sys.executable, "-c", code)
+            done = subprocess.run(asked, env=self.environment(), capture_output=True, check=False)
+            if done.returncode == 0:
+                return
+            assert time.monotonic() < end, done.stderr.decode()[-2000:]
+
+    def _start(
+        self, host: int, words: list[str], out: IO[bytes], err: IO[bytes], **env: str
+    ) -> subprocess.Popen[bytes]:
+        command = self.on(host, sys.executable, *words)
+        started = subprocess.Popen(
+            command, stdout=out, stderr=err, cwd=self._folder, env=self.environment() | env, start_new_session=True
+        )
+        self._started.append(started)
+        return started
+
+    def run(self, folder: Path, *words: str, **env: str) -> Command:
+        """Start `embodyrl WORDS` on the first host."""
+        out, err = folder / "stdout.txt", folder / "stderr.txt"
+        with open(out, "wb") as out_file, open(err, "wb") as err_file:
+            process = self._start(0, ["-m", "embodyrl.cli.main", *words], out_file, err_file, **env)
+        return Command(process, out, err)
+
+    def stop(self) -> None:
+        """Kill all that runs on them."""
+        for name in self._names:
+            held = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in held.stdout.split():
+                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+        for process in self._started:
+            process.wait()
+        self._session.cleanup()
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Hosts]:
+    """Make both hosts with a Ray node each; everything goes away at the end."""
+    names = (f"embodyrl-{os.getpid()}-a", f"embodyrl-{os.getpid()}-b")
+    for name in names:
+        _ip("netns", "add", name)
+    try:
+        ends = tuple(_device(name) for name in names)
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", "wire", "up")
+        wire = Wire(ends)  # pyright: ignore[reportArgumentType]
+        wire.start()
+        hosts = Hosts(folder, wire, names)
+        try:
+            hosts.start_ray()
+            yield hosts
+        finally:
+            hosts.stop()
+            wire.close()
+    finally:
+        for name in names:
+            _ip("netns", "del", name)
