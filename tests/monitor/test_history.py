@@ -6,6 +6,7 @@ import pytest
 from run_files import write_run, write_video
 
 from embodyrl.errors import ConfigError
+from embodyrl.monitor import history
 from embodyrl.monitor.history import newest_values, read_history, read_rows
 from embodyrl.monitor.report.page import write_report
 
@@ -42,10 +43,10 @@ def test_the_newest_values_of_a_long_run_cost_a_few_rows(tmp_path, monkeypatch):
     lines = [json.dumps({"step": step} | ({"eval/return": step} if step % 50 == 0 else {})) for step in range(LONG)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2000, "eval/return"']))
     parsed: list[object] = []
-    loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    parse = history.from_json
+    monkeypatch.setattr(history, "from_json", lambda line, **how: parsed.append(line) or parse(line, **how))
     assert newest_values(tmp_path / "metrics.jsonl", ("step", "eval/return")) == [1999, 1950]
-    assert len(parsed) < 10
+    assert 0 < len(parsed) < 10
     assert newest_values(tmp_path / "metrics.jsonl", ("nothing",)) == [None]
     assert newest_values(tmp_path / "no_file", ("step",)) == [None]
 
@@ -67,5 +68,5 @@ def test_a_report_of_a_long_run_looks_at_each_value_a_few_times(tmp_path):
         write_report([run], tmp_path / "report.html")
     finally:
         sys.setprofile(None)
-    assert looks < 10 * LONG * len(row)
+    assert looks < 5 * LONG * len(row)
     assert (tmp_path / "report.html").stat().st_size < 2 << 20
