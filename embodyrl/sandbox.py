@@ -17,6 +17,8 @@ from pathlib import Path
 MEMORY = 512 * 2**20
 SECONDS = 4.0
 _GRACE_S = 10.0
+_REACHES = (("the network", "import socket; socket.socket()"), ("other files", "open('../there', 'w').close()"))
+"""What a kernel without Landlock or filters of system calls leaves open to a program; tried for real."""
 _RUNNER = Path(__file__).with_name("sandboxed.py")
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {
@@ -76,7 +78,8 @@ def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     """Run a program; returns whether it ended well and what it printed last (the last line of the error otherwise).
 
     See `confinement` for what holds it. It has `seconds` of wall and processor time, 512 MiB, an empty folder that is
-    removed, no environment and no input, starts no process and no thread, and writes no file (nor output) above 1 MiB.
+    removed, no environment, no input and no network, starts no process and no thread, and writes into its folder only:
+    at most 64 files, its output included, of at most 1 MiB.
     """
     ((_, code, said),) = _carry_out(source, [""], seconds=seconds, each=seconds)
     if code is None:
@@ -125,7 +128,9 @@ def confinement() -> tuple[bool, str]:
     if _bubblewrap():
         return True, f"bubblewrap (no network, read-only files, home hidden) and limits, {who}"
     why = "may not create namespaces here" if shutil.which("bwrap") else "is not installed"
-    return False, f"limits of time, memory, output and processes, {who}; bubblewrap {why}"
+    reached = [what for what, source in _REACHES if run_python(source, seconds=SECONDS)[0]]
+    beyond = f"reaching {' and '.join(reached)}" if reached else "no network, files of its own only"
+    return False, f"limits of time, memory, output and processes, {beyond}, {who}; bubblewrap {why}"
 
 
 @functools.cache

@@ -16,14 +16,14 @@ from embodyrl.conversation import Answer
 from embodyrl.rewards.functions import code
 from embodyrl.rewards.judge import build_judge
 from embodyrl.rewards.settings import JudgeSettings
-from embodyrl.sandbox import confinement, run_python
+from embodyrl.sandbox import confinement, run_python, run_tests
 
 
 @pytest.fixture(autouse=True, params=["limits", "bubblewrap"])
 def held(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With and without bubblewrap, where it is installed; no folder of a program is left."""
-    if request.param == "bubblewrap" and not confinement()[0]:
-        pytest.skip(confinement()[1])
+    if request.param == "bubblewrap" and not sandbox._bubblewrap():
+        pytest.skip("bubblewrap does not work here")
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -151,3 +151,32 @@ def test_a_long_source_is_run():
 def test_a_program_sees_no_environment(monkeypatch):
     monkeypatch.setenv("A_SECRET", "value")
     assert run_python("import os; print('A_SECRET' in os.environ)", seconds=20) == (True, "False\n")
+
+
+def test_a_program_reaches_nothing_but_its_folder(tmp_path: Path):
+    """What would stay behind it, take memory beside its limit, hit other programs, or leave the machine."""
+    shared = "import ctypes, os, socket, time\nlibc = ctypes.CDLL(None)\n"
+    attacks = [
+        f"open('{tmp_path}/left', 'w')",
+        "open('/dev/shm/embodyrl-left', 'w')",
+        "os.mkdir('deeper')",
+        "os.chmod('.', 0o777)",
+        "os.kill(-1, 9)",
+        "os.memfd_create('beside the limit')",
+        "socket.socket()",
+        "kept = [os.open('f', os.O_CREAT | os.O_RDWR) for k in range(100)]",
+        "end = time.monotonic() + 1\nfor k in range(100): open(str(k), 'w')\nwhile time.monotonic() < end: pass",
+        "assert libc.shmget(0, 1 << 26, 0o600) >= 0",
+        "assert libc.unshare(0x10000000) == 0",
+    ]
+    tmp_path.chmod(0o777)
+    passed = run_tests(shared, ["assert libc.getpid() > 0", *attacks], seconds=60)
+    assert [True, *[False] * len(attacks)] == passed, [a for a, p in zip(attacks, passed[1:], strict=True) if p]
+    assert not (tmp_path / "left").exists()
+    assert not Path("/dev/shm/embodyrl-left").exists()
+
+
+def test_what_a_program_may_do_all_the_same():
+    source = "open('f', 'w').write('4'); open('/dev/null', 'w').write('x'); import asyncio, os\n"
+    source += "asyncio.run(asyncio.sleep(0)); print(open('f').read()); os.remove('f')"
+    assert run_python(source, seconds=20) == (True, "4\n")
