@@ -56,16 +56,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(404, "text/plain", b"no such page")
 
     def do_POST(self) -> None:
-        size = int(self.headers.get("Content-Length") or 0)
+        size = int(said) if (said := self.headers.get("Content-Length") or "0").isdecimal() else -1
+        token = (self.headers.get("X-Token") or "").encode()
         act = self.server.posts.get(self.path)
-        if not self._is_ours() or not secrets.compare_digest(self.headers.get("X-Token") or "", self.server.token):
+        if not self._is_ours() or not secrets.compare_digest(token, self.server.token.encode()):
             self._reply(403, "text/plain", b"not from this page")
         elif act is None or not 0 <= size <= _LONGEST:
             self._reply(404, "text/plain", b"no such action")
         else:
             try:
                 self._reply(200, *act(json.loads(self.rfile.read(size) or b"{}")))
-            except (EmbodyError, ValueError, TypeError, KeyError) as error:
+            except (EmbodyError, ValueError, TypeError, KeyError, RecursionError) as error:
                 self._reply(400, "text/plain", str(error).encode())
 
     def _is_ours(self) -> bool:

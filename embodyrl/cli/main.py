@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from embodyrl.cli.commands import COMMANDS, overview
-from embodyrl.cli.output import no_collecting
+from embodyrl.cli.output import no_collecting, printable
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, masked
 from embodyrl.files import has_room
 from embodyrl.registry import closest
@@ -142,7 +142,7 @@ def _report(lines: list[str], arguments: list[str]) -> None:
 def _tell(line: str) -> None:
     """Write a line to standard error, if anybody is there."""
     with contextlib.suppress(OSError):
-        print(masked(line), file=sys.stderr, flush=True)
+        print(printable(masked(line)), file=sys.stderr, flush=True)
 
 
 def _open_streams() -> None:

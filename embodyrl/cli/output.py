@@ -8,9 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def printable(text: str) -> str:
+    """Text for a terminal: others wrote parts of it, and control characters would be carried out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
     """Print `data` with `--json`, `lines` without."""
-    print(json.dumps(data, indent=2, default=str) if args.json else "\n".join(lines))
+    print(json.dumps(data, indent=2, default=str) if args.json else printable("\n".join(lines)))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodyrl.cli.output import show_result
+from embodyrl.cli.output import printable, show_result
 from embodyrl.cli.runs import find_run, is_running, latest_run
 from embodyrl.config.trust import TRUST
 from embodyrl.errors import CheckFailedError, ConfigError
@@ -124,7 +124,7 @@ def picture(history: History) -> RenderableType:
     from rich.text import Text
 
     episodes = [e for evaluation in history.evaluations for e in evaluation.episodes]
-    names = {e.task_id: e.task for e in episodes}
+    names = {e.task_id: printable(e.task) for e in episodes}
     if said := list(sample_lines(_talk(history))):
         return Group(_numbers(history, episodes, names), Text("\n".join(["replies", *said])))
     return _numbers(history, episodes, names)
@@ -147,12 +147,14 @@ def _numbers(history: History, episodes: Sequence[EpisodeRow], names: Mapping[in
     if not history.rows:
         known = any(e.success_once is not None for e in episodes)
         table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=history.name)
-        for task in [*dict.fromkeys(names.values()), None]:
-            table.add_row(task or "all tasks", str(score_of([e for e in episodes if task in (None, e.task)])))
+        for task in [*dict.fromkeys(e.task for e in episodes), None]:
+            table.add_row(
+                printable(task or "all tasks"), str(score_of([e for e in episodes if task in (None, e.task)]))
+            )
         return table
     tasks = tuple(names.get(k, "") for k in range(max(names, default=-1) + 1))
     total = int(history.config["runner"]["max_steps"])
-    events = (line[11:] for line in history.text(EVENTS_FILE).splitlines())
+    events = (printable(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
     return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)
 
 

@@ -6,6 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from embodyrl.config.settings import flat
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import METRICS_FILE, newest_values
@@ -32,9 +33,9 @@ def run_folders(output_dir: Path) -> list[Path]:
 def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
     """Return the newest training run of an experiment, or None if there is none."""
     for folder in run_folders(output_dir):
-        saved = read_plain_yaml(folder / "config.yaml")
+        saved = flat(read_plain_yaml(folder / "config.yaml"))
         # An evaluation leaves a run folder too, but nothing to go on from.
-        if saved["runner"]["experiment_name"] == experiment_name and (folder / "checkpoints").is_dir():
+        if saved.get("runner.experiment_name") == experiment_name and (folder / "checkpoints").is_dir():
             return folder
     return None
 

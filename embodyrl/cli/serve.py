@@ -3,8 +3,8 @@
 import argparse
 import json
 import sys
-from functools import partial
 
+from embodyrl.cli.output import printable
 from embodyrl.cli.run import compose_with_ckpt, only_look
 from embodyrl.errors import ConfigError
 from embodyrl.plan.roots import ServeConfig
@@ -23,7 +23,9 @@ def serve(args: argparse.Namespace) -> int:
         return 0
     from embodyrl.commands.serve import serve as start
 
-    say = partial(print, file=sys.stderr if args.json else sys.stdout, flush=True)
+    def say(line: str) -> None:
+        print(printable(line), file=sys.stderr if args.json else sys.stdout, flush=True)
+
     say(f"embodyrl {__version__} · serve · Ctrl-C ends it")
 
     def ready(url: str) -> None:

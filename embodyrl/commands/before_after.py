@@ -13,7 +13,7 @@ import numpy as np
 from embodyrl.commands.eval_result import EvalResult, summarise
 from embodyrl.commands.evaluate import ACTIONS_FILE, film_stem
 from embodyrl.files import write_atomically
-from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_rows
+from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes, read_table
 from embodyrl.monitor.side_by_side import join_side_by_side
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import eval_episodes
@@ -27,11 +27,9 @@ Say = Callable[[str], None]
 
 def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
     """A validation that an earlier process of this run finished, from its files; None: there is none."""
-    table = folder / "eval.json"
-    rows = _rows(folder)
-    if not rows or not table.is_file():
+    rows, saved = read_episodes(folder / EPISODES_FILE), read_table(folder)
+    if not rows or not saved:
         return None
-    saved = json.loads(table.read_text(encoding="utf-8"))
     spent = Tally(wall_s=saved["wall_s"], env_steps=saved["env_steps"])
     return summarise(rows, RolloutResult(dropped=saved["dropped"], tally=spent), env, folder)
 
@@ -82,7 +80,7 @@ def film(
     played = workers.scheduler.collect(again)
     for problem in dict.fromkeys(played.video_problems):
         say(f"recording failed: {problem}")
-    rows = {row.episode: row for row in _rows(result.folder)}
+    rows = {row.episode: row for row in read_episodes(result.folder / EPISODES_FILE)}
     films: dict[int, str] = {}
     for episode in played.episodes:
         number = episode.spec.episode_id
@@ -103,7 +101,7 @@ def film_changes(
     choice = blueprint.config(EvalConfig).video
     if not choice.startswith("changed:") or not all((end.folder / ACTIONS_FILE).is_file() for end in ends):
         return ends
-    before, after = (_rows(end.folder) for end in ends)
+    before, after = (read_episodes(end.folder / EPISODES_FILE) for end in ends)
     wanted = telling_episodes(before, after, int(choice.removeprefix("changed:")))
     videos.mkdir(parents=True, exist_ok=True)
     first, last = (film(blueprint, workers, end, wanted, videos, say) for end in ends)
@@ -129,7 +127,3 @@ def compare_recordings(
             continue
         joined.append(out)
     return joined
-
-
-def _rows(folder: Path) -> list[EpisodeRow]:
-    return [EpisodeRow.from_json(raw) for raw in read_rows(folder / EPISODES_FILE)]

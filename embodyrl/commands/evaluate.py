@@ -25,7 +25,7 @@ from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import write_atomically
-from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_history, read_rows
+from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history
 from embodyrl.monitor.paired import pair_suites
 from embodyrl.monitor.samples import pick_samples, sample_lines
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
@@ -126,7 +126,7 @@ def run_evaluation(
     folder.mkdir(parents=True, exist_ok=True)
     if cfg.video != "none":
         _check_writable(videos)
-    rows = [EpisodeRow.from_json(raw) for raw in read_rows(folder / EPISODES_FILE)] if resume else []
+    rows = read_episodes(folder / EPISODES_FILE) if resume else []
     # Anew, because the last row of a killed process may be cut.
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
     suites = blueprint.env.suites or ("",) * len(blueprint.env.tasks)
@@ -160,7 +160,7 @@ def run_evaluation(
     for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
         warn(line)
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
-    write_atomically(folder / "eval.json", json.dumps(table, indent=2) + "\n")
+    write_atomically(folder / TABLE_FILE, json.dumps(table, indent=2) + "\n")
     return result
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.files import write_atomically
-from embodyrl.monitor.history import COSTS_FILE, Evaluation, History, read_history, read_rows
+from embodyrl.monitor.history import COSTS_FILE, Evaluation, History, read_history, read_rows, read_table
 from embodyrl.monitor.intervals import Rate, Score
 from embodyrl.monitor.paired import Paired, pair_suites
 from embodyrl.monitor.timing import step_seconds
@@ -41,7 +41,7 @@ def card_of(folder: Path) -> dict[str, Any]:
     history = read_history(folder)
     config, machine = history.config, _machine(history)
     first, last = (history.evaluations[0], history.evaluations[-1]) if history.evaluations else (None, None)
-    tables = [_table(history, evaluation) for evaluation in history.evaluations]
+    tables = [read_table(folder / "eval" / f"step_{e.step:06d}") for e in history.evaluations]
     changed = pair_suites(first.episodes, last.episodes) if first and last and first is not last else []
     return {
         "card": 1,
@@ -163,14 +163,11 @@ def _change(one: Paired) -> dict[str, Any]:
     return {"suite": one.suite, **counts, "p": one.p_value, "text": one.sentence(("first", "last"))}
 
 
-def _table(history: History, evaluation: Evaluation) -> dict[str, Any]:
-    text = history.text(f"eval/step_{evaluation.step:06d}/eval.json")
-    return json.loads(text) if text else {}
-
-
 def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
     """Env steps, and hours: of the attempts that came to their end, or of what the metrics say."""
-    attempts = read_rows(history.folder / COSTS_FILE)
+    kinds = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
+    rows = read_rows(history.folder / COSTS_FILE)
+    attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]
     steps = sum(row.get("env/steps") or 0.0 for row in history.rows)
     steps_s, evaluations_s = (sum(map(step_seconds, history.rows)), sum(t.get("wall_s", 0.0) for t in tables))
     wall = sum(row["wall_s"] for row in attempts) or steps_s or evaluations_s
@@ -188,5 +185,5 @@ def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
 def _protocol_text(protocol: Mapping[str, Any] | None) -> str | None:
     if not protocol:
         return None
-    gaps = "; ".join(protocol["departures"])
-    return f"{protocol['name']}, {'departs: ' + gaps if gaps else 'followed'}"
+    gaps = "; ".join(map(str, protocol.get("departures") or ()))
+    return f"{protocol.get('name')}, {'departs: ' + gaps if gaps else 'followed'}"

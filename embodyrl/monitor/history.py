@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_type_hints
 
 from pydantic_core import from_json
 
@@ -15,6 +16,7 @@ from embodyrl.monitor.intervals import Mean, Rate, Score
 
 EVENTS_FILE = Path("logs") / "events.log"
 EPISODES_FILE = "episodes.jsonl"
+TABLE_FILE = "eval.json"
 METRICS_FILE = "metrics.jsonl"
 COSTS_FILE = "costs.jsonl"
 """Wall and processor seconds of each attempt at a run."""
@@ -48,9 +50,11 @@ class EpisodeRow:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
         """Read one row; fields of other versions are left aside."""
-        values = {name: raw[name] for name in _AS_STORED}
+        values = {name: raw[name] for name in _KINDS}
+        if wrong := [name for name, kind in _KINDS.items() if not isinstance(values[name], kind)]:
+            raise TypeError(*wrong)
         turns = tuple((str(role), str(text)) for role, text in raw.get("conversation", ()))
-        return cls(episode_return=raw["return"], suite=str(raw.get("suite", "")), conversation=turns, **values)
+        return cls(episode_return=float(raw["return"]), suite=str(raw.get("suite", "")), conversation=turns, **values)
 
     @property
     def outcome(self) -> str:
@@ -64,7 +68,12 @@ class EpisodeRow:
         return {name: getattr(self, f.name) for name, f in zip(names, fields(self), strict=True)}
 
 
-_AS_STORED = [f.name for f in fields(EpisodeRow) if f.name not in ("episode_return", "suite", "conversation")]
+_KINDS: Mapping[str, Any] = {
+    name: int | float if kind is float else kind
+    for name, kind in get_type_hints(EpisodeRow).items()
+    if name not in ("episode_return", "suite", "conversation")
+}
+"""What is stored as it is."""
 
 
 def score_of(episodes: Sequence[EpisodeRow]) -> Score:
@@ -121,9 +130,9 @@ class History:
         return self.folder.name
 
     def text(self, name: str | Path) -> str:
-        """Content of a text file of the run; empty if there is none."""
+        """Content of a text file of the run; empty if there is none, or it is a link to one elsewhere."""
         path = self.folder / name
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        return path.read_text(encoding="utf-8", errors="replace") if _is_within(path, self.folder) else ""
 
     def has(self, name: str) -> bool:
         """Whether a metric has a finite value anywhere."""
@@ -144,11 +153,19 @@ class History:
         return next((path for path in places if path.suffix == ".mp4" and _is_video(path)), None)
 
 
+def _is_within(path: Path, folder: Path) -> bool:
+    """Whether it is a file that lies there; the run may be somebody else's, and its links lead to any file."""
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+
+
 def _is_video(path: Path) -> bool:
     if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
         return False
     with path.open("rb") as file:
         return file.read(12)[4:8] == b"ftyp"
+
+
+_NUMBERS = {int, float, NoneType}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -184,8 +201,28 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
     """
     try:
         return sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: a row has no usable {error}; the file is damaged, move it away.") from error
+
+
+def read_table(folder: Path) -> dict[str, Any]:
+    """Sums of an evaluation from the `eval.json` of its folder; empty if there is none.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    path = folder / TABLE_FILE
+    if not path.is_file():
+        return {}
+    try:
+        found = from_json(path.read_bytes())
+        good = all(isinstance(found[name], int | float) for name in ("wall_s", "env_steps", "dropped"))
+        good = good and isinstance(found.get("protocol"), dict | None)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        good = False
+    if not good:
+        raise ConfigError(f"{path}: no table of an evaluation; the file is damaged, move it away.")
+    return found
 
 
 def read_history(folder: Path) -> History:
@@ -195,7 +232,7 @@ def read_history(folder: Path) -> History:
         ConfigError: the folder is no run.
     """
     file = folder / "config.yaml"
-    if not file.is_file():
+    if not _is_within(file, folder):
         raise ConfigError(f"{folder}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs.")
     evaluations = []
     for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}")):
@@ -204,6 +241,6 @@ def read_history(folder: Path) -> History:
     return History(
         folder=folder,
         config=read_plain_yaml(file),
-        rows=tuple(read_rows(folder / METRICS_FILE)),
+        rows=tuple(row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS),
         evaluations=tuple(evaluations),
     )

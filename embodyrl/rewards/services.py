@@ -41,6 +41,10 @@ def find(name: str) -> Reward:
     return RewardModel(folder) if "/" in name and (folder / "config.json").is_file() else REWARDS.get(name)
 
 
+_LONGEST = 1 << 16
+"""Bytes of an answer."""
+
+
 @dataclass(frozen=True)
 class RemoteReward:
     """Posts {prompt, response, reference} as JSON; the answer is a number, or an object with `reward`."""
@@ -54,7 +58,7 @@ class RemoteReward:
         body = json.dumps({"prompt": prompt, "response": response, "reference": reference}).encode()
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as reply:  # the judge's alarm is the deadline
-            value = json.load(reply)
+            value = json.loads(reply.read(_LONGEST))
         return float(value["reward"] if isinstance(value, dict) else value)
 
 

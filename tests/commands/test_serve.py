@@ -141,6 +141,17 @@ def test_the_client_refuses_what_does_not_fit(openpi):
         build(openpi, ENV, protocol="vla_eval")
 
 
+def test_a_server_that_floods_is_cut_off():
+    """And what it says of itself ends up in no message as control characters."""
+    from websockets.sync.server import serve as listen
+
+    with listen(lambda socket: socket.send(b"x" * (17 << 20)), "127.0.0.1", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(EmbodyError, match="the connection is gone"):
+            build(f"ws://127.0.0.1:{server.socket.getsockname()[1]}", ENV)
+        server.shutdown()
+
+
 def test_nobody_listening_is_an_error_with_the_fix():
     with pytest.raises(EmbodyError, match=r"Nobody has listened .* Fix: start the server"):
         build("ws://127.0.0.1:9", ENV, connect_timeout_s=0.3)

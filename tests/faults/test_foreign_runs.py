@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+from run_files import write_run
 from settings import model_of
 
 from embodyrl import files
@@ -173,6 +175,55 @@ def test_a_report_takes_recordings_and_no_other_file(tmp_path):
     for stored in ("/etc/hostname", str(tmp_path / "secret.mp4"), "text.mp4", "link.mp4", "../../secret.mp4"):
         assert history.find_video(stored) is None, stored
     assert history.find_video("elsewhere/good.mp4") == videos / "good.mp4"
+
+
+def test_a_report_follows_no_links_out_of_the_run_and_runs_no_script(tmp_path, monkeypatch, capsys):
+    bang = "<script>alert(1)</script>\x1b]0;owned\x07"
+    run = write_run(tmp_path / "runs" / "theirs")
+    secret = tmp_path / "secret.log"
+    secret.write_text("2026-01-01 error: hunter2\nTraceback (most recent call last):\ncommit hunter2\n")
+    for name in ("logs/events.log", "logs/attempt_1/env_0.log", "env.txt"):
+        (run / name).unlink()
+        (run / name).symlink_to(secret)
+    for file in run.glob("eval/*/episodes.jsonl"):
+        rows = [json.loads(line) | {"task": bang, "suite": bang} for line in file.read_text().splitlines()]
+        rows[0]["conversation"] = [["user", bang], ["assistant", bang]]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "overrides.txt").write_text(bang)
+    assert main(["report", str(run)]) == 0
+    page = (run / "report.html").read_text()
+    assert "hunter2" not in page
+    assert "alert(1)" in page
+    assert "<script>alert" not in page
+    assert main(["view", str(run)]) == 0
+    assert main(["train", f"env={bang}"]) == 2
+    said = capsys.readouterr()
+    assert "\x1b]" not in said.out + said.err
+    (run / "config.yaml").rename(tmp_path / "elsewhere.yaml")
+    (run / "config.yaml").symlink_to(tmp_path / "elsewhere.yaml")
+    assert main(["report", str(run)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("metrics.jsonl", {"step": 3, "actor/loss": [], "eval/success_once": "<b>", "time/step": {}}),
+        ("eval/step_000003/episodes.jsonl", {"task": [1]}),
+        ("eval/step_000003/episodes.jsonl", {"return": "much"}),
+        ("eval/step_000003/eval.json", {"dropped": "all", "wall_s": 1, "env_steps": 1}),
+        ("eval/step_000003/eval.json", {"dropped": 0, "wall_s": 1, "env_steps": 1, "protocol": [0.5]}),
+        ("costs.jsonl", {"wall_s": "long"}),
+    ],
+)
+def test_values_of_another_kind_are_left_out_or_named(file, change, tmp_path, capsys):
+    run = write_run(tmp_path / "theirs")
+    path, name = run / file, change.get("step", "the file is damaged")
+    old = path.read_text().splitlines()[:1] if path.exists() and path.suffix == ".jsonl" else ["{}"]
+    path.write_text(json.dumps(json.loads(old[0]) | change) + "\n")
+    for command in ("report", "view", "card"):
+        code, said = main([command, str(run)]), capsys.readouterr().err
+        assert "unexpected" not in said, said
+        assert (code, str(name) in said) in ((0, False), (2, True)), said
 
 
 @pytest.mark.integration

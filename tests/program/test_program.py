@@ -172,6 +172,8 @@ def test_play_takes_instructions_from_its_own_page_only(run: Path) -> None:
     for code, name, body, headers in (
         (404, "", None, {"Host": "evil.example"}),
         (403, "step", {}, {}),
+        (403, "step", {}, {"X-Token": "\xfc"}),
+        (403, "step", {}, {"Content-Length": "many"}),
         (400, "reset", {"task": 99}, token),
     ):
         with pytest.raises(urllib.error.HTTPError, match=str(code)):

@@ -30,7 +30,8 @@ class Service(BaseHTTPRequestHandler):
         self.send_response(500 if failed else 200)
         self.end_headers()
         value = float("inf") if asked["response"] == "infinite" else value
-        self.wfile.write(json.dumps({"reward": value} if asked["prompt"] == "long" else value).encode())
+        said = {"long": {"reward": value}, "flood": {"pad": "x" * 2**20, "reward": 1.0}}.get(asked["prompt"], value)
+        self.wfile.write(json.dumps(said).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -57,13 +58,14 @@ def ask(response: str, prompt: str = "?") -> Answer:
 def test_a_service_is_asked_and_its_failures_are_counted(service: str):
     judge = build_judge(JudgeSettings(path=service, timeout_s=1.0, workers=2), 8)
     try:
-        found = judge([ask("abcd"), ask("fail"), ask("ab", "long"), ask("hang"), ask("abc"), ask("infinite")])
+        told = [ask("abcd"), ask("fail"), ask("ab", "long"), ask("hang"), ask("abc"), ask("infinite")]
+        found = judge([*told, ask("ab", "flood")])
     finally:
         judge.close()
     assert judge.components == ("remote", "errors")
-    assert [f.reward for f in found] == [1.0, 0.0, 0.5, 0.0, 0.75, 0.0]
-    assert [f.components[-1] for f in found] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    assert [f.success for f in found] == [True, False, False, False, False, False]
+    assert [f.reward for f in found] == [1.0, 0.0, 0.5, 0.0, 0.75, 0.0, 0.0]
+    assert [f.components[-1] for f in found] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    assert [f.success for f in found] == [True, False, False, False, False, False, False]
     assert "500" in str(found[1].problem)
     assert found[3].problem == "no verdict within 1 s"
 

@@ -114,7 +114,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
     events = history.text(EVENTS_FILE).splitlines()
     tails = []
     for path in sorted(history.folder.glob("logs/*/*.log")):
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = history.text(path.relative_to(history.folder))
         if "Traceback (most recent call last)" in text:
             tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))
     return {

@@ -19,6 +19,8 @@ from embodyrl.policies.remote.settings import RemoteSettings
 from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
 
 _RETRY_S = 0.2
+_MOST_BYTES = 1 << 24
+"""Of an answer: a chunk of actions is small."""
 
 
 class RemotePolicy:
@@ -175,7 +177,7 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
             opened = client.connect(
                 cfg.url,
                 compression=None,
-                max_size=None,
+                max_size=_MOST_BYTES,
                 open_timeout=max(left, 1.0),
                 ping_interval=None,  # a server that computes may not answer them; every answer has a deadline anyway
                 proxy=None,
