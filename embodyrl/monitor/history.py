@@ -215,10 +215,10 @@ def read_table(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = from_json(path.read_bytes())
+        found = {"wall_s": 0.0, "env_steps": 0, "dropped": 0} | from_json(path.read_bytes())
         good = all(isinstance(found[name], int | float) for name in ("wall_s", "env_steps", "dropped"))
         good = good and isinstance(found.get("protocol"), dict | None)
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (TypeError, ValueError):
         good = False
     if not good:
         raise ConfigError(f"{path}: no table of an evaluation; the file is damaged, move it away.")
