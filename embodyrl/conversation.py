@@ -19,6 +19,8 @@ class TextRow:
 
     messages: tuple[Message, ...]
     reference: str
+    rejected: str | None = None
+    """Of a pair of answers the worse one; `reference` is the better."""
 
 
 _TURN, _ROLE = "\x1e", "\x1f"
@@ -35,6 +37,11 @@ def split_messages(instruction: str) -> tuple[Message, ...]:
         return (Message(role="user", content=instruction),)
     turns = (turn.partition(_ROLE) for turn in instruction.split(_TURN)[1:])
     return tuple(Message(role=role, content=content) for role, _, content in turns)
+
+
+def join_pair(better: str, worse: str) -> str:
+    """Write two answers as one text; `split_messages` reads them back as two replies."""
+    return join_messages([Message(role="assistant", content=text) for text in (better, worse)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,6 +173,8 @@ class PolicySpec(Footprint):
     """Drawn actions depend on the weights as a differentiable function (`policies.protocol.SoftActor`)."""
     reply_bytes: int = 0
     """UTF-8 bytes kept of what a chunk says in words; 0: it says nothing."""
+    rates: bool = False
+    """Its value head, trained alone, is a reward model that `reward.path` can name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

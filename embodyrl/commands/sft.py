@@ -23,7 +23,8 @@ from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.supervised import SupervisedActors, start_supervised
 from embodyrl.types import IntArray
-from embodyrl.workers.messages import ImitateRequest, LoadRequest
+from embodyrl.workers.messages import POLICY_FOLDER, ImitateRequest, LoadRequest
+from embodyrl.workers.settings import Objective
 
 LOG_EVERY = 10
 """Optimizer steps per row of metrics."""
@@ -88,6 +89,7 @@ class _Sft:
                 seed=self.cfg.seed,
                 gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
                 fresh_heads=True,
+                value_dim=int(self.cfg.objective.rates),
             )
             try:
                 actors = start_supervised(
@@ -125,7 +127,9 @@ class _Sft:
         for line in (
             f"run        {root}",
             f"checkpoint {checkpoint}",
-            f"next       embodyrl eval ckpt={root} · embodyrl train ckpt={root} · embodyrl report {root}",
+            f"next       embodyrl train reward.path={checkpoint / POLICY_FOLDER} · embodyrl report {root}"
+            if self.cfg.objective.rates
+            else f"next       embodyrl eval ckpt={root} · embodyrl train ckpt={root} · embodyrl report {root}",
         ):
             self.monitor.text(line)
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)
@@ -213,7 +217,8 @@ class _Sft:
             with actors.holding(samples, rows[start : start + size]) as tickets:
                 done = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
             sums = {key: value + done.metrics[key] for key, value in sums.items()}
-        return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/token_accuracy": sums["accuracy"] / len(rows)}
+        right = "token_accuracy" if self.cfg.objective.name is Objective.imitation else "accuracy"
+        return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/{right}": sums["accuracy"] / len(rows)}
 
     def _save(self, actors: SupervisedActors) -> Path:
         meta = {"model": self.material.policy.name, "data": self.cfg.data.path}

@@ -12,7 +12,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, RecordLayout, encode_instruction, encode_reply, record_layout
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import join_messages
+from embodyrl.conversation import join_messages, join_pair
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, check_layout, join_demonstrations, load_demonstrations
 from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
@@ -27,6 +27,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, PolicySpec
 from embodyrl.workers.rollout_worker import convert_gripper
+from embodyrl.workers.settings import Objective
 
 STATISTICS_FILE = "dataset_statistics.json"
 """Where the public layout of vision-language-action models keeps what -1 and 1 stand for."""
@@ -57,6 +58,7 @@ class Samples:
         arena[Record.observed_state][record] = demos.state[step]
         arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
         arena[Record.action][record] = self.actions[row]
+        arena[Record.success][record] = demos.success[step]
         if self.replies:
             arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])
 
@@ -92,19 +94,33 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
     Raises:
         EmbodyError: data are missing, damaged or too large, or do not fit the model.
     """
-    return _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
+    material = _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
+    if cfg.objective.rates and not material.policy.rates:
+        raise ConfigError(
+            f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot become a reward model. Use "
+            "model=causal_lm with all weights (model.is_lora=false) for text, model=cnn or mlp for robots."
+        )
+    seen = material.train.demos.success
+    if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
+        raise ConfigError(
+            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, so there is nothing to tell "
+            "apart. Collect with collect.filter=all; data of other programs do not say what succeeded."
+        )
+    return material
 
 
 def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     env = read_card(resolve_asset(str(cfg.data.path))).env
     factory = POLICIES.get(cfg.model.model_type)
     key = getattr(cfg.model, "unnorm_key", None) or env.unnorm_key or env.name
+    if cfg.model.weights is None:
+        return _from_nothing(cfg, env)
     source = start_model(cfg)
     # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
     # statistics will do.
     action, state = (np.zeros((1, size), np.float32) for size in (env.action_dim, env.state_dim))
     model = with_statistics(cfg.model, source, folder, key, data_statistics(action, state, env, 0))
-    spec = factory.spec(model, env, 0)
+    spec = factory.spec(model, env, int(cfg.objective.rates))
     if problems := mismatches(env, spec):
         raise ConfigError(problems)
     train, validation = load_samples(cfg, env, spec)
@@ -113,6 +129,21 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     entry = data_statistics(train.actions[:, 0], demos.state[steps], env, episodes)
     model = with_statistics(cfg.model, source, folder, key, entry)
     return Material(env=env, policy=spec, model=model, train=train, validation=validation)
+
+
+def _from_nothing(cfg: SftConfig, env: EnvSpec) -> Material:
+    """A policy that starts at random and wants no statistics.
+
+    Raises:
+        ConfigError: it has no weights at all, or does not fit the data.
+    """
+    spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, int(cfg.objective.rates))
+    if not spec.num_parameters:
+        start_model(cfg)  # says so
+    if problems := mismatches(env, spec):
+        raise ConfigError(problems)
+    train, validation = load_samples(cfg, env, spec)
+    return Material(env=env, policy=spec, model=cfg.model, train=train, validation=validation)
 
 
 def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
@@ -225,7 +256,9 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     assert cfg.data.path is not None
     ranks = count_ranks(cfg)
     where = f" on {ranks} actor ranks" if ranks > 1 else ""
-    training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} samples{where}")
+    what = "pairs" if cfg.objective.of_pairs else "samples"
+    aim = f" · objective {cfg.objective.name}" if cfg.objective.name is not Objective.imitation else ""
+    training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} {what}{where}{aim}")
     if isinstance(cfg.data, RowSettings):
         rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
         return [
@@ -244,7 +277,7 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     return [
         ("data", f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {card.env.name}"),
         ("frames", f"{cameras} · augmentation {'on' if augments(cfg) else 'off'}"),
-        ("model", f"{start_model(cfg)} · {cfg.model.precision_name}"),
+        ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         training,
     ]
 
@@ -259,7 +292,7 @@ def _text(cfg: SftConfig) -> Material:
     space = ActionSpace(kind=ActionKind.text)
     env = EnvSpec(name="text", action_dim=1, tasks=("text",), states_per_task=(1,), action_space=space)
     model = cfg.model.updated({"num_action_chunks": 1})
-    policy = POLICIES.get(cfg.model.model_type).spec(model, env, 0)
+    policy = POLICIES.get(cfg.model.model_type).spec(model, env, int(cfg.objective.rates))
     if ActionKind.text not in policy.action_kinds:
         raise ConfigError(
             f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
@@ -285,5 +318,5 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
         stop=steps + 1,
         instruction=np.array([join_messages(row.messages) for row in chosen], object),
     )
-    replies = [row.reference for row in chosen]
+    replies = [row.reference if row.rejected is None else join_pair(row.reference, row.rejected) for row in chosen]
     return Samples(demos=demos, steps=steps, actions=np.zeros((len(part), 1, 1), np.float32), replies=replies)

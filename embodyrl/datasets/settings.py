@@ -54,3 +54,12 @@ class RowSettings(DataSettings):
     """System message in front of each prompt."""
     max_prompt_length: Count | None = 512
     """Longer prompts, in tokens of the model without its chat template, are left out; null: all stay."""
+
+
+class PairSettings(RowSettings):
+    """Rows of text with two answers of which one is better."""
+
+    answer_key: str = "chosen"
+    """Column of the better answer: text, or a conversation whose last message it is; a.b is b within a column a."""
+    rejected_key: str = "rejected"
+    """Column of the worse answer, likewise."""

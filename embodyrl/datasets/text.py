@@ -12,7 +12,7 @@ import numpy as np
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import Message, TextRow, join_messages
-from embodyrl.datasets.settings import RowSettings
+from embodyrl.datasets.settings import PairSettings, RowSettings
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
 from embodyrl.registry import Registry, takes
@@ -163,16 +163,19 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
 
 def _row(raw: Any, cfg: RowSettings, where: str) -> TextRow:
     if isinstance(raw, TextRow):
+        if isinstance(cfg, PairSettings) and raw.rejected is None:
+            raise ConfigError(f"{where}: has no worse answer; give TextRow(..., rejected=...).")
         return raw
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: expected an object with columns, found {str(raw)[:60]!r}.")
-    for key, option in ((cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")):
+    columns = [(cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")]
+    columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
+    for key, option in columns:
         if _column(raw, key) is None:
             raise ConfigError(
                 f"{where}: no column '{key}'. It has {', '.join(map(str, raw))}; set data.{option} to one of them."
             )
-    answer = _column(raw, cfg.answer_key)
-    reference = answer if isinstance(answer, str) else json.dumps(answer)
+    reference = _answer(_column(raw, cfg.answer_key))
     if cfg.answer_pattern is not None:
         match = re.search(cfg.answer_pattern, reference)
         if match is None:
@@ -182,7 +185,16 @@ def _row(raw: Any, cfg: RowSettings, where: str) -> TextRow:
             )
         reference = match[1].strip() if match.groups() else match[0].strip()
     system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
-    return TextRow(messages=system + _messages(_column(raw, cfg.prompt_key), cfg, where), reference=reference)
+    rejected = _answer(_column(raw, cfg.rejected_key)) if isinstance(cfg, PairSettings) else None
+    messages = system + _messages(_column(raw, cfg.prompt_key), cfg, where)
+    return TextRow(messages=messages, reference=reference, rejected=rejected)
+
+
+def _answer(value: Any) -> str:
+    """A text, the last message of a conversation, or anything else as JSON."""
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
+        value = value[-1]["content"]
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _column(raw: Mapping[str, Any], key: str) -> Any:

@@ -7,7 +7,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import Path, Settings
+from embodyrl.envs.learned import LearnedReward, is_learned
 from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec, FloatArray, ObservationOut
 
@@ -20,7 +22,8 @@ class StepRewardSettings(Settings):
     """What an env step earns."""
 
     path: Path | None = None
-    """package.module:function of a RewardStep -> number or named numbers; default the simulator's own reward."""
+    """package.module:function of a RewardStep -> number or named numbers, or the folder of a reward model that
+    `embodyrl sft objective.name=success` trained; default the simulator's own reward."""
     mode: RewardMode = RewardMode.replace
     """replace: what reward.path returns counts instead of the simulator's reward; add: beside it."""
     weights: dict[str, float] = {}
@@ -96,6 +99,16 @@ STEP_REWARDS: Registry[StepFunction] = Registry(
 )
 
 
+def find_reward(path: str) -> StepFunction:
+    """The function at package.module:function, or the weights in a folder.
+
+    Raises:
+        UnknownNameError: neither is there.
+    """
+    folder = resolve_asset(path)
+    return LearnedReward(folder) if is_learned(folder) else STEP_REWARDS.get(path)
+
+
 class StepReward:
     """`reward.path`, looked up but not called."""
 
@@ -106,7 +119,7 @@ class StepReward:
             UnknownNameError: there is none at that path.
         """
         assert cfg.path is not None
-        self._function = STEP_REWARDS.get(cfg.path)
+        self._function = find_reward(cfg.path)
         self._names = tuple(getattr(self._function, "components", (cfg.path.rpartition(":")[2],)))
         self._adds = cfg.mode is RewardMode.add
         self.components = (*self._names, *([SIMULATOR] if self._adds else []), ERRORS)
@@ -139,7 +152,7 @@ def reward_problems(cfg: StepRewardSettings) -> list[str]:
     """What is wrong with `reward.path` and its weights, one line each; the function is looked up, never called."""
     if cfg.path is None:
         return []
-    if found := STEP_REWARDS.problems([cfg.path], "reward.path"):
+    if not is_learned(resolve_asset(cfg.path)) and (found := STEP_REWARDS.problems([cfg.path], "reward.path")):
         return found
     known = StepReward(cfg).components[:-1]
     wrong = [name for name in cfg.weights if name not in known]

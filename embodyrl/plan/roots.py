@@ -14,7 +14,7 @@ from embodyrl.cluster.protocol import LauncherSettings
 from embodyrl.cluster.settings import ActingFaults, StepTimeout
 from embodyrl.config.placement import parse_placement
 from embodyrl.config.settings import Index, Path, Settings, spell
-from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, RowSettings
+from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
 from embodyrl.datasets.text import holds_text
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv
@@ -42,7 +42,15 @@ from embodyrl.plan.slots import slot_problems, staleness_problems
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.rewards.settings import JudgeSettings
-from embodyrl.workers.settings import ActingSettings, ActorSettings, LearnedActorSettings, SupervisedActorSettings
+from embodyrl.workers.settings import (
+    PAIRED,
+    ActingSettings,
+    ActorSettings,
+    LearnedActorSettings,
+    Objective,
+    ObjectiveSettings,
+    SupervisedActorSettings,
+)
 
 R = TypeVar("R", bound="Root")
 
@@ -167,13 +175,18 @@ class SftConfig(RunConfig):
     runner: SupervisedRunSettings = SupervisedRunSettings()
     launcher: LauncherSettings
     data: DataSettings = DataSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
     actor: SupervisedActorSettings = SupervisedActorSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     faults: SupervisedFaults = SupervisedFaults()
 
     def problems(self) -> Iterator[str]:
-        """Say which ranks there cannot be."""
-        return _ranks(self)
+        """Say which ranks there cannot be, and which data an objective wants."""
+        yield from _ranks(self)
+        wanted = PairSettings if self.objective.of_pairs else DemonstrationSettings
+        if self.objective.name is not Objective.imitation and not isinstance(self.data, wanted) and self.data.path:
+            kind = "rows of text with two answers" if self.objective.of_pairs else "episodes that `collect` wrote"
+            yield f"objective.name={self.objective.name} learns from {kind}; data.path={self.data.path} holds others."
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what is about simulators."""
@@ -202,6 +215,7 @@ class DaggerConfig(CollectConfig, SftConfig):
         """Name what every round sets."""
         yield "collect.labels", "the expert labels in every round"
         yield "collect.filter", "failures are labelled too"
+        yield "objective.name", "labels are imitated"
         yield "runner.resume_dir", "the same command goes on with the first round that is not complete"
 
 
@@ -241,7 +255,9 @@ def _algorithm(values: Mapping[str, Any]) -> type[Settings]:
 
 
 def _data(values: Mapping[str, Any]) -> type[Settings]:
-    return RowSettings if holds_text(str(values.get("data.path", ""))) else DemonstrationSettings
+    if not holds_text(str(values.get("data.path", ""))):
+        return DemonstrationSettings
+    return PairSettings if values.get("objective.name") in PAIRED else RowSettings
 
 
 SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] = {

@@ -62,9 +62,16 @@ class RemoteReward:
         return float(value["reward"] if isinstance(value, dict) else value)
 
 
+VALUE_FILE = "value_head/model.safetensors"
+"""In the folder of a language model that `embodyrl sft objective.name=preference` trained."""
+
+
 @dataclass
 class RewardModel:
-    """A sequence classifier with one output, which is the reward; reads the dialogue through its chat template."""
+    """A sequence classifier with one output, which is the reward; reads the dialogue through its chat template.
+
+    Or a language model with a value head, which is asked where its own next reply would begin.
+    """
 
     folder: Path
     components = ("model",)
@@ -76,12 +83,18 @@ class RewardModel:
             CheckpointError: the folder holds no such model.
         """
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
         options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
         self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, **options)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(self.folder, use_safetensors=True, **options)
-        if model.config.num_labels != 1:
+        self._head: Any = None
+        kind: Any = AutoModelForSequenceClassification
+        if (self.folder / VALUE_FILE).is_file():
+            from safetensors.torch import load_file
+
+            kind, self._head = AutoModelForCausalLM, load_file(self.folder / VALUE_FILE)
+        model: Any = kind.from_pretrained(self.folder, use_safetensors=True, dtype=torch.float32, **options)
+        if self._head is None and model.config.num_labels != 1:
             raise CheckpointError(f"{self.folder}: a reward model has 1 output, this one {model.config.num_labels}.")
         self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
@@ -92,6 +105,11 @@ class RewardModel:
         if self._tokenizer.chat_template is None:
             ids = self._tokenizer(prompt + response, return_tensors="pt")["input_ids"]
         else:
-            ids = self._tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=False)
+            begins = {} if self._head is None else {"add_generation_prompt": True}
+            ids = self._tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=False, **begins)
         with torch.no_grad():
-            return float(self._model(input_ids=ids.to(self._model.device)).logits)
+            ids = ids.to(self._model.device)
+            if self._head is None:
+                return float(self._model(input_ids=ids).logits)
+            last = self._model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1].cpu()
+            return float(last @ self._head["weight"][0] + self._head["bias"][0])

@@ -112,6 +112,7 @@ def start_supervised(
     meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
     init = PolicyHostInit(
         model=model,
+        objective=cfg.objective,
         actor=cfg.actor,
         seed=cfg.seed,
         deterministic=cfg.runner.deterministic,

@@ -1,28 +1,36 @@
 """The loss of supervised training: observations and what to imitate at each lie in records, as in RL."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from embodyrl.algorithms.losses import preference_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, decode_instruction
-from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
-from embodyrl.types import FloatArray, ImitationScores, IntArray
+from embodyrl.conversation import Message, join_messages, split_messages
+from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, weights_changed
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 from embodyrl.workers.augment import augment, draw
 from embodyrl.workers.messages import ImitateRequest
 from embodyrl.workers.rollout_worker import read_observation
+from embodyrl.workers.settings import Objective, ObjectiveSettings
 from embodyrl.workers.training import InParts, Trainer, deal
 
 
 class ImitationWorker:
     """One rank that lets its policy imitate records of the arena."""
 
-    def __init__(self, trainer: Trainer, arena: Arena) -> None:
+    def __init__(
+        self, trainer: Trainer, arena: Arena, objective: ObjectiveSettings, reference: Policy | None = None
+    ) -> None:
         self._trainer = trainer
         self._policy = trainer.policy
         self._arena = arena
+        self._objective = objective
+        self._reference = reference
 
     def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
         """Take one optimizer step on the mean loss of the records, or measure its sum.
@@ -64,7 +72,54 @@ class ImitationWorker:
         if draws is not None:
             device = next(self._policy.module.parameters()).device
             obs = replace(obs, images=augment(obs.images, draws, device))
+        match self._objective.name:
+            case Objective.dpo:
+                return self._prefer(obs, records)
+            case Objective.preference:
+                return self._rank(obs, records)
+            case Objective.success:
+                return self._recognise(obs, records)
         return self._policy.imitate(obs, self._targets(records))
+
+    def _prefer(self, obs: Observation, records: IntArray) -> ImitationScores:
+        """DPO: log-ratios to the reference of whole answers, the better of each pair against the worse."""
+        assert self._reference is not None, "no reference policy was built"
+        assert isinstance(self._policy, TextPolicy)
+        both, tokens = _twice(obs, obs.instructions), self._policy.encode_replies(self._pairs(records))
+        with torch.no_grad():
+            reference = self._reference.score(both, tokens).logprob.sum(1)
+        ratio = self._objective.beta * (self._policy.score(both, tokens).logprob.sum(1) - reference)
+        return self._compared(ratio)
+
+    def _rank(self, obs: Observation, records: IntArray) -> ImitationScores:
+        """Values of conversations that end with the better and with the worse answer, as a judge sees them."""
+        asked = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
+        answers = [Message(role="assistant", content=text) for text in self._pairs(records)]
+        said = tuple(join_messages(turns) for turns in zip(asked, answers, strict=True))
+        return self._compared(self._value(_twice(obs, said)))
+
+    def _recognise(self, obs: Observation, records: IntArray) -> ImitationScores:
+        """Cross-entropy of whether the goal holds after the next action; the value is the log-odds."""
+        value = self._value(obs)
+        label = torch.from_numpy(self._arena[Record.success][records, 0]).to(value.device)
+        loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
+        return ImitationScores(loss=loss, accuracy=((value > 0) == label).float())
+
+    def _pairs(self, records: IntArray) -> list[str]:
+        """The better answers [B], then the worse ones [B]."""
+        pairs = [split_messages(decode_instruction(row)) for row in self._arena[Record.reply][records]]
+        return [pair[place].content for place in (0, 1) for pair in pairs]
+
+    def _compared(self, scores: Tensor) -> ImitationScores:
+        """Scores [2B] of the better answers, then of the worse ones."""
+        better, worse = scores.chunk(2)
+        loss = preference_loss(better, worse, smoothing=self._objective.label_smoothing)
+        return ImitationScores(loss=loss, accuracy=(better > worse).float())
+
+    def _value(self, obs: Observation) -> Tensor:
+        """Value [B] of each observation, with gradients; what would be done there does not matter."""
+        nothing = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
+        return self._policy.score(obs, nothing).value[:, 0]
 
     def _targets(self, records: IntArray) -> FloatArray:
         """Actions [B, K, A]; of text the tokens of the reply."""
@@ -82,3 +137,9 @@ class ImitationWorker:
         return torch.cat(
             [draw(n * cameras, seed).unflatten(1, (n, cameras)) for n, seed in zip(sizes, seeds, strict=True)], 1
         )
+
+
+def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
+    """The observations [B], then again, with the instructions [2B] or [B]."""
+    both = tuple(instructions) * (2 * len(obs) // len(instructions))
+    return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)

@@ -220,7 +220,7 @@ class UpdateRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class ImitateRequest(Request):
-    """Train by supervision on records that hold an observation and the actions, or the reply, to imitate."""
+    """Train by supervision on records that hold an observation and the actions, or the replies, to learn from."""
 
     step: int
     tickets: tuple[Ticket, ...]
@@ -231,7 +231,7 @@ class ImitateRequest(Request):
 
     def reads(self) -> tuple[Use, ...]:
         """See `Request.reads`."""
-        return (Use(self.tickets, (*OBSERVATION, Record.action, Record.reply)),)
+        return (Use(self.tickets, (*OBSERVATION, Record.action, Record.reply, Record.success)),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.policy_init import PolicyHostInit
 from embodyrl.workers.ranks import OneRank, Ranks, halve
 from embodyrl.workers.rollout_worker import RolloutWorker
-from embodyrl.workers.settings import ActorSettings
+from embodyrl.workers.settings import ActorSettings, Objective
 from embodyrl.workers.training import InParts, Trainer, best_device, seed_everything
 from embodyrl.workers.weight_sync import describe_weights, publish, take
 
@@ -60,8 +60,9 @@ class PolicyHost:
             algorithm = None if init.algorithm is None else Algorithm(init.algorithm, init.longest_episode)
             self._ranks = self._open_ranks(half=half)
             reference = None
-            if algorithm is not None and algorithm.needs_reference:
-                reference = self._build_reference(algorithm.settings.reference_path)
+            if init.objective.name is Objective.dpo if algorithm is None else algorithm.needs_reference:
+                said = init.objective if algorithm is None else algorithm.settings
+                reference = self._build_reference(said.reference_path)
                 reference.module.requires_grad_(False)
             self._trainer = Trainer(
                 self.policy,
@@ -72,7 +73,7 @@ class PolicyHost:
                 warmup=0 if algorithm is None else self.policy.spec.warmup_steps,
             )
             if algorithm is None:
-                self._actor = ImitationWorker(self._trainer, self._arena)
+                self._actor = ImitationWorker(self._trainer, self._arena, init.objective, reference)
             elif isinstance(init.algorithm, ReplaySettings):
                 assert isinstance(init.actor, ActorSettings)
                 self._actor = OffPolicyWorker(self._trainer, self._arena, init.algorithm, init.actor, init.seed)

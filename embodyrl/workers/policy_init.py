@@ -7,7 +7,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.lifecycle import WorkerInit
 from embodyrl.workers.messages import RankInfo
-from embodyrl.workers.settings import ActorSettings, SupervisedActorSettings
+from embodyrl.workers.settings import ActorSettings, ObjectiveSettings, SupervisedActorSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,8 @@ class PolicyHostInit(WorkerInit):
     """None: nothing is trained, or by supervision."""
     longest_episode: int = 1
     """Chunks of an episode that its time limit ends."""
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """Of supervised training."""
     actor: SupervisedActorSettings = field(default_factory=ActorSettings)
     seed: int
     deterministic: bool = False

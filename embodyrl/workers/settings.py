@@ -1,14 +1,53 @@
 """Keys of the actor."""
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, CountOrAll, Index, Positive, Settings, Share
+from embodyrl.config.settings import Count, CountOrAll, Index, Path, Positive, Settings, Share
 
 Rate = Annotated[float, Field(ge=0, le=1000)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+Objective = StrEnum("Objective", ["imitation", "dpo", "preference", "success"])
+PAIRED = (Objective.dpo, Objective.preference)
+
+
+class ObjectiveSettings(Settings):
+    """What supervised training minimises."""
+
+    name: Objective = Objective.imitation
+    """imitation of actions and answers; dpo: prefer the better of two answers; preference, success: a value head
+    becomes a reward model (reward.path), from pairs of answers or from which frames of episodes show success."""
+    beta: Positive = 0.1
+    """dpo: weight of the log-ratios, large stays close to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo, preference: share of the pairs whose labels are taken to be wrong."""
+    reference_path: Path | None = None
+    """dpo: weights of the reference; default those at the start."""
+
+    @property
+    def of_pairs(self) -> bool:
+        """It wants rows with two answers."""
+        return self.name in PAIRED
+
+    @property
+    def rates(self) -> bool:
+        """It trains a value head as a reward model."""
+        return self.name in (Objective.preference, Objective.success)
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what the other objectives do not read."""
+        yield from super().idle()
+        missing = f"objective.name is {self.name}"
+        if self.name is not Objective.dpo:
+            yield "objective.beta", missing
+            yield "objective.reference_path", missing
+        if not self.of_pairs:
+            yield "objective.label_smoothing", missing
 
 
 class RankSettings(Settings):

@@ -110,8 +110,9 @@ class Optimization:
         value = [p for name, p in named if VALUE_HEAD in name]
         groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
         if value:
-            assert isinstance(optim, ValueOptimSettings), "a value head is trained by reinforcement learning"
-            groups.append({"params": value, "lr": optim.value_lr})
+            groups.append(
+                {"params": value, "lr": optim.value_lr if isinstance(optim, ValueOptimSettings) else optim.lr}
+            )
         self.optimizer = torch.optim.AdamW(
             groups,
             betas=(optim.adam_beta1, optim.adam_beta2),

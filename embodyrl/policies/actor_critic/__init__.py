@@ -67,6 +67,7 @@ class ActorCriticFactory:
             num_parameters=shape.num_parameters,
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
             draws_with_gradients=shape.squashed,
+            rates=True,
         )
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:

@@ -65,6 +65,7 @@ class CausalLMFactory:
             act_passes=cfg.num_action_chunks,
             action_kinds=frozenset({ActionKind.text}),
             reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
+            rates=not cfg.is_lora,
         )
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:

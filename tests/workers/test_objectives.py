@@ -1,0 +1,191 @@
+"""Supervised objectives beside imitation: losses against references, what they learn, and what they are used for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from embodyrl.algorithms.losses import preference_loss
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
+from embodyrl.commands.sft import SftResult, sft
+from embodyrl.commands.sft_setup import load_material
+from embodyrl.conversation import Message, join_messages, join_pair
+from embodyrl.envs.learned import LearnedReward
+from embodyrl.errors import ConfigError
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.rewards.services import RewardModel
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation, ObservationOut
+from embodyrl.workers.messages import ImitateRequest
+from embodyrl.workers.policy_host import PolicyHost
+from embodyrl.workers.policy_init import PolicyHostInit
+from embodyrl.workers.settings import Objective, ObjectiveSettings, OptimSettings, SupervisedActorSettings
+
+PAIRS = [("12+3=", "15", "5"), ("7:", "7", "70x"), ("abc|", "cba", "abc"), ("9-4=", "5", "13")]
+TEXT = EnvSpec(
+    name="text",
+    action_dim=1,
+    tasks=("text",),
+    states_per_task=(1,),
+    action_space=ActionSpace(kind=ActionKind.text),
+    prompt_bytes=64,
+)
+
+
+def tiny(**keys: Any) -> Any:
+    return POLICIES.get("causal_lm_tiny").settings(
+        model_type="causal_lm_tiny", num_action_chunks=1, precision="fp32", **keys
+    )
+
+
+def write_pairs(arena: Arena) -> tuple[Any, ...]:
+    tickets = tuple(arena.allocate() for _ in PAIRS)
+    for ticket, (prompt, better, worse) in zip(tickets, PAIRS, strict=True):
+        with arena.write(ticket) as record:
+            asked = join_messages([Message(role="user", content=prompt)])
+            arena[Record.instruction][record] = encode_instruction(asked, arena[Record.instruction].shape[1])
+            arena[Record.reply][record] = encode_reply(join_pair(better, worse), arena[Record.reply].shape[1])
+    return tickets
+
+
+@pytest.mark.parametrize("micro", [4, 1], ids=["whole", "one by one"])
+def test_dpo_is_that_of_trl(tmp_path: Path, micro: int) -> None:
+    """Loss and gradient of the same weights, reference and pairs, as trl 1.16's DPOTrainer computed them."""
+    factory = POLICIES.get("causal_lm_tiny")
+    other = factory.build(tiny(), PolicyRequest(env=TEXT, device="cpu", seed=4))
+    (tmp_path / "reference").mkdir()
+    other.save(tmp_path / "reference")
+    arena = Arena.create(record_layout(TEXT, factory.spec(tiny(), TEXT, 0)), len(PAIRS))
+    objective = ObjectiveSettings(name=Objective.dpo, beta=0.3, reference_path=str(tmp_path / "reference"))
+    host = PolicyHost(
+        PolicyHostInit(
+            model=tiny(),
+            objective=objective,
+            actor=SupervisedActorSettings(
+                micro_batch_size=micro, global_batch_size=4, optim=OptimSettings(lr=0.0, clip_grad=1e9)
+            ),
+            seed=3,
+            request=PolicyRequest(env=TEXT, device="cpu", seed=3),
+            arena=arena.handle,
+            total_steps=1,
+            threads=1,
+            acts=False,
+            trains=True,
+        )
+    )
+    (done,) = host.handle(ImitateRequest(step=0, tickets=write_pairs(arena)))
+    host.close()
+    arena.close()
+    assert done.metrics["loss"] == pytest.approx(0.7067953944, abs=1e-6)
+    assert done.metrics["grad_norm"] == pytest.approx(2.7978238, rel=1e-5)
+
+
+def test_smoothing_is_a_mixture_of_both_labels() -> None:
+    better, worse = torch.tensor([0.3, -200.0, 90.0]).double(), torch.tensor([1.0, 200.0, -300.0]).double()
+
+    def plain(gap: torch.Tensor) -> torch.Tensor:
+        return -torch.nn.functional.logsigmoid(gap)
+
+    expected = 0.8 * plain(better - worse) + 0.2 * plain(worse - better)
+    assert torch.allclose(preference_loss(better, worse, smoothing=0.2), expected, rtol=1e-12)
+
+
+def pairs(size: int = 400) -> list[dict[str, Any]]:
+    """The better answer repeats the number; conversations and plain texts, as public data sets have them."""
+    rng = np.random.default_rng(0)
+    found = []
+    for first, second in rng.integers(10, 100, (size, 2)).tolist():
+        good, bad = str(first), str(second if second != first else 100 - first)
+        asked = f"{first}:"
+        talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": good}]
+        found.append({"prompt": asked, "chosen": talk if first % 2 else good, "rejected": bad})
+    return found
+
+
+def supervise(folder: Path, *words: str) -> SftResult:
+    places = (f"runner.output_dir={folder}", "runner.experiment_name=sft", "runner.logger.backends=[jsonl]")
+    small = ("launcher=inline", "actor.global_batch_size=32", "actor.micro_batch_size=32", "actor.optim.warmup_steps=5")
+    cfg = load_config("sft", [*places, *small, "runner.save_interval=-1", *words])
+    check_components(cfg)
+    return sft(cfg)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["dpo", "preference"])
+def test_pairs_are_told_apart(tmp_path: Path, name: str) -> None:
+    words = ("data.path=test_objectives:pairs", "model=causal_lm_tiny", f"objective.name={name}")
+    result = supervise(tmp_path, *words, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=1e-3")
+    assert result.metrics["eval/accuracy"] >= 0.85
+    first = json.loads((result.run / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["eval/loss"] == pytest.approx(np.log(2), abs=1e-6)
+    if name == "preference":
+        model = RewardModel(result.checkpoint / "policy")
+        model.prepare()
+        told = [model("42:", text, "") > model("42:", other, "") for text, other in (("42", "77"), ("42", "13"))]
+        assert all(told)
+        seen = Observation(
+            images=np.zeros((1, 0, 0, 0, 3), np.uint8),
+            state=np.zeros((1, 0), np.float32),
+            instructions=(
+                join_messages([Message(role="user", content="42:"), Message(role="assistant", content="42")]),
+            ),
+        )
+        policy = POLICIES.get("causal_lm_tiny").build(
+            tiny(), PolicyRequest(env=TEXT, device="cpu", seed=0, value_dim=1)
+        )
+        policy.load_weights(result.checkpoint / "policy")
+        assert model("42:", "42", "") == pytest.approx(float(policy.values(seen)[0, 0]), abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "reads_state", "cameras"), [("cnn", 4, 2), ("cnn", 0, 1), ("mlp", 4, 0)])
+def test_a_learned_reward_is_the_value_head_in_numpy(tmp_path: Path, name: str, reads_state: int, cameras: int) -> None:
+    env = EnvSpec(
+        name="e",
+        action_dim=7,
+        tasks=("t",),
+        states_per_task=(1,),
+        cameras=("a", "b")[:cameras],
+        image_size=(30, 22) if cameras else (0, 0),
+        state_dim=reads_state,
+    )
+    model = POLICIES.get(name).settings(model_type=name, num_action_chunks=1, precision="fp32")
+    policy = POLICIES.get(name).build(model, PolicyRequest(env=env, device="cpu", seed=0, value_dim=1))
+    rng = np.random.default_rng(1)
+    seen = Observation(
+        images=rng.integers(0, 256, (3, cameras, *env.image_size, 3), np.uint8),
+        state=rng.normal(size=(3, reads_state)).astype(np.float32),
+        instructions=("",) * 3,
+    )
+    policy.take_statistics(seen)  # type: ignore[attr-defined]
+    policy.save(tmp_path)
+    reward = LearnedReward(tmp_path)
+    shown = [ObservationOut(images=seen.images[i], state=seen.state[i]) for i in range(3)]
+    expected = 1 / (1 + np.exp(-policy.values(seen)[:, 0]))
+    assert [reward.probability(one) for one in shown] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["objective.name=dpo", "data.path=demos/x"], "rows of text"),
+        (["objective.name=success", "data.path=test_objectives:pairs"], "episodes"),
+        (["objective.beta=0.2", "data.path=demos/x"], "objective.name is imitation"),
+    ],
+)
+def test_what_an_objective_cannot_learn_from_is_refused(words: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("sft", words)
+
+
+def test_a_model_that_cannot_become_a_reward_model_is_refused(tmp_path: Path) -> None:
+    words = ("data.path=test_objectives:pairs", "model=causal_lm_tiny", "objective.name=preference")
+    with pytest.raises(ConfigError, match="cannot become a reward model"):
+        load_material(load_config("sft", [*words, "model.is_lora=true"]), tmp_path)
