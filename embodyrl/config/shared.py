@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
 
 from embodyrl.config.settings import Count, CountOrAll, Index, Positive, Settings, Share
 
@@ -19,6 +22,10 @@ class SamplingSettings(Settings):
     """Text generation only; 1: off."""
     repetition_penalty: Positive = 1.0
     """Text generation only; 1: off."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Text generation only: taken from a token's logit for each time the reply has said it; 0: off."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Text generation only: taken from the logit of a token that the reply has said; 0: off."""
     max_new_tokens: Count | None = None
     """Text generation only: tokens of the longest reply."""
     min_new_tokens: Index = 0

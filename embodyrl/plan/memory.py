@@ -113,7 +113,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
     sharded = blueprint.ranks > 1 or fsdp.cpu_offload
     shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
     offloaded = fsdp.cpu_offload and on_gpu
-    vllm = cfg.rollout.backend != "hf"
+    vllm = cfg.rollout.backend == "vllm"
     slots = blueprint.num_slots
     needs_reference = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)

@@ -1,5 +1,6 @@
 """Keys of the loops: what runs for how long, who acts where, and what happens when something fails."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -107,8 +108,12 @@ class RunnerSettings(SupervisedRunSettings, MeasuredRunSettings):
 class ActingRolloutSettings(Settings):
     """How actions are found."""
 
-    backend: Literal["hf", "vllm"] = "hf"
-    """hf: the policy's own module; vllm: language models only."""
+    backend: Literal["hf", "vllm", "server"] = "hf"
+    """hf: the policy's own module; vllm, or a server with its completions protocol: language models only."""
+    url: Annotated[str, Field(pattern=r"^https?://\S+$"), Says("an address such as http://host:8000/v1")] | None = None
+    """server: its address, with /v1."""
+    served_model: str | None = None
+    """server: name of the model there; default its first."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Parts of each env worker's slots that alternate between simulation and inference."""
 
@@ -116,6 +121,19 @@ class ActingRolloutSettings(Settings):
     def acting_processes(self) -> int:
         """Processes that act and do not train; 0: those that train act as well."""
         return 0
+
+    def problems(self) -> Iterator[str]:
+        """A server has an address."""
+        yield from super().problems()
+        if self.backend == "server" and self.url is None:
+            yield "rollout.backend=server: rollout.url is not set; for example rollout.url=http://127.0.0.1:8000/v1."
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what only a server needs."""
+        yield from super().idle()
+        if self.backend != "server":
+            yield "rollout.url", f"rollout.backend is {self.backend}; set it to server"
+            yield "rollout.served_model", f"rollout.backend is {self.backend}; set it to server"
 
 
 class RolloutSettings(ActingRolloutSettings):
@@ -136,6 +154,7 @@ class RolloutSettings(ActingRolloutSettings):
 
     def idle(self):
         """Name what needs processes of their own."""
+        yield from super().idle()
         if not self.acting_processes:
             yield (
                 "rollout.num_workers",

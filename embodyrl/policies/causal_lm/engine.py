@@ -24,6 +24,9 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 class VllmEngine:
     """One vLLM engine whose weights follow a module's."""
 
+    tempered = True
+    """Its log-probabilities are those at the temperature."""
+
     def __init__(
         self,
         save: Callable[[Path], None],
@@ -117,6 +120,8 @@ class VllmEngine:
                 top_k=s.top_k if s.top_k > 0 else 0,
                 top_p=s.top_p,
                 repetition_penalty=s.repetition_penalty,
+                frequency_penalty=s.frequency_penalty,
+                presence_penalty=s.presence_penalty,
                 stop=s.stop or None,
                 stop_token_ids=s.stop_token_ids or None,
                 min_tokens=s.min_new_tokens,

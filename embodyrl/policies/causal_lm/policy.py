@@ -26,6 +26,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 
 if TYPE_CHECKING:
     from embodyrl.policies.causal_lm.engine import VllmEngine
+    from embodyrl.policies.causal_lm.server import ServerEngine
 
 NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
@@ -67,8 +68,8 @@ class CausalLMPolicy:
         self._pad = int(self.ends[0]) if pad is None else pad
         self.encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_prompt)
         self._plain_head = self._net.head_is_last(self._precision())
-        self._engine_asked, self._engine_share = request.backend != "hf", request.engine_share
-        self._engine: VllmEngine | None = None
+        self._request, self._engine_asked = request, request.backend != "hf"
+        self._engine: VllmEngine | ServerEngine | None = None
 
     @property
     def vocabulary(self) -> frozenset[tuple[str, int]]:
@@ -112,35 +113,48 @@ class CausalLMPolicy:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, log-probabilities and values [B, K] by vLLM; what it cannot say, the module does."""
         if self._engine is None:
-            from embodyrl.policies.causal_lm.engine import VllmEngine
-
-            self._engine = VllmEngine(
-                self.save,
-                dtype="bfloat16" if self._cfg.precision is Precision.bf16 else "float32",
-                temperature=self._temperature,
-                sampling=self._sampling,
-                seed=self._seed,
-                gpu_share=self._engine_share,
-            )
+            self._engine = self._start_engine()
         self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
         tokens, logprob = self._engine.generate(prompts, noise, temperature, self.spec.num_action_chunks)
         value = np.zeros_like(logprob)
         s = self._sampling
-        # vLLM's log-probabilities are those of the truncated distribution; the loss has the whole one's.
-        untouched = (s.top_k, s.top_p, s.repetition_penalty, s.min_new_tokens) == (-1, 1.0, 1.0, 0)
-        truncated = self._temperature != 1.0 and not untouched
+        # vLLM's log-probabilities are those of the truncated distribution; the loss has the whole one's. A server's are
+        # those before the temperature.
+        penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
+        untouched = (s.top_k, s.top_p, *penalties, s.min_new_tokens) == (-1, 1.0, 1.0, 0.0, 0.0, 0)
+        truncated = self._temperature != 1.0 and not (untouched and self._engine.tempered)
         if self.spec.value_dim or truncated:
             scored, _, values, _ = self._score(obs, tokens)
             value = values.cpu().numpy()
             logprob = scored.cpu().numpy() if truncated else logprob
         return tokens, logprob, value
 
+    def _start_engine(self) -> "VllmEngine | ServerEngine":
+        dtype = "bfloat16" if self._cfg.precision is Precision.bf16 else "float32"
+        request = self._request
+        if request.url is not None:
+            from embodyrl.policies.causal_lm.server import ServerEngine
+
+            adapters = self._net.lm.save_pretrained if self._adapted else None
+            return ServerEngine(request.url, request.served_model, adapters, dtype=dtype, sampling=self._sampling)
+        from embodyrl.policies.causal_lm.engine import VllmEngine
+
+        return VllmEngine(
+            self.save,
+            dtype=dtype,
+            temperature=self._temperature,
+            sampling=self._sampling,
+            seed=self._seed,
+            gpu_share=request.engine_share,
+        )
+
     def _next_logprob(self, prompt: Sequence[int], token: int) -> float:
         """Log-probability of the token after a prompt."""
         ids, mask = self._pad_left([list(prompt)])
         with self._precision():
             logits, _ = self._net(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1)
-        return float((logits[0, 0] / self._temperature).log_softmax(-1)[token])
+        scale = 1.0 if self._engine is None or not self._engine.tempered else self._temperature
+        return float((logits[0, 0] / scale).log_softmax(-1)[token])
 
     def _buckets(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         if not torch.are_deterministic_algorithms_enabled():
@@ -177,7 +191,8 @@ class CausalLMPolicy:
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
         for t in range(limit):
             barred = self.ends if t < self._sampling.min_new_tokens else None
-            chosen = choose(logits, None if uniform is None else uniform[rows, t], scale, self._sampling, seen, barred)
+            noise_now, said = None if uniform is None else uniform[rows, t], out[0][rows, :t]
+            chosen = choose(logits, noise_now, scale, self._sampling, seen, said, barred)
             logprob = (logits / scale).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
             for array, now in zip(out, (chosen, logprob, value), strict=True):
                 array[rows, t] = torch.where(done, array[rows, t], now.to(array.dtype))

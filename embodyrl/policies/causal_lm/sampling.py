@@ -13,6 +13,7 @@ def choose(
     temperature: float,
     params: SamplingSettings,
     seen: Tensor,
+    said: Tensor | None = None,
     barred: Tensor | None = None,
 ) -> Tensor:
     """Next tokens [B].
@@ -23,11 +24,15 @@ def choose(
         temperature: divides the logits after the penalty.
         params: top_k, top_p and repetition_penalty.
         seen: [B, V] bool, tokens of the prompt and the reply so far, for the penalty (arXiv 1909.05858).
+        said: [B, T] tokens of the reply so far, -1 where none is, for the penalties of frequency and presence.
         barred: ids of tokens that are not chosen, whatever their probability.
     """
     if params.repetition_penalty != 1.0:
         penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where(seen, penalised, logits)
+    if said is not None and (params.frequency_penalty or params.presence_penalty):
+        times = torch.zeros_like(logits).scatter_add_(1, said.clamp(min=0), (said >= 0).to(logits.dtype))
+        logits = logits - params.frequency_penalty * times - params.presence_penalty * (times > 0)
     if barred is not None:
         logits = logits.index_fill(1, barred, -torch.inf)
     if uniform is None:

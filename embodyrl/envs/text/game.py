@@ -1,0 +1,232 @@
+"""Gymnasium environments as conversations: what is seen is told in words, a reply names the action."""
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from embodyrl.config.settings import Index
+from embodyrl.conversation import Message, join_messages
+from embodyrl.envs.protocol import AfterStep, EnvContext
+from embodyrl.envs.settings import EnvSettings, RewardFactor
+from embodyrl.envs.text.environment import clip
+from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
+from embodyrl.registry import Registry, takes
+from embodyrl.types import ActionKind, ActionSpace, BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
+
+Words = Callable[[Any, Mapping[str, Any]], str]
+
+WORDS: Registry[Words] = Registry(
+    "words", group="embodyrl.words", wants="a function of (observation, info)", fits=takes(2)
+)
+SEEDS = 100_000
+"""Reset ids; each one is the seed of an episode."""
+SEEN_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
+"""Room for an observation and for a reply in the conversation."""
+_COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
+
+
+class GameSettings(EnvSettings):
+    """A Gymnasium environment with categories as actions, told in words."""
+
+    id: str | None = None
+    """Gymnasium id, for example FrozenLake-v1."""
+    kwargs: dict[str, Any] = {}
+    """Passed to the environment's constructor."""
+    words: str | None = None
+    """package.module:function of (observation, info) -> text; default the environment's own picture in characters
+    (render_mode=ansi), what it highlights in brackets."""
+    action_words: list[str] = []
+    """What a reply may say, by number of the action, for example [left,down,right,up]; default the numbers. The last
+    one in a reply counts."""
+    prompt: str = ""
+    """In front of every observation: the rules."""
+    history: Index = 0
+    """Earlier turns that the model sees beside the present observation."""
+    max_turns: Annotated[int, Field(ge=1, le=1000)] = 20
+    """Replies of one episode."""
+    unread_reward: Annotated[float, Field(ge=-(10**6), le=0)] = -0.1
+    """Reward of a reply that names no action; the game then stands still."""
+    reward_coef: RewardFactor = 1.0
+    """Factor on every reward."""
+
+
+@dataclass
+class _Game:
+    """One slot's game."""
+
+    env: Any
+    seen: str = ""
+    turns: list[Message] = field(default_factory=list)
+    steps: int = 0
+    reply: str = ""
+
+
+class GameEnv:
+    """Implements `TextEnv`: a chunk is a reply, whose last token carries the reward of the action it names.
+
+    The goal is reached by an action that ends the game and earns more than 0, unless info["is_success"] says.
+    """
+
+    task_limit: int | None = None
+
+    def __init__(self, spec: EnvSpec, cfg: GameSettings, num_slots: int) -> None:
+        self.spec, self._cfg = spec, cfg
+        self._words = WORDS.get(cfg.words) if cfg.words else None
+        self._names = action_names(cfg, make_game(cfg))
+        self._games = [_Game(make_game(cfg)) for _ in range(num_slots)]
+        self._pattern = re.compile("|".join(re.escape(n) for n in sorted(self._names, key=len, reverse=True)))
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Begin a game in each slot; the reset id is its seed."""
+        for slot, start in zip(slots, starts, strict=True):
+            game = self._games[slot] = _Game(self._games[slot].env)
+            game.seen = self._tell(game, *game.env.reset(seed=start.reset_id))
+
+    def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
+        """Take the replies that the next `step_chunk` is about."""
+        for slot, reply in zip(slots, replies, strict=True):
+            self._games[slot].reply = reply
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Play the action that each reply names; `actions` [n, K, 1] are token ids, below 0 where none is."""
+        shape, valid = actions.shape[:2], actions[:, :, 0] >= 0
+        last = np.maximum(valid.sum(axis=1) - 1, 0)
+        valid[:, 0] = True  # an empty reply is a decision too
+        reward = np.zeros(shape, np.float32)
+        flags = {n: np.zeros(shape, np.bool_) for n in ("terminated", "truncated", "success")}
+        for i, slot in enumerate(slots):
+            game, at = self._games[slot], (i, last[i])
+            earned, terminated, truncated, success = self._play(game)
+            game.steps += 1
+            reward[at] = self._cfg.reward_coef * earned
+            flags["terminated"][at], flags["success"][at] = terminated, success
+            flags["truncated"][at] = not terminated and (truncated or game.steps >= self.spec.max_chunks)
+        return ChunkResult(reward=reward, valid=valid, components=np.zeros((len(slots), 0), np.float32), **flags)
+
+    def _play(self, game: _Game) -> tuple[float, bool, bool, bool]:
+        """Reward, terminated, truncated and success of a reply."""
+        said = [
+            Message(role="user", content=game.seen),
+            Message(role="assistant", content=clip(game.reply, REPLY_BYTES)),
+        ]
+        kept = 2 * self._cfg.history
+        game.turns = [*game.turns, *said][-kept:] if kept else []
+        named = self._pattern.findall(game.reply)
+        if not named:
+            return self._cfg.unread_reward, False, False, False
+        seen, earned, terminated, truncated, info = game.env.step(self._names.index(named[-1]))
+        if not np.isfinite(earned):
+            raise EnvError(f"env '{self.spec.name}': the game returned reward {earned}.")
+        game.seen = self._tell(game, seen, info)
+        success = bool(info.get("is_success", terminated and earned > 0))
+        return float(earned), bool(terminated), bool(truncated), success
+
+    def _tell(self, game: _Game, seen: Any, info: Mapping[str, Any]) -> str:
+        text = self._words(seen, info) if self._words else _COLOURS.sub(r"[\2]", str(game.env.render())).strip()
+        return clip(text, SEEN_BYTES)
+
+    def instruction(self, slot: int) -> str:
+        """The rules, the last turns, and what is seen."""
+        game = self._games[slot]
+        rules = [Message(role="system", content=self._cfg.prompt)] if self._cfg.prompt else []
+        return join_messages([*rules, *game.turns, Message(role="user", content=game.seen)])
+
+    def observe(self, slots: Sequence[int], outs: Sequence[Any]) -> None:
+        """Do nothing: all there is to see is in the instruction."""
+
+    def render(self, slot: int) -> np.ndarray:
+        """Refuse: there is no picture."""
+        raise EnvError(f"env '{self.spec.name}' is told in words; set video=none.")
+
+    def expert_chunk(self, slots: Sequence[int], num_actions: int, **_: Any) -> tuple[FloatArray, ChunkResult]:
+        """Refuse: nobody knows how to play."""
+        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
+
+    def close(self) -> None:
+        """Close the games; idempotent."""
+        for game in self._games:
+            game.env.close()
+
+
+def make_game(cfg: GameSettings) -> Any:
+    """Build the environment.
+
+    Raises:
+        MissingDependencyError: gymnasium is not installed.
+        ConfigError: there is no such environment, it refuses its arguments, or has no picture in characters.
+    """
+    try:
+        gymnasium = importlib.import_module("gymnasium")
+    except ImportError as error:
+        raise MissingDependencyError(f"env.env_type=text_game needs gymnasium ({error}): embodyrl[gym].") from error
+    try:
+        return gymnasium.make(cfg.id, **({} if cfg.words else {"render_mode": "ansi"}), **cfg.kwargs)
+    except (gymnasium.error.Error, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"env.id={cfg.id} with env.kwargs={cfg.kwargs} cannot be built: {' '.join(str(error).split())[:200]}. An "
+            "environment without a picture in characters (render_mode=ansi) wants env.words."
+        ) from error
+
+
+def action_names(cfg: GameSettings, env: Any) -> list[str]:
+    """What a reply may say, by number of the action.
+
+    Raises:
+        ConfigError: the actions are no categories, or as many words as actions are not there.
+    """
+    count = getattr(env.action_space, "n", None)
+    if count is None:
+        raise ConfigError(f"env.id={cfg.id}: its actions are {env.action_space}; a reply can only name categories.")
+    names = cfg.action_words or [str(number) for number in range(int(count))]
+    if len(names) != count or len({*names}) < len(names):
+        raise ConfigError(
+            f"env.action_words={names}: env.id={cfg.id} has {count} actions, each wants a word of its own."
+        )
+    return names
+
+
+class GameFactory:
+    """Builds games in words."""
+
+    settings = GameSettings
+
+    def validate(self, cfg: GameSettings) -> list[str]:
+        """Return config problems, one line each."""
+        return [*self._problems(cfg)]
+
+    def _problems(self, cfg: GameSettings) -> Iterator[str]:
+        if cfg.id is None:
+            yield "env.id is not set: a Gymnasium id with categories as actions, for example env.id=FrozenLake-v1."
+        if cfg.words is not None:
+            yield from WORDS.problems([cfg.words], "env.words")
+
+    def spec(self, cfg: GameSettings, context: EnvContext) -> EnvSpec:
+        """Describe the environment: one task, whose initial states are the seeds."""
+        env = make_game(cfg)
+        action_names(cfg, env)
+        env.close()
+        room = len(cfg.prompt.encode()) + (SEEN_BYTES + REPLY_BYTES + 64) * (cfg.history + 1)
+        return EnvSpec(
+            name=f"text/{cfg.id}",
+            action_dim=1,
+            tasks=(str(cfg.id),),
+            states_per_task=(SEEDS,),
+            action_space=ActionSpace(kind=ActionKind.text),
+            max_chunks=cfg.max_turns,
+            prompt_bytes=room,
+            may_truncate=True,
+        )
+
+    def make(self, cfg: GameSettings, context: EnvContext) -> GameEnv:
+        """Build `context.num_slots` games in this process."""
+        return GameEnv(self.spec(cfg, context), cfg, context.num_slots)
+
+
+FACTORY = GameFactory()

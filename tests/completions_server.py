@@ -1,0 +1,84 @@
+"""A small server of the completions protocol as vLLM speaks it, with a transformers model: FOLDER on the command line.
+
+Prints its port. Adapters are loaded and unloaded as with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+FOLDER = sys.argv[1]
+models: dict[str, Any] = {}
+one_at_a_time = threading.Lock()
+
+
+def plain_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def complete(asked: dict[str, Any]) -> dict[str, Any]:
+    model, ids = models[asked["model"]], list(asked["prompt"])
+    draws = torch.Generator().manual_seed(asked.get("seed", 0))
+    ends = {2, *(asked.get("stop_token_ids") or [])}
+    said: list[int] = []
+    logprobs: list[float] = []
+    while len(said) < asked["max_tokens"] and not (said and said[-1] in ends):
+        logits = model(input_ids=torch.tensor([ids + said])).logits[0, -1].float()
+        raw = logits.log_softmax(-1)
+        if asked["temperature"] == 0:
+            token = int(raw.argmax())
+        else:
+            token = int(torch.multinomial((logits / asked["temperature"]).softmax(-1), 1, generator=draws))
+        said.append(token)
+        logprobs.append(float(raw[token]))
+    assert asked["return_token_ids"]
+    return {"choices": [{"index": 0, "token_ids": said, "logprobs": {"token_logprobs": logprobs}}]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.reply(200, {"data": [{"id": name} for name in models]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with one_at_a_time:
+            match self.path:
+                case "/v1/completions":
+                    self.reply(200, complete(body))
+                case "/v1/load_lora_adapter":
+                    adapted = PeftModel.from_pretrained(plain_model(), body["lora_path"]).eval()
+                    models[body["lora_name"]] = adapted
+                    self.reply(200, "Success: added")
+                case "/v1/unload_lora_adapter":
+                    del models[body["lora_name"]]
+                    self.reply(200, "Success: removed")
+                case _:
+                    self.reply(404, {"error": f"no {self.path}"})
+
+    def reply(self, status: int, body: Any) -> None:
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    models["tiny"] = plain_model()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    sys.stdout.write(f"{server.server_address[1]}\n")
+    sys.stdout.flush()
+    server.serve_forever()

@@ -1,0 +1,139 @@
+"""Replies by a server in the completions protocol: a real one, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gates import learn
+from toy_runs import rows
+
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.plan.config import load_config
+from embodyrl.plan.texts import sampling_problems
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest, weights_changed
+from embodyrl.policies.settings import LoraSettings
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+
+ENV = EnvSpec(
+    name="text",
+    action_dim=1,
+    tasks=("text",),
+    states_per_task=(1,),
+    action_space=ActionSpace(kind=ActionKind.text),
+    prompt_bytes=64,
+)
+ASKED = Observation(
+    images=np.zeros((3, 0, 0, 0, 3), np.uint8), state=np.zeros((3, 0), np.float32), instructions=("1+2=", "abc", "1+2=")
+)
+
+
+def build(path: Path | None, url: str | None = None, *, lora: bool = False, temperature: float = 1.0) -> Any:
+    factory = POLICIES.get("causal_lm_tiny")
+    cfg = factory.settings(
+        model_type="causal_lm_tiny",
+        num_action_chunks=5,
+        precision="fp32",
+        path=None if path is None else str(path),
+        is_lora=lora,
+        lora=LoraSettings(r=4, lora_alpha=8),
+    )
+    backend = "hf" if url is None else "server"
+    return factory.build(
+        cfg,
+        PolicyRequest(
+            env=ENV,
+            device="cpu",
+            seed=0,
+            url=url,
+            backend=backend,
+            temperature=temperature,
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("served")
+    build(None).save(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    file = Path(__file__).parents[1] / "completions_server.py"
+    with subprocess.Popen([sys.executable, str(file), str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        yield f"http://127.0.0.1:{port}/v1"
+        process.kill()
+
+
+@pytest.mark.integration
+def test_a_server_writes_what_the_module_would_and_follows_its_adapters(folder: Path, url: str) -> None:
+    policy, own = build(folder, url, lora=True), build(folder, lora=True)
+    for change in (0.0, 0.02):
+        for one in (policy, own):
+            torch.manual_seed(0)
+            with torch.no_grad():
+                for parameter in one.module.parameters():
+                    if parameter.requires_grad:
+                        parameter += change * torch.randn_like(parameter)
+            weights_changed(one.module)
+        said, expected = policy.act(ASKED, noise=None), own.act(ASKED, noise=None)
+        assert said.tokens.tolist() == expected.tokens.tolist()
+        assert said.logprob == pytest.approx(expected.logprob, abs=1e-4)
+    drawn = policy.act(ASKED, noise=np.linspace(0.1, 0.9, 15, dtype=np.float32).reshape(3, 5))
+    scored = own.score(ASKED, drawn.tokens).logprob.detach().numpy()
+    assert drawn.logprob == pytest.approx(scored, abs=1e-4)
+    assert drawn.tokens[0].tolist() != drawn.tokens[2].tolist(), "every reply has a seed of its own"
+
+
+@pytest.mark.integration
+def test_log_probabilities_are_those_at_the_temperature(folder: Path, url: str) -> None:
+    policy, own = build(folder, url, temperature=0.5), build(folder, temperature=0.5)
+    drawn = policy.act(ASKED, noise=np.full((3, 5), 0.3, np.float32))
+    assert drawn.logprob == pytest.approx(own.score(ASKED, drawn.tokens).logprob.detach().numpy(), abs=1e-4)
+
+
+@pytest.mark.integration
+def test_other_weights_and_a_server_that_is_not_there_are_named(folder: Path, url: str) -> None:
+    other = build(folder, url)
+    with torch.no_grad():
+        next(other.module.parameters()).mul_(1.5)
+    with pytest.raises(EmbodyError, match="is not the actor's"):
+        other.act(ASKED, noise=None)
+    with pytest.raises(EmbodyError, match="did not answer models"):
+        build(folder, "http://127.0.0.1:9/v1").act(ASKED, noise=None)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_adapters_are_trained_on_replies_of_a_server(tmp_path: Path, folder: Path, url: str) -> None:
+    words = ("model=causal_lm", f"model.path={folder}", "model.is_lora=true", "model.precision=fp32")
+    server = ("rollout.backend=server", f"rollout.url={url}", "rollout.served_model=tiny", "launcher=inline")
+    few = ("runner.max_steps=2", "env.train.total_num_envs=16", "eval.episodes=4", "env.eval.total_num_envs=4")
+    sizes = ("actor.global_batch_size=16", "actor.micro_batch_size=16")
+    result = learn(tmp_path, "copy", *words, *server, *few, *sizes)
+    gaps = [row["actor/logprob_gap"] for row in rows(result.run) if "actor/logprob_gap" in row]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+
+
+def test_what_a_server_cannot_do_is_refused() -> None:
+    words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=server"]
+    with pytest.raises(ConfigError, match=r"rollout\.url is not set"):
+        load_config("train", words)
+    cfg = load_config("train", [*words, "rollout.url=http://127.0.0.1:9/v1"])
+    policy = POLICIES.get("causal_lm_tiny").spec(cfg.model, ENV, 0)
+    assert "only low-rank adapters" in " ".join(sampling_problems(cfg, policy))
+    lora = cfg.updated({"model.is_lora": True})
+    assert sampling_problems(lora, policy) == []
+    assert len(sampling_problems(lora.updated({"runner.deterministic": True}), policy)) == 1
