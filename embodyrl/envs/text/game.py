@@ -229,4 +229,9 @@ class GameFactory:
         return GameEnv(self.spec(cfg, context), cfg, context.num_slots)
 
 
+def number(seen: Any, info: Mapping[str, Any]) -> str:
+    """Tell an observation that is a number, for models that read single characters (`env.words`)."""
+    return f"{int(seen)}:"
+
+
 FACTORY = GameFactory()

@@ -1,0 +1,96 @@
+"""Gymnasium games in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from settings import env_of
+
+from embodyrl.conversation import split_messages
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.text.game import FACTORY, GameEnv
+from embodyrl.errors import ConfigError
+from embodyrl.types import EpisodeStart
+
+DOWN, RIGHT = "1", "2"
+WAY = [DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT]
+"""Through the four by four lake."""
+
+
+def lake(**keys: Any) -> Any:
+    given = {"id": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "unread_reward": -0.5, **keys}
+    return env_of("text_game", **given)
+
+
+def make(**keys: Any) -> GameEnv:
+    env = FACTORY.make(lake(**keys), EnvContext(num_slots=2))
+    env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=80) for i in (0, 1)])
+    return env
+
+
+def say(env: GameEnv, *replies: str) -> Any:
+    slots = list(range(len(replies)))
+    env.set_replies(slots, replies, np.zeros(len(replies), np.bool_))
+    tokens = np.full((len(replies), 4, 1), -1.0, np.float32)
+    for row, reply in enumerate(replies):
+        tokens[row, : len(reply)] = 7.0
+    return env.step_chunk(slots, tokens)
+
+
+def test_a_game_is_won_by_the_words_of_its_actions() -> None:
+    env = make(reward_coef=2.0)
+    assert "[S]FFF" in env.instruction(0)
+    for turn, action in enumerate(WAY):
+        result = say(env, f"x {action}", "?")
+        won = turn == len(WAY) - 1
+        assert result.terminated[0].tolist() == result.success[0].tolist() == [False, False, won, False]
+        assert result.reward[0].tolist() == [0, 0, 2.0 * won, 0]
+        assert result.reward[1].tolist() == [-1.0, 0, 0, 0], "a reply without an action costs and changes nothing"
+        assert result.valid[0].tolist() == [True, True, True, False]
+        assert not result.done[1]
+    assert "[S]FFF" in env.instruction(1)
+    env.close()
+
+
+def test_a_hole_ends_a_game_without_success_and_the_limit_cuts_it() -> None:
+    env = make(max_turns=2)
+    say(env, RIGHT, "")
+    result = say(env, DOWN, "")
+    assert result.terminated[0].any()
+    assert not result.success.any()
+    assert (result.truncated.any(axis=1)).tolist() == [False, True]
+    env.close()
+
+
+def test_rules_history_words_and_named_actions() -> None:
+    env = make(prompt="Reach G.", history=1, words="test_text_game:place", action_words=["left", "down", "right", "up"])
+    for word in ("down", "so: up or right"):
+        say(env, word)
+    told = [(m.role, m.content) for m in split_messages(env.instruction(0))]
+    assert told == [("system", "Reach G."), ("user", "place 4"), ("assistant", "so: up or right"), ("user", "place 5")]
+    assert len(env.instruction(0).encode()) <= env.spec.prompt_bytes
+    env.close()
+
+
+def place(seen: Any, info: Any) -> str:
+    return f"place {int(seen)}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"id": "NoSuchGame-v1"}, "cannot be built"),
+        ({"kwargs": {"wind": 3}}, "cannot be built"),
+        ({"action_words": ["left", "right"]}, "4 actions"),
+        ({"id": "Pendulum-v1", "kwargs": {}, "words": "test_text_game:place"}, "only name categories"),
+    ],
+)
+def test_what_cannot_be_told_in_words_is_refused(keys: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        FACTORY.spec(lake(**keys), EnvContext())
+
+
+def test_a_game_wants_an_id() -> None:
+    assert "env.id is not set" in FACTORY.validate(lake(id=None))[0]
