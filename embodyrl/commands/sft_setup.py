@@ -103,8 +103,8 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
     seen = material.train.demos.success
     if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
         raise ConfigError(
-            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, so there is nothing to tell "
-            "apart. Collect with collect.filter=all; data of other programs do not say what succeeded."
+            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, so there is nothing to "
+            "tell apart. Collect with collect.filter=all; data of other programs do not say what succeeded."
         )
     return material
 
