@@ -175,9 +175,9 @@ def test_a_learned_reward_is_the_value_head_in_numpy(tmp_path: Path, name: str, 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["objective.name=dpo", "data.path=demos/x"], "rows of text"),
+        (["objective.name=dpo", "data.path=/nowhere/demos"], "rows of text"),
         (["objective.name=success", "data.path=test_objectives:pairs"], "episodes"),
-        (["objective.beta=0.2", "data.path=demos/x"], "objective.name is imitation"),
+        (["objective.beta=0.2", "data.path=/nowhere/demos"], "objective.name is imitation"),
     ],
 )
 def test_what_an_objective_cannot_learn_from_is_refused(words: list[str], reason: str) -> None:
