@@ -185,7 +185,7 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         if not is_ours(Path(folder)):
             problems.append(
                 f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
-                f"env '{env.name}'. Collect demonstrations with `embodyrl collect`, or imitate these with `embodyrl sft`."
+                f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."
             )
         if (shown.action_dim, shown.state_dim, shown.cameras, shown.image_size) != (
             *(env.action_dim, env.state_dim, env.cameras, env.image_size),

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
+import socket
 import subprocess
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 from browser import CHROMIUM, DRIVER, browser
+from processes import listening, start_cli
 from run_files import TASKS, write_run
 
 from embodyrl.cli.discover import _run_line
@@ -255,6 +261,33 @@ def test_a_report_fits_a_phone(tmp_path: Path) -> None:
             wide = f"return [...document.querySelectorAll('body *')].filter(e => {outside}).map(e => e.outerHTML)"
             assert page.run(wide) == []
             assert page.run("return document.documentElement.scrollWidth") <= 400
+
+
+@pytest.mark.integration
+def test_a_watched_report_is_new_at_each_look_and_for_this_machine_only(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "mine")
+    (run / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    started = start_cli("report", str(run), "--watch", cwd=tmp_path)
+    started.wait_for(started.out, lines=1)
+    url = started.out.read_text().split()[0]
+    assert listening([started.pid]) == {"127.0.0.1"}
+
+    def look(**headers: str) -> str:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
+            return answer.read().decode()
+
+    first = look()
+    assert 'http-equiv="refresh"' in first, "while it runs"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "train/success_once": 0.987}) + "\n")
+    (run / "lock").unlink()
+    second = look()
+    assert 'http-equiv="refresh"' not in second, "it has ended"
+    assert re.sub('<meta http-equiv="refresh"[^>]*>', "", first) != second, "step 4 is there"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        look(Host="evil.example")
+    started.signal_group(signal.SIGINT)
+    assert started.wait() == 130
 
 
 def test_a_run_without_success_is_reported_by_its_return(tmp_path: Path) -> None:
