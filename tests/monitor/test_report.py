@@ -279,7 +279,7 @@ def test_a_watched_report_is_new_at_each_look_and_for_this_machine_only(tmp_path
     first = look()
     assert 'http-equiv="refresh"' in first, "while it runs"
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 4, "train/success_once": 0.987}) + "\n")
+        file.write("\n" + json.dumps({"step": 4, "train/success_once": 0.987, "time/step": 9.0}) + "\n")
     (run / "lock").unlink()
     second = look()
     assert 'http-equiv="refresh"' not in second, "it has ended"
