@@ -32,6 +32,8 @@ def test_validation_eval_resume_and_export_act_alike(tmp_path):
     run = train(load_config("train", [*GYM, *SMALL, where, "runner.max_steps=2"])).run
     weights = load_file(run / "checkpoints/step_000002/policy/model.safetensors")
     assert weights["states.count"] == 2 * 2 * 90
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["actor/logprob_gap"] for row in rows[1:]) < 1e-4, "an update sees states as those who acted did"
     validated = returns(run / "eval" / "step_000002")
     words = [*GYM, "eval.episodes=4", "env.eval.total_num_envs=2", where, "runner.logger.backends=[jsonl]"]
     alone = evaluate(load_config("eval", [*words, f"ckpt={run}"]))

@@ -16,7 +16,7 @@ from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import Record
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.scheduler.policy_hosts import policy_init
-from embodyrl.workers.actor_worker import _shuffle
+from embodyrl.workers.actor_worker import _reduce, _shuffle
 from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.settings import ValueOptimSettings
@@ -105,6 +105,48 @@ def test_gradients_are_clipped_to_their_norm_and_the_norm_is_reported_unclipped(
         module.weight.grad = torch.tensor([given])
         assert optimization.step(0.0) == pytest.approx(np.linalg.norm(given))
         assert module.weight.grad.norm().item() == pytest.approx(kept, rel=1e-4)
+
+
+class TwoParts(torch.nn.Module):
+    """A policy and its value head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = torch.nn.Linear(1, 1, bias=False)
+        self.value_head = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.policy.weight)
+        torch.nn.init.ones_(self.value_head.weight)
+
+    def move(self, optimization: Optimization, *, values_only: bool = False) -> tuple[float, float]:
+        """Step on gradients of 1; how far each part went."""
+        before = [p.item() for p in self.parameters()]
+        for parameter in self.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimization.step(0.0, values_only=values_only)
+        moved = [old - p.item() for old, p in zip(before, self.parameters(), strict=True)]
+        return moved[0], moved[1]
+
+
+def test_the_value_head_has_its_own_rate_and_learns_alone_while_the_critic_warms_up():
+    module = TwoParts()
+    optimization = Optimization(module, ValueOptimSettings(lr=0.001, value_lr=0.1, weight_decay=0.0, clip_grad=100.0), 10)
+    # The first Adam step is as long as the rate.
+    assert module.move(optimization, values_only=True) == pytest.approx((0.0, 0.1), rel=1e-3)
+    assert module.move(optimization) == pytest.approx((0.001, 0.1), rel=1e-3)
+
+
+def test_a_loaded_optimizer_keeps_the_settings_of_its_run(make: Make, tmp_path):
+    list(make("actor.optim.weight_decay=0.01").host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
+    other = make("actor.optim.weight_decay=0.5", "actor.optim.adam_eps=0.001")
+    list(other.host.handle(LoadRequest(folder=str(tmp_path / "saved"))))
+    assert other.host._trainer is not None
+    (group,) = other.host._trainer.optimization.optimizer.param_groups
+    assert (group["weight_decay"], group["eps"]) == (0.5, 0.001)
+
+
+def test_metrics_of_an_update_are_means_and_those_called_max_are_maxima():
+    steps = [{"kl": 1.0, "kl_max": 2.0}, {"kl": 3.0, "kl_max": 1.0}]
+    assert _reduce(steps) == {"kl": 2.0, "kl_max": 2.0}
 
 
 def draw_numbers() -> tuple[float, float, float]:
