@@ -16,11 +16,11 @@ from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import Record
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.scheduler.policy_hosts import policy_init
-from embodyrl.workers.actor_worker import _reduce, _shuffle
+from embodyrl.workers.actor_worker import _shuffle
 from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.settings import ValueOptimSettings
-from embodyrl.workers.training import Optimization
+from embodyrl.workers.training import Optimization, mean_metrics
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class TwoParts(torch.nn.Module):
 
 def test_the_value_head_has_its_own_rate_and_learns_alone_while_the_critic_warms_up():
     module = TwoParts()
-    optimization = Optimization(module, ValueOptimSettings(lr=0.001, value_lr=0.1, weight_decay=0.0, clip_grad=100.0), 10)
+    settings = ValueOptimSettings(lr=0.001, value_lr=0.1, weight_decay=0.0, clip_grad=100.0)
+    optimization = Optimization(module, settings, 10)
     # The first Adam step is as long as the rate.
     assert module.move(optimization, values_only=True) == pytest.approx((0.0, 0.1), rel=1e-3)
     assert module.move(optimization) == pytest.approx((0.001, 0.1), rel=1e-3)
@@ -146,7 +147,7 @@ def test_a_loaded_optimizer_keeps_the_settings_of_its_run(make: Make, tmp_path):
 
 def test_metrics_of_an_update_are_means_and_those_called_max_are_maxima():
     steps = [{"kl": 1.0, "kl_max": 2.0}, {"kl": 3.0, "kl_max": 1.0}]
-    assert _reduce(steps) == {"kl": 2.0, "kl_max": 2.0}
+    assert mean_metrics(steps) == {"kl": 2.0, "kl_max": 2.0}
 
 
 def draw_numbers() -> tuple[float, float, float]:
