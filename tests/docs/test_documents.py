@@ -36,6 +36,8 @@ COMPOSED = {
     "my_pkg": "a package of the reader's; own_env is run",
     "eval=libero_standard": "500 episodes of LIBERO; tests/commands/test_evaluation checks the protocol",
     "eval=libero_pro": "2500 episodes of LIBERO; tests/commands/test_evaluation covers several suites",
+    "algorithm=rlpd": "needs demonstrations; tests/learning/test_off_policy_runs collects some",
+    "env=metaworld": "needs the package; tests/envs/test_metaworld plays it",
     "ppo_trainer --config-dir": "needs the reader's model; tests/cli/test_migrate runs it",
 }
 """Parts of lines that are composed and checked only, with the reason."""
@@ -145,7 +147,7 @@ def train_my_run(place: Path) -> None:
 
 def short(name: str, words: list[str]) -> list[str]:
     """A documented run with sizes of a second."""
-    grouped = name == "train" and not any("ppo" in w or "cartpole" in w for w in words)
+    grouped = name == "train" and not any("ppo" in w or "cartpole" in w or "sac" in w for w in words)
     extra = [*SHORT.get(name, ()), *((GROUPS if grouped else GAE) if name == "train" else ())]
     if any(w.startswith("env=text/") for w in words):
         extra = [w for w in extra if "max_episode_steps" not in w]

@@ -1,0 +1,1 @@
+"""MetaWorld: fifty manipulation tasks of one arm."""

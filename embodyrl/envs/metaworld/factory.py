@@ -1,0 +1,70 @@
+"""MetaWorld: fifty manipulation tasks of one arm (arXiv 1910.10897), package metaworld 3.0.0. Light until `make`."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from embodyrl.envs.factory import SimFactory
+from embodyrl.envs.metaworld.settings import PROPRIOCEPTION, STATE, MetaWorldSettings
+from embodyrl.envs.metaworld.tasks import BENCHMARKS, HIDDEN_GOALS, TASKS
+from embodyrl.envs.problems import camera_problems
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.simulators import SlotSimulators
+from embodyrl.errors import MissingDependencyError
+from embodyrl.registry import closest
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
+
+SEEDS = 100_000
+"""Initial states of each task; the number of one seeds its goal and its objects."""
+CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
+
+
+class MetaWorldFactory(SimFactory[MetaWorldSettings]):
+    """Builds the tasks that `env.id` names."""
+
+    settings = MetaWorldSettings
+
+    def problems(self, cfg: MetaWorldSettings) -> Iterator[str]:
+        """Yield what MetaWorld would not say, or only late."""
+        if unknown := [name for name in cfg.names if name not in TASKS]:
+            yield f"env.id={unknown[0]}: no task or benchmark of MetaWorld.{closest(unknown[0], [*BENCHMARKS, *TASKS])}"
+        yield from camera_problems(cfg)
+        for camera in cfg.init_params.camera_names if cfg.pixels else ():
+            if camera not in CAMERAS:
+                yield f"env.init_params.camera_names: no camera '{camera}'.{closest(camera, CAMERAS)}"
+
+    def describe(self, cfg: MetaWorldSettings, context: EnvContext) -> EnvSpec:
+        """Describe the tasks; nothing is imported for that.
+
+        Raises:
+            MissingDependencyError: the package is missing.
+        """
+        if importlib.util.find_spec("metaworld") is None:
+            raise MissingDependencyError(
+                "env=metaworld needs the package metaworld. Fix: pip install metaworld==3.0.0 (3.1 needs more)."
+            )
+        names, params = cfg.names, cfg.init_params
+        which = len(names) if len(names) > 1 else 0
+        return EnvSpec(
+            name=f"metaworld {cfg.id}",
+            action_dim=4,
+            tasks=tuple(TASKS[name] for name in names),
+            states_per_task=(SEEDS,) * len(names),
+            cameras=tuple(params.camera_names) if cfg.pixels else (),
+            image_size=(params.camera_heights, params.camera_widths) if cfg.pixels else (0, 0),
+            image_rotation_deg=180 if cfg.pixels else 0,  # the arm hangs from the top in its cameras
+            state_dim=PROPRIOCEPTION if cfg.pixels else STATE + which,
+            gripper=GripperConvention(open=-1.0, closed=1.0),
+            max_episode_steps=500,
+            expert_tasks=tuple(range(len(names))),
+            action_space=ActionSpace(kind=ActionKind.box, low=(-1.0,) * 4, high=(1.0,) * 4),
+            state_suffices=not cfg.pixels,
+        )
+
+    def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> SlotSimulators:
+        """Make the simulators, each where its task first begins."""
+        from embodyrl.envs.metaworld.sims import MetaWorldSims
+
+        return MetaWorldSims(self.describe(cfg, context), cfg, hidden=cfg.id in HIDDEN_GOALS, pictures=context.pictures)
+
+
+FACTORY = MetaWorldFactory()

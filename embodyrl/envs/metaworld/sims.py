@@ -1,0 +1,115 @@
+"""MetaWorld's simulators, one for each task that a slot plays, and their scripted experts."""
+
+import os
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from embodyrl.envs.metaworld.settings import PROPRIOCEPTION, STATE, MetaWorldSettings
+from embodyrl.envs.renderer import choose_renderer
+from embodyrl.envs.settings import RenderProfile
+from embodyrl.envs.simulators import SimStep, SlotSimulators
+from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+
+os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
+
+import metaworld.policies as experts
+import mujoco
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+
+# Said once a task by experts that mean to be clipped.
+warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
+
+_GOAL = slice(36, 39)
+_CORNER2 = (0.75, 0.075, 0.7)
+"""Where the public data sets and evaluations have this camera."""
+
+
+class MetaWorldSims(SlotSimulators):
+    """Slots of MetaWorld; a reset id is the seed of a task, and the goal it draws is visible but in ML benchmarks.
+
+    Observations, rewards and successes are those of the package with `seeded_rand_vec`. It never terminates; here a
+    success does.
+    """
+
+    def __init__(self, spec: EnvSpec, cfg: MetaWorldSettings, *, hidden: bool, pictures: bool) -> None:
+        super().__init__(spec)
+        self._cfg, self._hidden, self._pictures = cfg, hidden, pictures
+        self._idle: defaultdict[int, list[Any]] = defaultdict(list)
+        self._envs: dict[int, tuple[int, Any]] = {}
+        self._seen: dict[int, np.ndarray] = {}
+
+    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+        """Draw goal and objects from the reset id; nothing else is random."""
+        task, state = self.spec.task_of(reset_id)
+        if slot in self._envs and self._envs[slot][0] != task:
+            before, env = self._envs.pop(slot)
+            self._idle[before].append(env)
+        if slot not in self._envs:
+            self._envs[slot] = task, self._idle[task].pop() if self._idle[task] else self._build(task)
+        env = self._envs[slot][1]
+        env.seed(state)
+        self._seen[slot] = env.reset()[0]
+
+    def step(self, slot: int, action: FloatArray) -> SimStep:
+        """Execute one action; the package clips its first three numbers, here all are."""
+        self._seen[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
+        success = bool(info["success"])
+        return SimStep(reward=float(reward), terminated=success, success=success)
+
+    def observe(self, slot: int, out: ObservationOut) -> None:
+        """Write pictures with hand and gripper, or the whole state and the task."""
+        seen = self._seen[slot]
+        if self._cfg.pixels:
+            out.state[:] = seen[:PROPRIOCEPTION]
+            for place, camera in enumerate(self.spec.cameras):
+                out.images[place] = self._draw(slot, camera)
+            return
+        out.state[:] = 0.0
+        out.state[:STATE] = seen
+        if self._hidden:
+            out.state[_GOAL] = 0.0
+        if len(out.state) > STATE:
+            out.state[STATE + self._envs[slot][0]] = 1.0
+
+    def render(self, slot: int) -> ByteArray:
+        """The first camera's picture, the right way up."""
+        return np.ascontiguousarray(self._draw(slot, (*self.spec.cameras, "corner2")[0])[::-1, ::-1])
+
+    def expert(self, slot: int) -> FloatArray:
+        """The package's own policy of the task; it sees the goal."""
+        task = self._cfg.names[self._envs[slot][0]]
+        return np.clip(experts.ENV_POLICY_MAP[task]().get_action(self._seen[slot]), -1.0, 1.0).astype(np.float32)
+
+    def close(self) -> None:
+        """Free simulators and their pictures; idempotent."""
+        for env in [env for _, env in self._envs.values()] + [env for envs in self._idle.values() for env in envs]:
+            env.close()
+        self._envs.clear()
+        self._idle.clear()
+
+    def _build(self, task: int) -> Any:
+        params = self._cfg.init_params
+        draws = bool(self.spec.cameras) or self._pictures
+        env: Any = ALL_V3_ENVIRONMENTS[self._cfg.names[task]](
+            render_mode="rgb_array" if draws else None,
+            camera_name="corner2",
+            height=params.camera_heights,
+            width=params.camera_widths,
+        )
+        env._set_task_called, env._freeze_rand_vec, env.seeded_rand_vec = True, False, True
+        env._partially_observable = False
+        vars(env).pop("sawyer_observation_space", None)  # computed for hidden goals, which it would clip to 0
+        env.max_path_length = 10**9  # the time limit is the run's
+        env.model.camera("corner2").pos = _CORNER2
+        if self._cfg.render_profile is RenderProfile.lean:
+            env.model.vis.quality.offsamples = 0
+            env.model.vis.quality.shadowsize = 0
+        return env
+
+    def _draw(self, slot: int, camera: str) -> ByteArray:
+        env = self._envs[slot][1]
+        env.mujoco_renderer.camera_id = mujoco.mj_name2id(env.model, mujoco.mjtObj.mjOBJ_CAMERA, camera)
+        return env.mujoco_renderer.render("rgb_array")

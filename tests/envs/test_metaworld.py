@@ -1,0 +1,102 @@
+"""MetaWorld's adapter against the package, where it is installed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from settings import env_of
+
+from embodyrl.envs.metaworld.factory import FACTORY
+from embodyrl.envs.metaworld.tasks import BENCHMARKS, TASKS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.types import EpisodeStart, ObservationOut
+
+NO_PIXELS = np.zeros((0, 0, 0, 3), np.uint8)
+
+
+def test_the_groups_are_those_of_the_published_tables():
+    assert [len(BENCHMARKS[name]) for name in ("easy", "medium", "hard", "very_hard")] == [28, 11, 6, 5]
+    assert set(BENCHMARKS["MT50"]) == set(BENCHMARKS["ML45"]) == set(TASKS)
+    assert len(BENCHMARKS["MT10"]) == 10
+
+
+@pytest.mark.parametrize(("key", "value", "said"), [("id", "reach-v2", "reach-v3"), ("id", "MT11", "MT10")])
+def test_a_wrong_name_is_refused_with_the_right_one(key, value, said):
+    assert said in FACTORY.validate(env_of("metaworld", **{key: value}))[0]
+
+
+def _package(name: str, seed: int):
+    env_dict = pytest.importorskip("metaworld.env_dict")
+    env = env_dict.ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE[f"{name}-goal-observable"]()
+    env._freeze_rand_vec, env.seeded_rand_vec = False, True
+    env.seed(seed)
+    return env
+
+
+def _bit_equal(name: str, steps: int) -> None:
+    env = _package(name, 7)
+    ours = FACTORY.make(env_of("metaworld", id=name, pixels=False, use_rel_reward=False), EnvContext(num_slots=1))
+    out = ObservationOut(images=NO_PIXELS, state=np.zeros(39, np.float32))
+    for start in (3, 7):  # the second episode in a simulator that has played another
+        ours.reset([0], [EpisodeStart(reset_id=start, seed=0, max_episode_steps=500, ignore_terminations=True)])
+    ours.observe([0], [out])
+    np.testing.assert_array_equal(out.state, env.reset()[0].astype(np.float32))
+    for action in np.random.default_rng(0).uniform(-1, 1, (steps, 4)).astype(np.float32):
+        seen, reward, _, _, info = env.step(action)
+        result = ours.step_chunk([0], action[None, None])
+        ours.observe([0], [out])
+        np.testing.assert_array_equal(out.state, seen.astype(np.float32))
+        assert result.reward[0, 0] == np.float32(reward)
+        assert result.success[0, 0] == bool(info["success"])
+    ours.close()
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("name", ["reach-v3", "pick-place-v3", "door-open-v3"])
+def test_observations_rewards_and_successes_are_the_packages(name):
+    _bit_equal(name, 40)
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_all_fifty_are_the_packages(name):
+    _bit_equal(name, 100)
+
+
+@pytest.mark.sim
+def test_an_expert_reaches_the_goal():
+    pytest.importorskip("metaworld")
+    cfg = env_of("metaworld", id="reach-v3", pixels=False, use_rel_reward=False)
+    env = FACTORY.make(cfg, EnvContext(num_slots=1))
+    env.reset([0], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=500)])
+    _, result = env.expert_chunk([0], 500, noise=0.0)
+    assert result.success.any()
+    assert result.terminated.any()
+    env.close()
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+def test_full_pictures_are_the_packages_and_lean_ones_show_the_same():
+    env_dict = pytest.importorskip("metaworld.env_dict")
+    shown = {}
+    for profile in ("full", "lean"):
+        cameras = {"camera_names": ["corner2"]}
+        cfg = env_of("metaworld", id="reach-v3", render_profile=profile, init_params=cameras)
+        env = FACTORY.make(cfg, EnvContext(num_slots=1))
+        env.reset([0], [EpisodeStart(reset_id=7, seed=0, max_episode_steps=9)])
+        out = ObservationOut(images=np.zeros((1, 256, 256, 3), np.uint8), state=np.zeros(4, np.float32))
+        env.observe([0], [out])
+        shown[profile] = out.images[0].astype(np.int64)
+        env.close()
+    stock = env_dict.ALL_V3_ENVIRONMENTS["reach-v3"](
+        render_mode="rgb_array", camera_name="corner2", height=256, width=256
+    )
+    stock._set_task_called, stock._freeze_rand_vec, stock.seeded_rand_vec = True, False, True
+    stock.model.camera("corner2").pos = (0.75, 0.075, 0.7)
+    stock.seed(7)
+    stock.reset()
+    np.testing.assert_array_equal(stock.render(), shown["full"])
+    stock.close()
+    assert np.abs(shown["full"] - shown["lean"]).mean() < 15
