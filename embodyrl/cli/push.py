@@ -1,6 +1,7 @@
 """The command `push`: a policy or a data set to the hub."""
 
 import argparse
+import sys
 
 from embodyrl.cli.output import show_result
 from embodyrl.config.paths import HUB_NAME, resolve_run
@@ -16,6 +17,7 @@ def push(args: argparse.Namespace) -> int:
     source = resolve_run(words[0])
     if not source.is_dir():
         raise ConfigError(f"'{words[0]}' is no folder; `embodyrl list runs` shows the runs in ./runs.")
+    print(f"pushing {source} to {words[1]} ...", file=sys.stderr, flush=True)
     from embodyrl.commands.push import push as upload
 
     pinned = upload(source, words[1], private=args.private, overrides=[w for w in args.words if w == TRUST])
