@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from processes import run_cli
-from toy_runs import comparable, toy_words, train_toy, weights
+from toy_runs import comparable, toy_config, toy_words, train_toy, weights
+
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.monitor.history import EPISODES_FILE, read_episodes
 
 WORDS = (
     "runner.deterministic=true",
@@ -62,6 +67,19 @@ def test_lost_workers_do_not_matter(golden, tmp_path, kind, at):
     assert [row.pop("env/restarts") for row in lost[1:]] == [1, 1]
     assert lost == [{k: v for k, v in row.items() if k != "env/restarts"} for row in comparable(golden)]
     assert weights(run, 2) == weights(golden, 2)
+
+
+@pytest.mark.integration
+def test_an_evaluation_that_lost_a_worker_has_the_same_episodes(tmp_path):
+    words = ("runner.deterministic=true", "eval.episodes=12", "env.kwargs.tasks=3", "env.eval.total_num_envs=4")
+    fault = ("env.kwargs.fault=kill", "env.kwargs.at=9", f"env.kwargs.once={tmp_path}/marker")
+    calm = evaluate(toy_config(tmp_path, *words, command="eval", name="calm")).folder
+    lost = toy_words(tmp_path, *words, *fault, "launcher.env_workers=2", command="eval")
+    done = run_cli("eval", *lost, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "died with SIGKILL" in done.stdout + done.stderr
+    one, two = (read_episodes(folder / EPISODES_FILE) for folder in (calm, tmp_path / "run/eval/step_000000"))
+    assert [replace(row, seconds=0.0) for row in one] == [replace(row, seconds=0.0) for row in two]
 
 
 def test_another_seed_gives_other_numbers(golden, tmp_path):

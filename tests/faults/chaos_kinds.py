@@ -108,7 +108,7 @@ def _collect(folder: Path) -> list[str]:
         "env.kwargs.fault=slow",
         *WATCHED[:2],
         *places,
-        "collect.episodes=40",
+        "collect.episodes=24",
         "launcher.env_workers=2",
     ]
 
