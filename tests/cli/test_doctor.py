@@ -26,7 +26,9 @@ def test_report_as_json_in_a_process(tmp_path: Path) -> None:
     done = subprocess.run(DOCTOR, cwd=tmp_path, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
     levels = {f["name"]: f["level"] for f in report["findings"]}
-    assert {"python", "torch", "memory", "ulimit -n", "rendering", "video", "packages"} <= set(levels)
+    assert {"python", "torch", "memory", "ulimit -n", "rendering", "video", "packages", "sandbox"} <= set(levels)
+    (sandbox,) = (f["text"] for f in report["findings"] if f["name"] == "sandbox")
+    assert "bubblewrap" in sandbox
     assert levels["folder runs"] == "FAIL"
     assert done.returncode == 3
     assert report["failed"] == sum(level == "FAIL" for level in [f["level"] for f in report["findings"]])

@@ -71,7 +71,7 @@ def test_lost_workers_do_not_matter(golden, tmp_path, kind, at):
 
 @pytest.mark.integration
 def test_an_evaluation_that_lost_a_worker_has_the_same_episodes(tmp_path):
-    words = ("runner.deterministic=true", "eval.episodes=12", "env.kwargs.tasks=3", "env.eval.total_num_envs=4")
+    words = ("runner.deterministic=true", "eval.episodes=12", "env.kwargs.tasks=3", "env.kwargs.goal=0.2")
     fault = ("env.kwargs.fault=kill", "env.kwargs.at=9", f"env.kwargs.once={tmp_path}/marker")
     calm = evaluate(toy_config(tmp_path, *words, command="eval", name="calm")).folder
     lost = toy_words(tmp_path, *words, *fault, "launcher.env_workers=2", command="eval")
