@@ -14,7 +14,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
 _YAML_LIMIT = 1 << 20
-"""Characters of a saved config."""
+"""Bytes of a saved config."""
 _YAML_DEPTH = 100
 _MOST_ROUNDS = 20
 _PACKAGE = re.compile(r"(?:#.*\n|[ \t]*\n)*#\s*@package\s+(\S+)")
@@ -104,9 +104,9 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
             gigabytes), a huge file, or no mapping at the top.
     """
     try:
+        if (size := file.stat().st_size) > _YAML_LIMIT:
+            raise ConfigError(f"{file}: {size} bytes; a config has fewer than {_YAML_LIMIT}.")
         text = file.read_text(encoding="utf-8")
-        if len(text) > _YAML_LIMIT:
-            raise ConfigError(f"{file}: {len(text)} characters; a config has fewer than {_YAML_LIMIT}.")
         depth = 0
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)

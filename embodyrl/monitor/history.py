@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_type_hints
@@ -166,11 +167,16 @@ def _is_video(path: Path) -> bool:
 
 
 _NUMBERS = {int, float, NoneType}
+_LONGEST_LINE = 1 << 24
+"""Bytes: more of a line is read as another one. As much of the end of a file is searched for the newest values."""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Objects of a JSON lines file; empty if there is none. What a kill or a bad disk left of a line is left out."""
-    return [*_rows(path.read_bytes().splitlines())] if path.is_file() else []
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return [*_rows(iter(partial(file.readline, _LONGEST_LINE), b""))]
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -185,7 +191,11 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
     """The last value of each metric in a JSON lines file, None where there is none; parses the rows that hold them."""
-    lines = path.read_bytes().splitlines()[::-1] if path.is_file() else []
+    lines: list[bytes] = []
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
+            lines = file.read(_LONGEST_LINE).splitlines()[::-1]
     found = []
     for name in names:
         rows = _rows(line for line in lines if f'"{name}"'.encode() in line)

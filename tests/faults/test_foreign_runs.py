@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from embodyrl.cli.main import main
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
-from embodyrl.monitor.history import read_history
+from embodyrl.monitor.history import newest_values, read_history
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 from embodyrl.policies.settings import LoraSettings
 
@@ -161,6 +163,22 @@ def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, cap
     for command in (["train", "--resume"], ["report"], ["view"]):
         assert main([*command, str(tmp_path)]) == 2
         assert "config.yaml:2: YAML aliases are refused" in capsys.readouterr().err
+
+
+def test_files_without_end_are_not_read_into_memory(tmp_path):
+    """Sparse ones, so that their size costs nothing."""
+    run = write_run(tmp_path / "theirs")
+    with open(run / "metrics.jsonl", "r+b") as file:
+        file.truncate(1 << 28)
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"step": 4}\n')
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert [row["step"] for row in read_history(run).rows] == [0, 1, 2, 3, 4]
+    assert newest_values(run / "metrics.jsonl", ("step",)) == [4]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 128 << 10
+    os.truncate(run / "config.yaml", 1 << 40)
+    with pytest.raises(ConfigError, match="a config has fewer than"):
+        read_history(run)
 
 
 def test_a_report_takes_recordings_and_no_other_file(tmp_path):
