@@ -152,7 +152,11 @@ class FlowModel(nn.Module, ABC):
             stack.gradient_checkpointing = True
 
     def initialise(self, seed: int) -> None:
-        """Start all weights anew: normal of variance 1 / inputs; biases and adaptive norms 0, plain norms identity."""
+        """Start all weights anew: normal of variance 1 / inputs; biases and adaptive norms 0, plain norms identity.
+
+        Places of patches start as waves and the tower's blocks add nothing at first, so that where things are reaches
+        the language model at once.
+        """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -163,6 +167,7 @@ class FlowModel(nn.Module, ABC):
                     scale = "norm" in name and name.endswith("weight") and "dense" not in name
                     offset = not name.startswith("vision") and self.spec.language.gemma
                     parameter.fill_(float(scale and not offset))
+            self.vision.initialise()
 
     def time_mlp(self, x: Tensor) -> Tensor:
         """Two layers, SiLU between them: [..., inputs] to [..., D]."""

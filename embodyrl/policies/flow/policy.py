@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.chain import ChainLikelihood, ChunkLikelihood, follow_ode
+from embodyrl.policies.flow.chain import ChainLikelihood, ChunkLikelihood, Velocity, follow_ode
 from embodyrl.policies.flow.draws import START, TIMES, normals, seeds_of, uniforms
 from embodyrl.policies.flow.fpo import FpoLikelihood, flow_matching_error
 from embodyrl.policies.flow.noise_head import NoiseHead
@@ -170,20 +170,24 @@ class FlowPolicy:
         given ones, of a range of 2; it is not measured while training.
         """
         target = torch.from_numpy(self._scale.from_actions(actions, obs)).to(self._device)
-        prefix = self._prefix(obs)
-        velocity = partial(self._velocity, prefix)
+        velocity = partial(self._velocity, self._prefix(obs))
+        pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
+        loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
+        near = torch.zeros_like(target, dtype=torch.bool)
+        if not torch.is_grad_enabled():
+            near = (follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps) - target).abs() < 0.1
+            near = near[..., : self._shape.action_dim]
+        return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
+
+    def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
+        """[B] at one pair of noise and time for each chunk [B, H, D]."""
         rows = np.arange(len(target))
         if torch.is_grad_enabled():
             rows = torch.randint(2**47, (len(target),)).numpy()
         noise = normals(rows, START, self._size, self._device)
         # If u is uniform, u^(2/3) has the distribution Beta(1.5, 1).
         t = torch.from_numpy((0.001 + 0.999 * uniforms(rows, TIMES, 1)[:, 0] ** (2 / 3)).astype(np.float32))
-        loss = flow_matching_error(velocity, target, noise, t.to(self._device)).flatten(1).mean(1)
-        near = torch.zeros_like(target, dtype=torch.bool)
-        if not torch.is_grad_enabled():
-            near = (follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps) - target).abs() < 0.1
-            near = near[..., : self._shape.action_dim]
-        return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
+        return flow_matching_error(velocity, target, noise, t.to(self._device)).flatten(1).mean(1)
 
     def save(self, folder: Path) -> None:
         """Write weights and everything needed to load them again."""

@@ -53,6 +53,8 @@ class FlowSettings(WeightSettings):
     """fpo: (noise, time) pairs per chunk, fixed when it is chosen."""
     fpo_ratio: FpoRatio = FpoRatio.mean
     """fpo: one ratio from the mean loss of the pairs, or one of each pair (sample; with logprob_type=token_level)."""
+    imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
+    """sft, dagger: (noise, time) pairs per chunk; the prefix, which is most of the work, is computed once for all."""
     value_from: ValueFrom = ValueFrom.prefix
     """What the value head reads: the pooled prefix, or the expert's mean hidden row for the middle of the noise."""
 

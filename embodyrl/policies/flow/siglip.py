@@ -3,6 +3,8 @@
 Not the tower of OpenVLA-OFT, which follows timm: fused qkv, exact GELU, and the output of the last but one block.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -83,6 +85,23 @@ class SiglipTower(nn.Module):
         self.embeddings = SiglipEmbeddings(spec)
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(SiglipBlock(spec) for _ in range(spec.depth))})
         self.post_layernorm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Places: sine and cosine of column and row, from a quarter of a wave across the image to the finest of a grid.
+
+        Blocks: nothing is added to what they are given.
+        """
+        for block in self.encoder["layers"]:  # type: ignore[union-attr]
+            block.self_attn.out_proj.weight.zero_()
+            block.mlp.fc2.weight.zero_()
+        table = self.embeddings.position_embedding.weight
+        side, count = math.isqrt(len(table)), table.shape[1] // 4
+        places = torch.arange(side) - (side - 1) / 2
+        angle = places[:, None] * math.pi / 2 * torch.logspace(-1, 0, count, base=float(side))
+        waves = torch.cat([angle.sin(), angle.cos()], 1)
+        both = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, 0)], 1)
+        table[:, : both.shape[1]] = both.to(table)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map [N, 3, S, S] to [N, patches, width]."""

@@ -233,6 +233,13 @@ def test_fresh_weights_are_a_function_of_the_seed(model, name):
     assert (one.language.norm.weight == identity).all()
     assert (one.vision.post_layernorm.weight == 1).all()
     assert (one.action_in_proj.bias == 0).all()
+    images = inputs_of(recorded(name)).images.flatten(0, 1)
+    with torch.no_grad():
+        bare = one.vision.post_layernorm(one.vision.embeddings(images))
+        torch.testing.assert_close(one.vision(images), bare)  # the tower's blocks add nothing at first
+    places = one.vision.embeddings.position_embedding.weight.detach()
+    near, far = (places[1] - places[0]).norm(), (places[-1] - places[0]).norm()
+    assert 0 < near < far
     if name == "pi05":
         assert not one.expert.norm.dense.weight.any()
     data = recorded(name)

@@ -163,7 +163,8 @@ def test_pi05_without_a_state_reads_pi0s_prompt(tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_imitation_is_the_models_own_loss_of_the_whole_chunk(form, tmp_path):
     """All six rows, though three are executed; padded numbers count, as in the public training."""
-    policy, obs = build(form, folder_of(form, tmp_path)), observe(4)
+    path, obs = folder_of(form, tmp_path), observe(4)
+    policy = build(form, path)
     assert (policy.spec.imitated, policy.spec.num_action_chunks) == (6, 3)
     actions = np.random.default_rng(2).uniform(-1, 1, (4, 6, 7)).astype(np.float32)
     network = policy.module.network
@@ -178,6 +179,11 @@ def test_imitation_is_the_models_own_loss_of_the_whole_chunk(form, tmp_path):
         loss = (v - (noise - target)).square().flatten(1).mean(1)
     torch.testing.assert_close(found.loss, loss, rtol=1e-4, atol=1e-5)
     assert policy.imitate(obs, actions).loss.requires_grad
+    torch.manual_seed(1)
+    one, other = (policy.imitate(obs, actions).loss for _ in range(2))
+    torch.manual_seed(1)
+    both = build(form, path, imitated_pairs=2).imitate(obs, actions).loss
+    torch.testing.assert_close(both, (one + other) / 2)
 
 
 @pytest.mark.parametrize(
@@ -364,3 +370,18 @@ def test_presets_of_libero(preset, executed, horizon, state, tokens, tmp_path):
     assert (spec.uses_state, cfg.num_steps, cfg.delta_dims) == (state, 10, 6 if form == "pi0" else 0)
     assert cfg.greedy_start == "random"
     assert spec.tokens_per_chunk == -(-tokens // executed) * executed
+
+
+@pytest.mark.parametrize("name", ["pi05_tiny", "smolvla_tiny"])
+def test_tiny_ones_act_on_the_table_from_random_weights(name):
+    cfg = load_config("sft", [f"model={name}", "data.path=none"]).model
+    factory = POLICIES.get(cfg.model_type)
+    assert factory.validate(cfg) == []
+    env = replace(ENV, image_size=(56, 56), image_rotation_deg=0, state_dim=4, tasks=("touch the red block",) * 2)
+    policy = factory.build(cfg, PolicyRequest(env=env, device="cpu", seed=0, trainable=True))
+    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters()) < 3e6
+    obs = Observation(
+        images=np.zeros((2, 1, 56, 56, 3), np.uint8), state=np.zeros((2, 4), np.float32), instructions=env.tasks
+    )
+    assert policy.act(obs, noise=None).actions.shape == (2, 4, 7)
+    assert policy.imitate(obs, np.zeros((2, 4, 7), np.float32)).loss.requires_grad
