@@ -268,7 +268,8 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
     has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
     replay = isinstance(cfg, TrainConfig) and isinstance(cfg.algorithm, ReplaySettings)
-    alone = cfg.model.compiled or replay or (not acting and (asynchronous or has_engine))
+    critic = isinstance(cfg, TrainConfig) and cfg.critic.path is not None
+    alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))
     return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr
 
 from embodyrl.algorithms.protocol import algorithm_settings
-from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
+from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, ValueSettings
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import LauncherSettings
 from embodyrl.cluster.settings import ActingFaults, StepTimeout
@@ -46,6 +46,7 @@ from embodyrl.workers.settings import (
     PAIRED,
     ActingSettings,
     ActorSettings,
+    CriticSettings,
     LearnedActorSettings,
     Objective,
     ObjectiveSettings,
@@ -152,6 +153,7 @@ class TrainConfig(EvalConfig):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     rollout: RolloutSettings = RolloutSettings()
     actor: ActorSettings = ActorSettings()
+    critic: CriticSettings = CriticSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     faults: FaultSettings = FaultSettings()
 
@@ -162,11 +164,22 @@ class TrainConfig(EvalConfig):
         lag, certain = self.algorithm.max_staleness, self.runner.deterministic
         yield from staleness_problems(lag, self.actor.fsdp, self.rollout.mode, deterministic=certain)
         yield from _ranks(self)
+        if self.critic.path is not None and (certain or self.actor.fsdp.size > 1):
+            yield (
+                "critic.path: a critic apart works with one actor rank and without runner.deterministic=true. Set "
+                "actor.fsdp.size=1 and runner.deterministic=false, or use the policy's value head."
+            )
         if self.runner.resume_dir is not None and self.ckpt is not None:
             yield (
                 f"ckpt={self.ckpt} and runner.resume_dir={self.runner.resume_dir}: a resumed run has weights of its "
                 "own. Use one of them."
             )
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what only an algorithm with values reads."""
+        yield from super().idle()
+        if not isinstance(self.algorithm, ValueSettings):
+            yield "critic.path", f"algorithm.adv_type={self.algorithm.adv_type} asks for no values; use algorithm=ppo"
 
 
 class SftConfig(RunConfig):

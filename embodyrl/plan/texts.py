@@ -26,7 +26,7 @@ _SAMPLING = (
 )
 _TEXT_ONLY = (
     *(f"algorithm.sampling_params.{n}" for n in _SAMPLING),
-    *("rollout.backend", "actor.max_tokens_per_mbs", "eval.show_replies"),
+    *("rollout.backend", "critic.path", "actor.max_tokens_per_mbs", "eval.show_replies"),
 )
 
 

@@ -129,6 +129,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         learning = {
             "algorithm": learner.algorithm,
             "actor": actor,
+            "critic": learner.critic.path,
             "longest_episode": -(-learner.env.train.max_episode_steps // blueprint.policy.num_action_chunks),
             "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,
         }

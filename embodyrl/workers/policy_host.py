@@ -11,7 +11,9 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.protocol import POLICIES, Policy
+from embodyrl.policies.critic import WithCritic
+from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker
 from embodyrl.workers.imitation import ImitationWorker
 from embodyrl.workers.messages import (
@@ -83,11 +85,21 @@ class PolicyHost:
             self._ranks.reshard()
 
     def _build(self) -> Policy:
-        model = self._init.model
-        policy = POLICIES.get(model.model_type).build(model, replace(self._init.request, device=best_device()))
+        model, request = self._init.model, replace(self._init.request, device=best_device())
+        if self._init.critic is None:
+            policy = POLICIES.get(model.model_type).build(model, request)
+        else:
+            policy = self._build_apart(model, request, self._init.critic)
         if self._init.start_from is not None:
             policy.load_weights(Path(self._init.start_from))
         return policy
+
+    def _build_apart(self, model: ModelSettings, request: PolicyRequest, path: str) -> Policy:
+        """The policy, and a critic whose weights are all trained."""
+        factory = POLICIES.get(model.model_type)
+        alone = {"is_lora": False} if model.adapted else {}
+        critic = factory.build(model.updated({"path": path, **alone}), replace(request, backend="hf"))
+        return WithCritic(factory.build(model, replace(request, value_dim=0)), critic, path)
 
     def _build_reference(self, path: str | None) -> Policy:
         """The policy at the start, or another one, for example a larger teacher, which must speak the same tokens.

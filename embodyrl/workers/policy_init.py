@@ -21,6 +21,8 @@ class PolicyHostInit(WorkerInit):
     """Chunks of an episode that its time limit ends."""
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     """Of supervised training."""
+    critic: str | None = None
+    """Folder of a critic apart."""
     actor: SupervisedActorSettings = field(default_factory=ActorSettings)
     seed: int
     deterministic: bool = False

@@ -50,6 +50,14 @@ class ObjectiveSettings(Settings):
             yield "objective.label_smoothing", missing
 
 
+class CriticSettings(Settings):
+    """Who values what is written."""
+
+    path: Path | None = None
+    """Language models: folder of a critic apart, in the model's public layout, with the same tokens; trained with
+    actor.optim.value_lr. Default: a value head on the policy."""
+
+
 class RankSettings(Settings):
     """How many processes hold the policy."""
 

@@ -1,0 +1,79 @@
+"""A critic apart: a second language model that only values what the first one writes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from embodyrl.errors import ConfigError
+from embodyrl.policies.protocol import Policy, weights_changed, weights_version
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores
+
+CRITIC_FOLDER = "critic"
+
+
+class WithCritic:
+    """Implements `Policy`: actions and probabilities of one, values of the other.
+
+    The critic's weights are part of the module's `value_head`, so that they have the learning rate, the gradient limit
+    and the warm-up of value heads.
+    """
+
+    def __init__(self, policy: Policy, critic: Policy, path: str) -> None:
+        """Join both.
+
+        Raises:
+            ConfigError: the critic of `path` reads other tokens.
+        """
+        own, other = (getattr(one, "vocabulary", None) for one in (policy, critic))
+        if own is None or own != other:
+            raise ConfigError(
+                f"critic.path={path}: its tokenizer is not the policy's, so it cannot value the same tokens. Use a "
+                "model of the same family."
+            )
+        self.vocabulary = own
+        self._policy, self._critic = policy, critic
+        self.spec = replace(policy.spec, value_dim=critic.spec.value_dim)
+        self.module: nn.Module = nn.ModuleDict({"policy": policy.module, "value_head": critic.module})
+        self._version = 0
+
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """See `Policy.act`."""
+        if (version := weights_version(self.module)) != self._version:
+            weights_changed(self._policy.module)  # an engine takes its weights from there
+            self._version = version
+        out = self._policy.act(obs, noise=noise, temperature=temperature)
+        with torch.no_grad():
+            value = self._critic.score(obs, out.tokens).value.float().cpu().numpy()
+        return replace(out, value=value)
+
+    def values(self, obs: Observation) -> FloatArray:
+        """See `Policy.values`."""
+        return self._critic.values(obs)
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """See `Policy.score`."""
+        return replace(self._policy.score(obs, tokens), value=self._critic.score(obs, tokens).value)
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """See `Policy.imitate`."""
+        return self._policy.imitate(obs, actions)
+
+    def encode_replies(self, replies: Any) -> IntArray:
+        """See `TextPolicy.encode_replies`."""
+        return self._policy.encode_replies(replies)  # type: ignore[attr-defined]
+
+    def save(self, folder: Path) -> None:
+        """Write the policy's layout, and the critic's below `critic/`."""
+        self._policy.save(folder)
+        (folder / CRITIC_FOLDER).mkdir()
+        self._critic.save(folder / CRITIC_FOLDER)
+
+    def load_weights(self, folder: Path) -> None:
+        """See `Policy.load_weights`; a critic that the folder lacks stays as it is."""
+        self._policy.load_weights(folder)
+        if (folder / CRITIC_FOLDER).is_dir():
+            self._critic.load_weights(folder / CRITIC_FOLDER)
+        weights_changed(self.module)

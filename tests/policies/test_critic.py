@@ -1,0 +1,91 @@
+"""A critic apart from the language model whose replies it values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gates import learn
+from safetensors.torch import load_file
+from toy_runs import rows
+
+from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_config
+from embodyrl.policies import POLICIES
+from embodyrl.policies.critic import WithCritic
+from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+
+ENV = EnvSpec(
+    name="text",
+    action_dim=1,
+    tasks=("text",),
+    states_per_task=(1,),
+    action_space=ActionSpace(kind=ActionKind.text),
+    prompt_bytes=64,
+)
+ASKED = Observation(
+    images=np.zeros((2, 0, 0, 0, 3), np.uint8), state=np.zeros((2, 0), np.float32), instructions=("1+2=", "abc")
+)
+
+
+def build(seed: int, value_dim: int) -> Policy:
+    factory = POLICIES.get("causal_lm_tiny")
+    cfg = factory.settings(model_type="causal_lm_tiny", num_action_chunks=3, precision="fp32")
+    return factory.build(cfg, PolicyRequest(env=ENV, device="cpu", seed=seed, value_dim=value_dim))
+
+
+def critic(seed: int = 2) -> Policy:
+    found = build(seed, 3)
+    with torch.no_grad():
+        found.module.value_head.weight.fill_(0.1)  # type: ignore[union-attr]
+    return found
+
+
+def test_values_are_the_critics_and_all_else_is_the_policys(tmp_path: Path) -> None:
+    policy, other = build(1, 0), critic()
+    joined = WithCritic(policy, other, "c")
+    out = joined.act(ASKED, noise=np.full((2, 3), 0.4, np.float32))
+    assert joined.spec.value_dim == 3
+    torch.testing.assert_close(joined.score(ASKED, out.tokens).value, other.score(ASKED, out.tokens).value)
+    np.testing.assert_allclose(out.value, other.score(ASKED, out.tokens).value.detach().numpy(), atol=1e-6)
+    np.testing.assert_array_equal(out.tokens, policy.act(ASKED, noise=np.full((2, 3), 0.4, np.float32)).tokens)
+    scores = joined.score(ASKED, out.tokens)
+    scores.logprob.sum().backward(retain_graph=True)
+    assert all(p.grad is None for p in other.module.parameters()), "the policy's loss does not reach the critic"
+    scores.value.sum().backward()
+    assert any(p.grad is not None for name, p in joined.module.named_parameters() if name.startswith("value_head.lm"))
+    joined.save(tmp_path)
+    again = WithCritic(build(5, 0), build(6, 3), "c")
+    again.load_weights(tmp_path)
+    np.testing.assert_allclose(again.values(ASKED), joined.values(ASKED), atol=1e-6)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_ppo_trains_both_and_the_checkpoint_holds_both(tmp_path: Path) -> None:
+    (tmp_path / "critic").mkdir()
+    critic().save(tmp_path / "critic")
+    words = ("algorithm=ppo", "algorithm.reward_type=action_level", f"critic.path={tmp_path}/critic", "launcher=inline")
+    few = ("runner.max_steps=2", "env.train.total_num_envs=16", "eval.episodes=4", "env.eval.total_num_envs=4")
+    result = learn(tmp_path, "copy", *words, *few, "actor.global_batch_size=16", "actor.micro_batch_size=16")
+    assert [row["actor/logprob_gap"] < 1e-4 for row in rows(result.run) if "actor/logprob_gap" in row] == [True, True]
+    folder = next((result.run / "checkpoints").glob("step_*")) / "policy"
+    before, after = (load_file(f / "model.safetensors") for f in (tmp_path / "critic", folder / "critic"))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[name], after[name])
+    assert not torch.equal(load_file(folder / "model.safetensors")[name], after[name])
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["algorithm=grpo"], "asks for no values"),
+        (["algorithm=ppo", "runner.deterministic=true"], "without runner.deterministic"),
+    ],
+)
+def test_what_a_critic_apart_cannot_do_is_refused(words: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config("train", ["env=text/copy", "model=causal_lm_tiny", "critic.path=c", *words])
