@@ -140,7 +140,7 @@ def test_reverse_by_sft_then_sparse_reward_resumed_in_the_middle(tmp_path: Path)
 @pytest.mark.slow
 def test_a_game_in_words_is_learned_from_nothing(tmp_path: Path):
     """Frozen lake: first to say an action at all, then the way; the reward is at the goal only."""
-    words = ("env.words=embodyrl.envs.text.game:number", "env.max_turns=12", "runner.max_steps=60")
+    words = ("env.words=embodyrl.envs.text.game:number", "env.max_turns=12", "runner.max_steps=30")
     result = learn(tmp_path, "gym", *words, "algorithm.sampling_params.max_new_tokens=1")
     before, after = gain(result)
     assert before < 0.1
