@@ -34,7 +34,12 @@ ENVIRONMENT_FILE = "environment.yaml"
 
 
 def load_config(
-    command: str, words: Sequence[str], *, config_dirs: Sequence[Path] = (), base: Path | None = None
+    command: str,
+    words: Sequence[str],
+    *,
+    config_dirs: Sequence[Path] = (),
+    base: Path | None = None,
+    fetch: bool = True,
 ) -> Any:
     """Compose, type and check the config of a command.
 
@@ -44,6 +49,7 @@ def load_config(
         config_dirs: further folders with YAML groups, searched after the shipped one.
         base: the config.yaml of a run whose weights are used: its model, and unless these are trained its environment
             and algorithm, hold wherever the command line does not choose that group.
+        fetch: names on the hub become folders here; false: they stay as they are.
 
     Returns:
         An instance of `ROOTS[command]`.
@@ -67,7 +73,7 @@ def load_config(
     if not composed:
         raise ConfigError(problems)
     chosen = [*composed, *inherited]
-    return _finish(command, [*chosen, *_protocol([*chosen, *typed], problems), *typed], problems)
+    return _finish(command, [*chosen, *_protocol([*chosen, *typed], problems), *typed], problems, fetch=fetch)
 
 
 def load_saved_config(path: Path, words: Sequence[str], *, command: str | None = None) -> Any:
@@ -150,9 +156,10 @@ def check_values(cfg: Root) -> None:
         raise ConfigError(found)
 
 
-def _finish(command: str, settings: Sequence[Setting], problems: list[str]) -> Any:
+def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool = True) -> Any:
     # Which data they are says which keys there are; weights are fetched once nothing else is wrong.
-    settings = [replace(s, value=_fetched(s.key, s.value)) if s.key in DATA_KEYS else s for s in settings]
+    if fetch:
+        settings = [replace(s, value=_fetched(s.key, s.value)) if s.key in DATA_KEYS else s for s in settings]
     cfg, sources = build(settings, CommandKeys(command), problems)
     cfg._sources.update(sources)
     problems += [line for node in nodes(cfg) for line in node.problems()]
@@ -162,7 +169,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str]) -> A
             problems.append(f"{name} has no effect: {reason}, or leave {name} out.")
     if problems:
         raise ConfigError(problems)
-    found = {key: leaf for key, leaf in leaves(cfg) if key in MODEL_KEYS}
+    found = {key: leaf for key, leaf in leaves(cfg) if key in MODEL_KEYS and fetch}
     return cfg.updated({key: _fetched(key, leaf) for key, leaf in found.items()})
 
 

@@ -307,7 +307,7 @@ def _problems(result: Migration) -> list[str]:
         words.append(f"{key}={json.dumps(value) if isinstance(value, str) else spell(value)}")
     result.to_mend = []
     try:
-        result.config = load_config("train", words)
+        result.config = load_config("train", words, fetch=False)
     except ConfigError as error:
         return error.problems
     try:
