@@ -164,14 +164,14 @@ def _gradients(policy: PolicySpec, trained: int, shards: int, sync: str, *, adap
 
 
 def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: bool) -> int:
-    """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of all weights for the backward pass."""
+    """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of the layers' weights for the backward pass."""
     samples = float(cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / policy.sample_tokens)
     per_sample = policy.activation_bytes
     if cfg.actor.gradient_checkpointing:
         per_sample = policy.recomputed_bytes + policy.largest_layer[1]
-    return int(samples * per_sample) + policy.scoring_bytes + (2 * trained if copies else 0)
+    return int(samples * per_sample) + policy.scoring_bytes + (2 * (trained - policy.outside_layers) if copies else 0)
 
 
 def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters: bool) -> int:

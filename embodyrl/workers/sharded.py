@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -133,17 +134,22 @@ class ShardedRanks:
 
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
-        """See `Ranks.full_weights`."""
+        """See `Ranks.full_weights`; where they are written, the other ranks hold the shapes, and get their shards."""
         self.train()
+        first = self.rank_info.rank == 0
         shards = {name: p for name, p in self._module.named_parameters(remove_duplicate=False)}
         whole: dict[int, nn.Parameter] = {}
         for name, shard in shards.items():
             if id(shard) not in whole:
-                tensor = _whole(shard, keep=write or self.rank_info.rank == 0)
+                tensor = _whole(shard, keep=first)  # collective
+                if write and not first:
+                    tensor = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
                 whole[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
             _replace(self._module, name, whole[id(shard)])
         try:
-            yield
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
+                yield
         finally:
             for name, shard in shards.items():
                 _replace(self._module, name, shard)
@@ -151,7 +157,9 @@ class ShardedRanks:
             with torch.no_grad():
                 for shard in {id(s): s for s in shards.values()}.values():
                     assert isinstance(shard, DTensor)
-                    shard.copy_(_scatter(whole[id(shard)].data, shard))
+                    read = whole.pop(id(shard)).data
+                    read = read if first else torch.empty(shard.shape, dtype=shard.dtype)
+                    shard.copy_(_scatter(read, shard, source=0))
         self.reshard()
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
@@ -221,9 +229,10 @@ def _whole(shard: Tensor, *, keep: bool) -> Tensor:
         return full.to("cpu", copy=True) if padded else full.cpu()
 
 
-def _scatter(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's shard of a tensor that every rank holds; no communication."""
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.to_local().device)
+def _scatter(whole: Tensor, like: DTensor, source: int | None = None) -> Tensor:
+    """This rank's shard of a tensor that `source` holds; None: every rank does, and nothing is sent."""
+    shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
+    return shard.to(like.to_local().device)
 
 
 def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

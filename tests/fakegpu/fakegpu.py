@@ -145,7 +145,7 @@ class FakeGpu(TorchDispatchMode):
         if name in MAKERS:
             return
         args, kwargs, out = call
-        counter = flop_registry.get(func._overloadpacket)
+        counter = flop_registry.get(torch.ops.aten.addmm if name == "addmm_" else func._overloadpacket)
         flops = 0 if counter is None else counter(*args, **kwargs, out_val=out)
         moved = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in (*ins, *outs))
         dtype = next((t.dtype for t in ins if t.dtype.is_floating_point), torch.float32)
@@ -298,13 +298,17 @@ def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Mod
     """`Module._apply` that makes new parameters: fake ones cannot be changed in place."""
     if not _ON:
         return _real_apply(self, fn, recurse)
+    # Shared ones stay shared; the old ones are kept for as long, so that no other gets their number.
+    known: dict[int, tuple[Tensor, torch.nn.Parameter]] = vars(fn).setdefault("known", {})
     for child in self.children():
         child._apply(fn)
     with torch.no_grad():
         for name, parameter in self._parameters.items():
             if parameter is not None:
-                moved = fn(parameter.detach())
-                self._parameters[name] = torch.nn.Parameter(moved, requires_grad=parameter.requires_grad)
+                if id(parameter) not in known:
+                    moved = torch.nn.Parameter(fn(parameter.detach()), requires_grad=parameter.requires_grad)
+                    known[id(parameter)] = parameter, moved
+                self._parameters[name] = known[id(parameter)][1]
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = fn(buffer)

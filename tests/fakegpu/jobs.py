@@ -46,7 +46,7 @@ class Job:
     saves: bool = False
     """Write a checkpoint and load it."""
     layers: int | None = None
-    """Of the language model, and one more of each tower (the last one is not used), where not all."""
+    """Of the language model and of each tower (whose last one is not used; sizes of 7B: one more), where not all."""
 
 
 @dataclass
@@ -72,13 +72,13 @@ def write_oft(folder: Path, *, layers: int | None, tiny: bool) -> None:
     folder.mkdir(exist_ok=True)
     for path in source.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    if not tiny:
-        config = json.loads((source / "config.json").read_text()) | OFT_7B
-        if layers is not None:
-            config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
-            towers = {name: spec | {"depth": layers + 1} for name, spec in oft_config._KNOWN_VITS.items()}
-            (folder / "tiny_vit_specs.json").write_text(json.dumps(towers))
-        (folder / "config.json").write_text(json.dumps(config))
+    config = json.loads((source / "config.json").read_text()) | ({} if tiny else OFT_7B)
+    if layers is not None:
+        config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
+        known = json.loads((source / "tiny_vit_specs.json").read_text()) if tiny else oft_config._KNOWN_VITS
+        towers = {name: spec | {"depth": layers + (not tiny)} for name, spec in known.items()}
+        (folder / "tiny_vit_specs.json").write_text(json.dumps(towers))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_text(folder: Path, model: str, layers: int | None) -> None:
@@ -193,8 +193,7 @@ def fake_text(job: Job, prompt: int) -> Iterator[None]:
 
 def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
     """Records of `count` episodes of one chunk step whose advantages differ."""
-    from embodyrl.channels.layout import Record
-    from embodyrl.types import encode_instruction
+    from embodyrl.channels.layout import Record, encode_instruction
 
     tickets = []
     for number in range(count):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from fakegpu import FakeGpu
+from jobs import write_oft
 from settings import model_of
 
-from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
@@ -71,16 +71,17 @@ def learn(loss: torch.Tensor, policy: Any) -> None:
     ("case", "precision"), [*((case, Precision.bf16) for case in OFT), ("official", Precision.fp32)]
 )
 def test_openvla_oft(case: str, precision: Precision, gpu: FakeGpu, tmp_path: Path) -> None:
-    policy = use_oft(case, precision, gpu)
+    policy = use_oft(case, precision, gpu, tmp_path / "model")
     if case in ("values", "lora"):
         policy.save(tmp_path / "saved")
         policy.load_weights(tmp_path / "saved")
         assert {p.device for p in policy.module.parameters()} == {torch.device("cuda:3")}
 
 
-def use_oft(case: str, precision: Precision, gpu: FakeGpu) -> Any:
+def use_oft(case: str, precision: Precision, gpu: FakeGpu, folder: Path) -> Any:
     """Build, act, values, score, imitate; pixels are prepared in float32 whoever asks."""
     words = dict(OFT[case])
+    write_oft(folder, layers=2, tiny=True)
     asked = {key: words.pop(key) for key in ("value_dim", "trainable", "gradient_checkpointing") if key in words}
     env = EnvSpec(
         name="e",
@@ -93,7 +94,7 @@ def use_oft(case: str, precision: Precision, gpu: FakeGpu) -> Any:
         unnorm_key="libero_10",
         state_dim=8,
     )
-    model = {"path": str(assets_dir() / "openvla_oft_tiny"), "precision": precision, "is_lora": case == "lora", **words}
+    model = {"path": str(folder), "precision": precision, "is_lora": case == "lora", **words}
     policy = build("openvla" if case == "openvla" else "openvla_oft", model, env, **asked)
     cameras, length = policy.spec.num_images, policy.spec.tokens_per_chunk
 

@@ -22,6 +22,7 @@ from jobs import GIB, Job, Result, run
 ONE, EIGHT, AGAIN = "actor.fsdp.size=1", "actor.fsdp.size=8", "actor.gradient_checkpointing=true"
 KL, APART = "algorithm.kl_beta=0.01", "rollout.mode=disaggregated"
 EACH, STEP = "actor.fsdp.gradient_sync=micro_batch", "actor.fsdp.gradient_sync=step"
+LONG = "algorithm.sampling_params.max_new_tokens=1024"
 ROWS = (
     Job(name="7B lora, 1 rank", model="7b", lora=True, words=(ONE,), act=8, train=16),
     Job(name="7B lora, 1 rank, recomputed", model="7b", lora=True, words=(ONE, AGAIN), act=0, train=16),
@@ -32,6 +33,17 @@ ROWS = (
     Job(name="7B full, 8 ranks, each micro-batch", model="7b", words=(EIGHT, EACH, AGAIN), act=0, train=128),
     Job(name="7B full, 8 ranks, reference", model="7b", words=(EIGHT, STEP, AGAIN, KL), act=0, train=128),
     Job(name="7B full, 8 ranks, apart", model="7b", words=(EIGHT, STEP, AGAIN, APART), act=0, train=128),
+    Job(
+        name="7B full, 8 ranks, two copies",
+        model="7b",
+        words=(EIGHT, STEP, AGAIN, "actor.fsdp.shard_size=4"),
+        act=0,
+        train=128,
+    ),
+    Job(name="0.5B text", model="0.5b", words=(ONE,), act=0, train=16),
+    Job(name="1.5B text, recomputed", model="1.5b", words=(ONE, AGAIN, LONG), act=0, train=16),
+    Job(name="1.5B text, adapters", model="1.5b", lora=True, words=(ONE,), act=0, train=16),
+    Job(name="1.5B text, 8 ranks, recomputed", model="1.5b", words=(EIGHT, AGAIN), act=0, train=128),
 )
 """`train`: two micro-batches of eight on each rank."""
 

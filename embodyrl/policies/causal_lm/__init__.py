@@ -58,7 +58,7 @@ class CausalLMFactory:
             recomputed_bytes=tokens * size.layers * stream * size.width,
             largest_layer=(size.layer_parameters, tokens * per_token),
             outside_layers=size.outside_parameters,
-            scoring_bytes=size.scoring_bytes(CHUNK_LOGITS, half=cfg.half),
+            scoring_bytes=size.scoring_bytes(CHUNK_LOGITS, casts=cfg.half and not cfg.is_lora),
             acting_bytes=tokens * size.layers * 6 * size.keys + 12 * size.vocabulary,
             sample_tokens=tokens,
             forward_flops=2.0 * total * tokens,

@@ -1,5 +1,6 @@
 """The network of a language-model policy: logits and values, and scores of tokens without all logits at a time."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -94,3 +95,21 @@ def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor,
     """Log-probability, entropy and whether it is the most probable one, of tokens [...] by float32 logits [..., V]."""
     scaled = logits / temperature
     return *categorical_scores(scaled, said), scaled.argmax(-1) == said
+
+
+@torch.no_grad()
+def fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy weights into those of a module; its own `load_state_dict` does not take whole ones where it is sharded.
+
+    Raises:
+        RuntimeError: the module has no weight of that name, or of another shape; or `state` has neither adapters nor
+            everything.
+    """
+    own = module.state_dict()
+    wanted = [name for name in own if ".lora_" in name] or own
+    if odd := sorted(set(wanted) ^ state.keys()):
+        raise RuntimeError(f"'{odd[0]}' is on one side only")
+    for name, weight in state.items():
+        if own[name].shape != weight.shape:
+            raise RuntimeError(f"'{name}' has shape {list(weight.shape)}, this model needs {list(own[name].shape)}")
+        own[name].copy_(weight)

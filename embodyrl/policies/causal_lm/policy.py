@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from peft import set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.conversation import split_messages
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.causal_lm.loading import add_adapters, load
-from embodyrl.policies.causal_lm.model import LanguageModel, scores_of
+from embodyrl.policies.causal_lm.model import LanguageModel, fill, scores_of
 from embodyrl.policies.causal_lm.sampling import choose
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
@@ -344,7 +343,8 @@ class CausalLMPolicy:
         adapter = folder / ADAPTER_FOLDER
         try:
             if self._adapted:
-                set_peft_model_state_dict(self._net.lm, load_file(adapter / "adapter_model.safetensors"))
+                factors = load_file(adapter / "adapter_model.safetensors")
+                fill(self._net.lm, {name.replace(".weight", ".default.weight"): w for name, w in factors.items()})
             else:
                 given = self._cfg.updated({"path": str(folder), "lora.path": None})
                 if adapter.is_dir():
@@ -352,7 +352,7 @@ class CausalLMPolicy:
                 fresh, _ = load(given, seed=self._seed, dtype=next(self._net.lm.parameters()).dtype)
                 if given.lora.path is not None:
                     fresh = add_adapters(fresh, given, trainable=False)
-                self._net.lm.load_state_dict(fresh.state_dict())
+                fill(self._net.lm, fresh.state_dict())
             if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
             weights_changed(self.module)

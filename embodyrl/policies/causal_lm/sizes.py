@@ -55,10 +55,10 @@ class TextSizes:
             return 4 * (12 * w + 4 * m)
         return 24 * w + 8 * m if adapters else 34 * w + 8 * m
 
-    def scoring_bytes(self, tokens: int, *, half: bool) -> int:
-        """What the scores of so many tokens take beside that."""
+    def scoring_bytes(self, tokens: int, *, casts: bool) -> int:
+        """What the scores of so many tokens take beside that; `casts`: the output matrix is cast to bfloat16."""
         logits = min(tokens * self.vocabulary, CHUNK_LOGITS)
-        return logits * 4 * 7 + (self.vocabulary * self.width * 2 if half else 0)
+        return logits * 4 * 6 + (self.vocabulary * self.width * 2 if casts else 0)
 
 
 def read_sizes(folder: Path | None) -> TextSizes:

@@ -1,6 +1,7 @@
 """Llama-2 as OpenVLA needs it: attention over the whole sequence for action chunks, causal for single tokens."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from embodyrl.policies.openvla_oft.config import LlamaSpec
+from embodyrl.policies.openvla_oft.linear import linears
 
 Rope = tuple[Tensor, Tensor]
 
@@ -29,10 +31,34 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequenc
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:
     cos, sin = rope[0].to(x.dtype), rope[1].to(x.dtype)
+    if x.is_cuda:
+        return _Rotation.apply(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
-    if x.is_cuda:  # the same products in fewer kernels
-        return torch.addcmul(x * cos, torch.cat([-second, first], dim=-1), sin)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    """The same products as in `_rotate`, in three kernels that copy nothing."""
+    out = x * cos
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    out[..., :half].addcmul_(second, sin[..., :half], value=-sign)
+    out[..., half:].addcmul_(first, sin[..., half:], value=sign)
+    return out
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation, whose gradient is turned back by the same angle; both halves of the tables are equal."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, -1.0), None, None
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -97,20 +123,22 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D], or to [B, R, D] where only the queries of `rows` [B, R] are wanted."""
-        q, rope, mask = x, plan.rope, plan.mask
+    def forward(self, x: Tensor, onto: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
+        """Add to `onto` what x [B, T, D] becomes: as long as x, or [B, R, D] where queries of `rows` are wanted."""
+        rope, mask = plan.rope, plan.mask
         if rows is not None:  # only queries are left out: keys and values of all tokens are attended to
-            q = pick_rows(x, rows)
+            (q,) = linears([self.q_proj], pick_rows(x, rows))
+            k, v = linears([self.k_proj, self.v_proj], x)
             rope = (_pick_positions(rope[0], rows), _pick_positions(rope[1], rows))
             if mask.shape[2] > 1:  # a mask of its own for every query
                 mask = pick_rows(mask[:, 0], rows)[:, None]
-        q = _rotate(self._heads(self.q_proj(q)), rope)
-        k, v = _rotate(self._heads(self.k_proj(x)), plan.rope), self._heads(self.v_proj(x))
+        else:
+            q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)
+        q, k, v = _rotate(self._heads(q), rope), _rotate(self._heads(k), plan.rope), self._heads(v)
         if plan.cache is not None:
             k, v = plan.cache.extend(self.layer, k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        return linears([self.o_proj], out.transpose(1, 2).flatten(2), onto)[0]
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -125,9 +153,10 @@ class LlamaMlp(nn.Module):
         self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map [..., D] to the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """Add to `onto` [..., D] what x [..., D] becomes."""
+        gate, up = linears([self.gate_proj, self.up_proj], x)
+        return linears([self.down_proj], F.silu(gate) * up, onto)[0]
 
 
 class LlamaLayer(nn.Module):
@@ -142,9 +171,8 @@ class LlamaLayer(nn.Module):
 
     def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Map [B, T, D] to [B, T, D], or to [B, R, D] where only `rows` [B, R] are wanted."""
-        attended = self.self_attn(self.input_layernorm(x), plan, rows)
-        x = (x if rows is None else pick_rows(x, rows)) + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), x if rows is None else pick_rows(x, rows), plan, rows)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
 
 class LlamaModel(nn.Module):
@@ -185,6 +213,8 @@ class LlamaModel(nn.Module):
         if positions is None:
             positions = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
         rope = rope_tables(positions, self.head_dim, self.rope_theta, bf16_frequencies=self.rope_bf16_table)
+        if embeddings.is_cuda and torch.is_autocast_enabled("cuda"):  # cast once, not in every layer
+            rope = (rope[0].to(torch.get_autocast_dtype("cuda")), rope[1].to(torch.get_autocast_dtype("cuda")))
         plan = AttentionPlan(rope, mask, cache)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         x = embeddings

@@ -21,6 +21,7 @@ from embodyrl.policies.openvla_oft.adapter import (
     read_adapter_spec,
 )
 from embodyrl.policies.openvla_oft.checkpoint import base_state, load_into, map_weights
+from embodyrl.policies.openvla_oft.linear import linears
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
 """Parts that may carry adapters; value head and proprioception projector are trained in full beside them."""
@@ -137,15 +138,8 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:
-    """An adapted linear layer [..., out] of inputs [..., in]; on a GPU its output is written twice, not five times."""
-    if not x.is_cuda:
-        return type(layer).forward(layer, x)
-    out = layer.base_layer(x)
-    rows, shape = out.flatten(0, -2), out.shape
-    for name in layer.active_adapters:
-        low = layer.lora_A[name](x).flatten(0, -2)
-        rows = torch.addmm(rows, low, layer.lora_B[name].weight.t(), alpha=layer.scaling[name])
-    return rows.view(shape)
+    """An adapted linear layer [..., out] of inputs [..., in]."""
+    return linears([layer], x)[0] if x.is_cuda else type(layer).forward(layer, x)
 
 
 def load_adapter(module: nn.Module, where: Path) -> None:

@@ -1,0 +1,217 @@
+"""Bugs of the kinds that only a GPU shows, seeded one at a time: the checks of this folder must catch each.
+
+Each bug is put into the source as it is imported, in a process forked before anything of ours was loaded. A check is
+the whole life of a policy process (`on_process.py`), or a test of the files beside it.
+
+    python tests/fakegpu/mutants.py     needs what `rows.py` needs
+"""
+
+# ruff: noqa: T201
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`module` with `old` replaced by `new`."""
+
+    kind: str
+    module: str
+    old: str
+    new: str
+    check: str = "process"
+
+
+BUGS = {
+    "a batch stays on the host": Bug(
+        "placement", "embodyrl.workers.actor_worker", "np.ascontiguousarray(array)).to(device)", "array.copy())"
+    ),
+    "noise is drawn on the host": Bug(
+        "placement",
+        "embodyrl.policies.openvla_oft.policy",
+        "torch.tensor(noise, device=self._device)",
+        "torch.tensor(noise)",
+    ),
+    "the first device instead of its own": Bug(
+        "placement",
+        "embodyrl.policies.openvla_oft.model",
+        "offset = torch.arange(self.options.num_action_tokens + more_rows, device=embeddings.device)",
+        'offset = torch.arange(self.options.num_action_tokens + more_rows, device="cuda:0")',
+        check="policy",
+    ),
+    "numpy of what is on the device": Bug(
+        "placement", "embodyrl.policies.openvla_oft.policy", "logprob=logprob.cpu().numpy()", "logprob=logprob.numpy()"
+    ),
+    "frozen weights meet float32 pixels": Bug(
+        "dtype",
+        "embodyrl.policies.openvla_oft.policy",
+        "torch.bfloat16 if half and not request.trainable else torch.float32",
+        "torch.float32",
+        check="policy",
+    ),
+    "pixels are prepared in the compute precision": Bug(
+        "dtype",
+        "embodyrl.policies.openvla_oft.images",
+        "with torch.no_grad(), torch.autocast(device.type, enabled=False):",
+        "with torch.no_grad():",
+        check="policy",
+    ),
+    "the reference stays in float32": Bug(
+        "dtype",
+        "embodyrl.workers.policy_host",
+        "            halve(reference.module, sharded=self._is_sharded)",
+        "            pass",
+        check="reference",
+    ),
+    "a wait in every micro-batch": Bug(
+        "waits",
+        "embodyrl.workers.training",
+        'counted.append({**metrics, "loss": share.detach()})',
+        'counted.append({**metrics, "loss": share.detach()}); share.item()',
+    ),
+    "acting keeps what a backward pass needs": Bug(
+        "memory", "embodyrl.policies.openvla_oft.policy", "    @torch.no_grad()\n    def act(", "    def act("
+    ),
+    "gradients are kept while acting": Bug(
+        "memory",
+        "embodyrl.workers.actor_worker",
+        "        self._trainer.optimization.zero_grad()\n        if isinstance",
+        "        if isinstance",
+    ),
+    "new weights are not announced": Bug(
+        "staleness", "embodyrl.workers.training", "            weights_changed(self._module)\n", "", check="engine"
+    ),
+    "an unordered sum": Bug(
+        "order",
+        "embodyrl.policies.drawing",
+        "return integer_sums(probability) if exact else probability.cumsum(-1)",
+        "return probability.cumsum(-1)",
+        check="policy",
+    ),
+}
+
+
+GONE = "the line that the bug is put into is no longer there"
+PRELOADED = ("fakegpu", "pytest", "torch.distributed.fsdp", "peft", "transformers", "pydantic", "yaml")
+"""What children need not import again: torch and others, nothing of ours."""
+
+
+class _Seed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module with a bug in it."""
+
+    def __init__(self, bug: Bug) -> None:
+        self.bug = bug
+        self.source = ""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self.bug.module:
+            return None
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        assert found is not None
+        assert found.origin is not None
+        self.source = Path(found.origin).read_text()
+        assert self.source.count(self.bug.old) == 1, GONE
+        return importlib.util.spec_from_file_location(name, found.origin, loader=self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self.source.replace(self.bug.old, self.bug.new), str(module.__file__), "exec"), vars(module))
+
+
+def _process(name: str) -> Callable[[], None]:
+    def check() -> None:
+        process = importlib.import_module("on_process")
+        with tempfile.TemporaryDirectory() as folder:
+            process.check(process.JOBS[name], Path(folder))
+
+    return check
+
+
+def _policy() -> None:
+    import torch
+    from fakegpu import FakeGpu
+
+    policies: Any = importlib.import_module("on_policies")
+    torch.use_deterministic_algorithms(True)
+    for case in ("official", "eval"):
+        with FakeGpu() as gpu, tempfile.TemporaryDirectory() as folder:
+            policies.use_oft(case, policies.Precision.bf16, gpu, Path(folder))
+
+
+def _engine() -> None:
+    engine: Any = importlib.import_module("on_engine")
+    with pytest.MonkeyPatch.context() as patch:
+        engine.test_every_update_is_reloaded(patch)
+
+
+CHECKS = {
+    "process": _process("values, recomputed"),
+    "reference": _process("reference on 8"),
+    "policy": _policy,
+    "engine": _engine,
+}
+
+
+def outcome(bug: Bug | None, check: str) -> str:
+    """What a check says with a bug in the source, in a forked process; empty: it has noticed nothing."""
+    assert not any(name.partition(".")[0] == "embodyrl" for name in sys.modules), "ours must not be loaded yet"
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        said = ""
+        try:
+            if bug is not None:
+                sys.meta_path.insert(0, _Seed(bug))
+            CHECKS[check]()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+            if GONE in said or os.environ.get("FAKEGPU_PRINT"):
+                traceback.print_exc()
+        os.write(writing, said.encode()[:4000])
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        said = pipe.read().decode()
+    os.waitpid(child, 0)
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="bugs whose text begins so")
+    args = parser.parse_args()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    quiet = [check for check in CHECKS if not args.only and (said := outcome(None, check))]
+    print("| bug | kind | caught by | says |\n|---|---|---|---|")
+    missed = [f"finds something where nothing is wrong: {check}" for check in quiet]
+    for name, bug in BUGS.items():
+        if not name.startswith(args.only):
+            continue
+        said = outcome(bug, bug.check)
+        print(f"| {name} | {bug.kind} | {bug.check} | {said[:90]} |", flush=True)
+        if not said or GONE in said:
+            missed.append(f"{name}: {said or 'nothing noticed'}")
+    sys.exit("\n".join(missed))
+
+
+if __name__ == "__main__":
+    main()

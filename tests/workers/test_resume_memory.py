@@ -1,0 +1,104 @@
+"""Resuming on several ranks: one of them holds whole weights, the others never do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from settings import model_of
+from torch import nn
+
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.scheduler.policy_hosts import rendezvous
+from embodyrl.types import EnvSpec
+from embodyrl.workers.messages import RankInfo
+from embodyrl.workers.settings import FsdpSettings
+
+LAYERS, WIDTH = 8, 2048
+WHOLE = LAYERS * WIDTH**2 * 4
+
+
+def build() -> nn.Module:
+    return nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+
+def peak(*, anew: bool = False) -> int:
+    """Largest resident memory of this process, bytes; `anew`: since now."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
+    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def resume(rank_info: RankInfo, file: Path) -> None:
+    from embodyrl.workers.sharded import ShardedRanks
+
+    torch.set_num_threads(1)
+    module = build()
+    ranks = ShardedRanks(module, rank_info, FsdpSettings(), half=False, acts=False)
+    before = peak(anew=True)
+    with ranks.full_weights(write=True), torch.no_grad():
+        for name, weight in load_file(file).items():
+            module.get_parameter(name).copy_(weight)
+    grown = peak() - before
+    with ranks.full_weights(write=False):
+        if rank_info.rank == 0:
+            assert all(torch.equal(w, module.get_parameter(name)) for name, w in load_file(file).items())
+    ranks.close()
+    assert rank_info.rank == 0 or grown < WHOLE / 2, f"{grown} bytes more, of {WHOLE} of the whole weights"
+
+
+def resume_text(rank_info: RankInfo, folder: Path) -> None:
+    from embodyrl.workers.sharded import ShardedRanks
+
+    torch.set_num_threads(1)
+    env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
+    cfg = model_of(model_type="causal_lm_tiny", num_action_chunks=4)
+
+    def build(seed: int):
+        return POLICIES.get("causal_lm_tiny").build(cfg, PolicyRequest(env=env, device="cpu", seed=seed))
+
+    saved, policy = build(1), build(2)
+    saved.save(folder / str(rank_info.rank))
+    ranks = ShardedRanks(policy.module, rank_info, FsdpSettings(), half=False, acts=False)
+    with ranks.full_weights(write=True):
+        policy.load_weights(folder / str(rank_info.rank))
+    with ranks.full_weights(write=False):
+        for name, weight in saved.module.named_parameters() if rank_info.rank == 0 else ():
+            assert torch.equal(policy.module.get_parameter(name), weight), name
+    ranks.close()
+
+
+def on_two_ranks(work: Callable[[RankInfo, Path], None], path: Path) -> None:
+    meeting = rendezvous(2, "127.0.0.1", timeout_s=100)
+    info = replace(meeting.rank_info, world=2)
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=work, args=(replace(info, rank=rank), path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(150)
+    meeting.close()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(200)
+def test_a_rank_that_resumes_never_holds_whole_weights(tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({f"{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(LAYERS)}, file)
+    on_two_ranks(resume, file)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(200)
+def test_language_models_resume_on_two_ranks(tmp_path):
+    on_two_ranks(resume_text, tmp_path)
