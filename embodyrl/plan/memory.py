@@ -168,10 +168,11 @@ def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: 
     samples = float(cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / policy.sample_tokens)
-    per_sample = policy.activation_bytes
-    if cfg.actor.gradient_checkpointing:
-        per_sample = policy.recomputed_bytes + policy.largest_layer[1]
-    return int(samples * per_sample) + policy.scoring_bytes + (2 * (trained - policy.outside_layers) if copies else 0)
+    kept = int(samples * policy.activation_bytes) + policy.scoring_bytes
+    if cfg.actor.gradient_checkpointing:  # scores come before the layers on the way back
+        kept = int(samples * policy.recomputed_bytes)
+        kept += max(int(samples * policy.largest_layer[1]), policy.scoring_bytes)
+    return kept + (2 * (trained - policy.outside_layers) if copies else 0)
 
 
 def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters: bool) -> int:

@@ -78,20 +78,20 @@ def resume_text(rank_info: RankInfo, folder: Path) -> None:
 
 
 def on_two_ranks(work: Callable[[RankInfo, Path], None], path: Path) -> None:
-    meeting = rendezvous(2, "127.0.0.1", timeout_s=100)
+    meeting = rendezvous(2, "127.0.0.1", timeout_s=400)
     info = replace(meeting.rank_info, world=2)
     context = multiprocessing.get_context("spawn")
     processes = [context.Process(target=work, args=(replace(info, rank=rank), path)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(150)
+        process.join(500)
     meeting.close()
     assert [process.exitcode for process in processes] == [0, 0]
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_rank_that_resumes_never_holds_whole_weights(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({f"{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(LAYERS)}, file)
@@ -99,6 +99,6 @@ def test_a_rank_that_resumes_never_holds_whole_weights(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_language_models_resume_on_two_ranks(tmp_path):
     on_two_ranks(resume_text, tmp_path)
