@@ -33,17 +33,9 @@ ROWS = (
     Job(name="7B full, 8 ranks, each micro-batch", model="7b", words=(EIGHT, EACH, AGAIN), act=0, train=128),
     Job(name="7B full, 8 ranks, reference", model="7b", words=(EIGHT, STEP, AGAIN, KL), act=0, train=128),
     Job(name="7B full, 8 ranks, apart", model="7b", words=(EIGHT, STEP, AGAIN, APART), act=0, train=128),
-    Job(
-        name="7B full, 8 ranks, two copies",
-        model="7b",
-        words=(EIGHT, STEP, AGAIN, "actor.fsdp.shard_size=4"),
-        act=0,
-        train=128,
-    ),
     Job(name="0.5B text", model="0.5b", words=(ONE,), act=0, train=16),
     Job(name="1.5B text, recomputed", model="1.5b", words=(ONE, AGAIN, LONG), act=0, train=16),
     Job(name="1.5B text, adapters", model="1.5b", lora=True, words=(ONE,), act=0, train=16),
-    Job(name="1.5B text, 8 ranks, recomputed", model="1.5b", words=(EIGHT, AGAIN), act=0, train=128),
 )
 """`train`: two micro-batches of eight on each rank."""
 

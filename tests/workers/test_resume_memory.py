@@ -98,7 +98,7 @@ def test_a_rank_that_resumes_never_holds_whole_weights(tmp_path):
     on_two_ranks(resume, file)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_language_models_resume_on_two_ranks(tmp_path):
     on_two_ranks(resume_text, tmp_path)
