@@ -2,7 +2,7 @@
 
     python scripts/make_screenshots.py TRAINING EVALUATION
 
-TRAINING is a run folder with curves (the one of docs/tutorials/own_env.md will do), EVALUATION one with recordings
+TRAINING is a run folder with curves (`embodyrl train runner.max_steps=20` makes one), EVALUATION one with recordings
 (`embodyrl eval env=tabletop model=scripted model.expert_noise=0.9 eval.episodes=21 video=all`). Writes
 docs/images/{dashboard,report,gallery}.png.
 """
@@ -60,7 +60,7 @@ def main(training: Path, evaluation: Path) -> None:
         console.print(draw(read_history(training)))
         svg = console.export_svg(title=f"embodyrl view runs/{training.name}")
         page.write_text(f"<style>body {{ margin: 8px; }} svg {{ width: 1184px; }}</style>{svg}", encoding="utf-8")
-        shoot(browser, page, "dashboard", 1200, 470)
+        shoot(browser, page, "dashboard", 1200, 640)
         write_report([training], page)
         shoot(browser, page, "report", 1280, 1000)
         write_report([evaluation], page)
