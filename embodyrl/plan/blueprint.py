@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from embodyrl.algorithms.policy_gradient import Algorithm
@@ -12,6 +11,7 @@ from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
 from embodyrl.config.load import COMMAND_LINE
+from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import is_ours, read_card
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
@@ -181,8 +181,8 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
             "with real-valued actions; for others algorithm=ppo."
         )
     for folder in cfg.algorithm.demonstrations if isinstance(cfg.algorithm, ReplaySettings) else ():
-        shown = read_card(Path(folder)).env
-        if not is_ours(Path(folder)):
+        shown = read_card(resolve_asset(folder)).env
+        if not is_ours(resolve_asset(folder)):
             problems.append(
                 f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
                 f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."

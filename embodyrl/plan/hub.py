@@ -13,7 +13,7 @@ from pathlib import Path
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.errors import ConfigError
 
-DATA_KEYS = ("data.path", "data.val_path", "data.more")
+DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
 MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
 _FILES = (
     *("*.json", "*.jsonl", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.yaml", "*.parquet", "*.mp4", "*.md"),

@@ -16,6 +16,7 @@ from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
 from embodyrl.checkpoint.tensors import load_state, save_state
+from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
@@ -161,7 +162,9 @@ class OffPolicyWorker:
 
     def _load_demonstrations(self) -> ReplayBuffer:
         """All chunks of the data sets; a demonstration that ends with its first success is over with it."""
-        demos = join_demonstrations([load_demonstrations(Path(folder)) for folder in self._rules.demonstrations])
+        demos = join_demonstrations(
+            [load_demonstrations(resolve_asset(folder)) for folder in self._rules.demonstrations]
+        )
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
         pairs = list(zip(demos.start, demos.stop, strict=True))
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])
