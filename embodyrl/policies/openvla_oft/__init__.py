@@ -7,6 +7,7 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.flow.settings import WARMUP_STEPS
 from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.openvla_oft.config import (
     CONFIG_FILE,
@@ -94,6 +95,7 @@ class OpenVlaOftFactory:
             acting_bytes=size.acting,
             forward_flops=passes * size.flops,
             act_passes=cfg.action_dim if self.autoregressive else passes,
+            warmup_steps=WARMUP_STEPS if diffuses else 0,
         )
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
