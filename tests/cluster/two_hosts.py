@@ -93,6 +93,8 @@ class Hosts:
 
     def __init__(self, folder: Path, wire: Wire, names: tuple[str, str]) -> None:
         self._folder, self._names = folder, names
+        self.gate = folder / "gate"
+        """Where a run shows that it has come to the moment of a test, and waits (`toy_gates`)."""
         self.wire = wire
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -102,7 +104,7 @@ class Hosts:
         """Of everything that runs on them: a lost host is noticed within seconds."""
         quick = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3", "initial_delay_ms": "1000"}
         return {
-            **command_environment(self._folder),
+            **command_environment(self._folder, {"TOY_GATE": str(self.gate)}),
             **{f"RAY_health_check_{name}": value for name, value in quick.items()},
             **{
                 "RAY_worker_niceness": "0",
@@ -139,29 +141,36 @@ class Hosts:
                 return
             assert time.monotonic() < end, done.stderr.decode()[-2000:]
 
-    def _start(
-        self, host: int, words: list[str], out: IO[bytes], err: IO[bytes], **env: str
-    ) -> subprocess.Popen[bytes]:
+    def _start(self, host: int, words: list[str], out: IO[bytes], err: IO[bytes]) -> subprocess.Popen[bytes]:
         command = self.on(host, sys.executable, *words)
         started = subprocess.Popen(
-            command, stdout=out, stderr=err, cwd=self._folder, env=self.environment() | env, start_new_session=True
+            command, stdout=out, stderr=err, cwd=self._folder, env=self.environment(), start_new_session=True
         )
         self._started.append(started)
         return started
 
-    def run(self, folder: Path, *words: str, **env: str) -> Command:
+    def run(self, folder: Path, *words: str) -> Command:
         """Start `embodyrl WORDS` on the first host."""
         out, err = folder / "stdout.txt", folder / "stderr.txt"
         with open(out, "wb") as out_file, open(err, "wb") as err_file:
-            process = self._start(0, ["-m", "embodyrl.cli.main", *words], out_file, err_file, **env)
+            process = self._start(0, ["-m", "embodyrl.cli.main", *words], out_file, err_file)
         return Command(process, out, err)
+
+    def lose_second(self) -> None:
+        """Kill all that runs on the second host, and wait until the first one has noticed."""
+        self._kill(self._names[1])
+        self._nodes[1].wait()
+        self._wait_for_nodes(1)
+
+    def _kill(self, name: str) -> None:
+        held = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        for pid in held.stdout.split():
+            subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
 
     def stop(self) -> None:
         """Kill all that runs on them."""
         for name in self._names:
-            held = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for pid in held.stdout.split():
-                subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+            self._kill(name)
         for process in self._started:
             process.wait()
         self._session.cleanup()
