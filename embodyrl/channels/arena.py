@@ -165,12 +165,7 @@ class Arena:
     @contextmanager
     def write_all(self, tickets: Sequence[Ticket]) -> Iterator[npt.NDArray[np.int64]]:
         """`write` for many records at once."""
-        records = np.array([ticket.record for ticket in tickets], dtype=np.int64)
-        state = self._fields[STATE]
-        wanted = np.array([ticket.sequence for ticket in tickets], dtype=np.uint64)
-        stale = (state[records] == RecordState.FREE) | (self._fields[SEQUENCE][records] != wanted)
-        for index in np.flatnonzero(stale)[:1].tolist():
-            self._check(tickets[index])
+        records, state = self._valid(tickets), self._fields[STATE]
         state[records] = RecordState.WRITING
         yield records
         state[records] = RecordState.READY
@@ -181,13 +176,20 @@ class Arena:
         Raises:
             StaleTicketError: a record was freed since, or was never completely written.
         """
-        for ticket in tickets:
-            self._check(ticket)
-            if self._state[ticket.record] != RecordState.READY:
-                raise StaleTicketError(
-                    f"{ticket} is not readable: state {RecordState(self._state[ticket.record]).name}."
-                )
-        return np.array([ticket.record for ticket in tickets], dtype=np.int64)
+        records = self._valid(tickets)
+        for index in np.flatnonzero(self._fields[STATE][records] != RecordState.READY)[:1].tolist():
+            state = RecordState(self._state[tickets[index].record]).name
+            raise StaleTicketError(f"{tickets[index]} is not readable: state {state}.")
+        return records
+
+    def _valid(self, tickets: Sequence[Ticket]) -> npt.NDArray[np.int64]:
+        """Record numbers of tickets, none of which is stale."""
+        records = np.array([ticket.record for ticket in tickets], dtype=np.int64)
+        wanted = np.array([ticket.sequence for ticket in tickets], dtype=np.uint64)
+        stale = (self._fields[STATE][records] == RecordState.FREE) | (self._fields[SEQUENCE][records] != wanted)
+        for index in np.flatnonzero(stale)[:1].tolist():
+            self._check(tickets[index])
+        return records
 
     def _check(self, ticket: Ticket) -> None:
         free = self._state[ticket.record] == RecordState.FREE

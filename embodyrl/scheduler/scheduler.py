@@ -18,7 +18,7 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop
 from embodyrl.scheduler.policy_client import PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
-from embodyrl.scheduler.slot import KEPT, ChunkFields, Open, Phase, Slot
+from embodyrl.scheduler.slot import Open, Phase, Slot
 from embodyrl.types import Episode, EpisodeSpec, EpisodeStart
 from embodyrl.workers.messages import (
     Done,
@@ -238,7 +238,7 @@ class RolloutScheduler(EventLoop):
             assert slot.episode is not None and slot.current is not None
             chunks = slot.rollout.replayed[slot.episode.episode_id]
             # A simulator that does not repeat itself may go on for longer than it did.
-            self._arena[Record.action][slot.current.record] = chunks[min(len(slot.chunks), len(chunks) - 1)]
+            self._arena[Record.action][slot.current.record] = chunks[min(slot.chunks, len(chunks) - 1)]
             slot.phase = Phase.ACTED
 
     def _dispatch_inference(self) -> None:
@@ -272,7 +272,7 @@ class RolloutScheduler(EventLoop):
     def _infer_item(self, slot: Slot) -> InferItem:
         assert slot.current is not None and slot.episode is not None
         row = slot.index if self._padded_size else -1
-        return InferItem(ticket=slot.current, noise_seed=slot.episode.noise_seed, chunk=len(slot.chunks), row=row)
+        return InferItem(ticket=slot.current, noise_seed=slot.episode.noise_seed, chunk=slot.chunks, row=row)
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
@@ -305,22 +305,16 @@ class RolloutScheduler(EventLoop):
                 rollout.out.unjudged.append(why)
         if request.steps:
             rows = [step.source.record for step in request.steps]
-            kept = {name: self._arena[name][rows] for name in KEPT}
-            terminated, truncated = (
-                [bool(ends.any()) for ends in self._arena[name][rows]] for name in (Record.terminated, Record.truncated)
-            )
-            for i, step in enumerate(request.steps):
-                chunk = {name: values[i] for name, values in kept.items()}
-                self._on_stepped(slots[step.slot], chunk, terminated[i], truncated[i], recordings.get(step.slot))
+            ends = (self._arena[name][rows].any(axis=1).tolist() for name in (Record.terminated, Record.truncated))
+            for step, terminated, truncated in zip(request.steps, *ends, strict=True):
+                self._on_stepped(slots[step.slot], terminated, truncated, recordings.get(step.slot))
         for reset in request.resets:
             slots[reset.slot].advance()
 
-    def _on_stepped(
-        self, slot: Slot, chunk: ChunkFields, terminated: bool, truncated: bool, recording: Recording | None
-    ) -> None:
+    def _on_stepped(self, slot: Slot, terminated: bool, truncated: bool, recording: Recording | None) -> None:
         rollout = slot.rollout
         assert rollout is not None
-        spent = slot.take_chunk(self._arena, chunk)
+        spent = slot.take_chunk(self._arena)
         if not (terminated or truncated or spent):
             slot.advance()
             return
@@ -328,6 +322,7 @@ class RolloutScheduler(EventLoop):
         assert final is not None
         instruction = decode_instruction(self._arena[Record.instruction][final.record])
         episode, tickets = slot.finish(
+            self._arena,
             instruction,
             self._value_dim,
             terminated=terminated,

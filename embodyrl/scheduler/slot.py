@@ -61,7 +61,10 @@ class Slot:
     """Record the next observation is being written to."""
     taken: list[Ticket] = field(default_factory=list)
     """Records of the chunks taken so far, if they are kept."""
-    chunks: list[ChunkFields] = field(default_factory=list)
+    chunks: int = 0
+    """Chunks taken so far."""
+    copies: list[ChunkFields] = field(default_factory=list)
+    """What is kept of them, if their records are not."""
     started: float = 0.0
     room: int | None = None
     """Chunk steps of the quota that were left when the episode began; None: no quota."""
@@ -79,7 +82,7 @@ class Slot:
         self.room = rollout.left(self.index)
         self.episode = rollout.take(self.index)
         self.target = target
-        self.taken, self.chunks = [], []
+        self.taken, self.copies, self.chunks = [], [], 0
         self.started = time.perf_counter()
         self.phase = Phase.RESETTING
         self.earlier = self.open.so_far if self.open is not None and rollout.continues else None
@@ -102,32 +105,45 @@ class Slot:
         self.current, self.target = self.target, None
         self.phase = Phase.READY
 
-    def take_chunk(self, arena: Arena, chunk: ChunkFields) -> bool:
+    def take_chunk(self, arena: Arena) -> bool:
         """Take the results of the chunk that was just executed; return whether the quota is used up."""
         assert self.current is not None and self.rollout is not None
-        self.chunks.append(chunk)
+        self.chunks += 1
         if self.rollout.keep:
             self.taken.append(self.current)
         else:
+            self.copies.append({name: arena[name][self.current.record].copy() for name in KEPT})
             arena.free([self.current])
         self.current = None
         return self.rollout.count_chunk(self.index)
 
     def finish(
-        self, instruction: str, value_dim: int, *, terminated: bool, truncated: bool, cut: bool, video: str | None
+        self,
+        arena: Arena,
+        instruction: str,
+        value_dim: int,
+        *,
+        terminated: bool,
+        truncated: bool,
+        cut: bool,
+        video: str | None,
     ) -> tuple[Episode, list[Ticket]]:
         """Close the episode; returns it and the tickets of its records."""
         assert self.episode is not None and self.rollout is not None
-        actions = len(self.chunks[0][Record.valid])
+        records = np.asarray([t.record for t in self.taken], dtype=np.int64)
 
         def stack(name: str) -> np.ndarray:
-            return np.stack([chunk[name] for chunk in self.chunks])
+            if self.copies:
+                return np.stack([chunk[name] for chunk in self.copies])
+            return arena[name][records]
+
+        valid = stack(Record.valid)
 
         episode = Episode(
             spec=self.episode,
-            records=np.asarray([t.record for t in self.taken], dtype=np.int64),
+            records=records,
             reward=stack(Record.reward),
-            valid=stack(Record.valid),
+            valid=valid,
             success=stack(Record.success),
             value=stack(Record.value),
             components=stack(Record.components),
@@ -138,23 +154,23 @@ class Slot:
             cut=cut,
             counted=not cut
             if self.rollout.continues
-            else self.room is None or self.room * actions >= self.rollout.plan.max_episode_steps,
+            else self.room is None or self.room * valid.shape[1] >= self.rollout.plan.max_episode_steps,
             earlier=self.earlier,
             instruction=instruction,
             duration_s=time.perf_counter() - self.started,
             video=video,
         )
-        tickets, self.taken, self.chunks = self.taken, [], []
+        tickets, self.taken, self.copies = self.taken, [], []
         self._become_idle()
         return episode, tickets
 
     def drop(self, *, again: bool = True) -> list[Ticket]:
         """Forget this attempt at the episode, which may start `again`; returns the tickets to free."""
         assert self.episode is not None and self.rollout is not None
-        self.rollout.lose(self.index, self.episode, len(self.chunks), again=again)
+        self.rollout.lose(self.index, self.episode, self.chunks, again=again)
         tickets = [t for t in (self.current, self.target) if t is not None] + self.taken
         self.current = self.target = None
-        self.taken, self.chunks = [], []
+        self.taken, self.copies = [], []
         self.stale = False
         self._become_idle()
         return tickets

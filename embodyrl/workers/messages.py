@@ -35,8 +35,7 @@ class WorkerFailed:
     exit_code: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepRequest:
+class StepRequest(NamedTuple):
     """Run the chunk in `source` on a slot; the observation after it goes to `target`."""
 
     slot: int
@@ -137,8 +136,7 @@ class EnvReport:
     """Slots whose reward is not known, and why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class InferItem:
+class InferItem(NamedTuple):
     """One observation that wants an action."""
 
     ticket: Ticket
