@@ -55,6 +55,7 @@ def test_copy_from_nothing(tmp_path: Path, words: list[str]):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_a_student_reaches_its_teacher_on_its_own_replies(tmp_path: Path):
     """On-policy distillation: nothing but the KL to the teacher, token by token, on what the student writes."""
     teacher = imitate(tmp_path / "teacher", "embodyrl.datasets.tasks:copy", 300)
