@@ -33,7 +33,7 @@ GALLERY = """<style>header, nav, footer, main > * { display: none !important; }
 
 
 def shoot(browser: str, page: Path, name: str, width: int, height: int) -> None:
-    """Take a picture of a page as a small PNG of at most 128 colours."""
+    """Take a picture of a page as a small PNG of at most 256 colours."""
     target = page.with_suffix(".png")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
     flags += [f"--screenshot={target}", "--virtual-time-budget=20000", f"--user-data-dir={page.parent / 'profile'}"]
@@ -42,7 +42,7 @@ def shoot(browser: str, page: Path, name: str, width: int, height: int) -> None:
         picture = image.convert("RGB")
     # Whatever is below the page's last line is cut off.
     box = ImageChops.difference(picture, Image.new("RGB", picture.size, picture.getpixel((0, height - 1)))).getbbox()
-    small = picture.crop((0, 0, width, min(height, box[3] + 8) if box else height)).quantize(128)
+    small = picture.crop((0, 0, width, min(height, box[3] + 8) if box else height)).quantize(256)
     buffer = io.BytesIO()
     small.save(buffer, "PNG", optimize=True)
     OUT.mkdir(exist_ok=True)
