@@ -21,7 +21,7 @@ from embodyrl.types import EnvSpec
 from embodyrl.workers.messages import RankInfo
 from embodyrl.workers.settings import FsdpSettings
 
-LAYERS, WIDTH = 8, 2048
+LAYERS, WIDTH = 32, 1024
 WHOLE = LAYERS * WIDTH**2 * 4
 
 
