@@ -93,6 +93,7 @@ class SiglipTower(nn.Module):
         Blocks: nothing is added to what they are given.
         """
         for block in self.encoder["layers"]:  # type: ignore[union-attr]
+            assert isinstance(block, SiglipBlock)
             block.self_attn.out_proj.weight.zero_()
             block.mlp.fc2.weight.zero_()
         table = self.embeddings.position_embedding.weight
