@@ -305,9 +305,11 @@ class RolloutScheduler(EventLoop):
                 rollout.out.unjudged.append(why)
         if request.steps:
             rows = [step.source.record for step in request.steps]
-            ends = (self._arena[name][rows].any(axis=1).tolist() for name in (Record.terminated, Record.truncated))
-            for step, terminated, truncated in zip(request.steps, *ends, strict=True):
-                self._on_stepped(slots[step.slot], terminated, truncated, recordings.get(step.slot))
+            terminated, truncated = (
+                self._arena[name][rows].any(axis=1).tolist() for name in (Record.terminated, Record.truncated)
+            )
+            for step, ended, cut in zip(request.steps, terminated, truncated, strict=True):
+                self._on_stepped(slots[step.slot], ended, cut, recordings.get(step.slot))
         for reset in request.resets:
             slots[reset.slot].advance()
 
