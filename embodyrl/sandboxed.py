@@ -33,17 +33,8 @@ _DENIED = {
         0xC000003E,
         *(41, 29, 64, 68, 240),  # socket, shmget, semget, msgget, mq_open: a network, memory that outlives its process
         *(319, 447, 248, 249, 250),  # memfd_create, memfd_secret, add_key, request_key, keyctl: memory beside the limit
-        *(
-            62,
-            200,
-            234,
-            129,
-            297,
-            424,
-            101,
-            310,
-            311,
-        ),  # kill and its kin, ptrace, process_vm_*: other programs
+        # kill and its kin, ptrace, process_vm_*: other programs
+        *(62, 200, 234, 129, 297, 424, 101, 310, 311),
         *(83, 258, 90, 91, 268, 452),  # mkdir, mkdirat: trees too deep to remove; chmod, fchmod, fchmodat, fchmodat2
         *(272, 308, 165, 430, 425, 323, 321, 298),  # unshare, setns, mount, fsopen, io_uring, userfaultfd, bpf, perf
     ),
