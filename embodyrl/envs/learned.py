@@ -1,6 +1,7 @@
 """A reward that was learned from episodes: how likely a small network holds success to be, in numpy."""
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ class Shown(Protocol):
         """Number in the episode, from 1."""
         ...
 
-    @property
+    @cached_property
     def observation(self) -> ObservationOut:
         """After the action."""
         ...

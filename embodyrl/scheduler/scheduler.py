@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import OBSERVATION, Record, decode_instruction
 from embodyrl.cluster.protocol import Message, WorkerDied
@@ -305,10 +307,9 @@ class RolloutScheduler(EventLoop):
                 rollout.out.unjudged.append(why)
         if request.steps:
             rows = [step.source.record for step in request.steps]
-            terminated, truncated = (
-                self._arena[name][rows].any(axis=1).tolist() for name in (Record.terminated, Record.truncated)
-            )
-            for step, ended, cut in zip(request.steps, terminated, truncated, strict=True):
+            terminated = np.asarray(self._arena[Record.terminated][rows].any(axis=1))
+            truncated = np.asarray(self._arena[Record.truncated][rows].any(axis=1))
+            for step, ended, cut in zip(request.steps, terminated.tolist(), truncated.tolist(), strict=True):
                 self._on_stepped(slots[step.slot], ended, cut, recordings.get(step.slot))
         for reset in request.resets:
             slots[reset.slot].advance()

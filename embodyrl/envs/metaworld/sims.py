@@ -15,9 +15,11 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
 
-import metaworld.policies as experts
-import mujoco
-from metaworld.env_dict import ALL_V3_ENVIRONMENTS
+import metaworld.policies as experts  # pyright: ignore[reportMissingImports]
+import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # pyright: ignore[reportMissingImports]
+
+mujoco: Any = _mujoco
 
 # Said once a task by experts that mean to be clipped.
 warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")

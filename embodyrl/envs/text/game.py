@@ -100,7 +100,7 @@ class GameEnv:
         last = np.maximum(valid.sum(axis=1) - 1, 0)
         valid[:, 0] = True  # an empty reply is a decision too
         reward = np.zeros(shape, np.float32)
-        flags = {n: np.zeros(shape, np.bool_) for n in ("terminated", "truncated", "success")}
+        flags: dict[str, Any] = {n: np.zeros(shape, np.bool_) for n in ("terminated", "truncated", "success")}
         for i, slot in enumerate(slots):
             game, at = self._games[slot], (i, last[i])
             earned, terminated, truncated, success = self._play(game)
