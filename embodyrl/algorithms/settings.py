@@ -248,8 +248,6 @@ _REPLAY_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "
 class ReplaySettings(AlgorithmSettings, DiscountSettings):
     """An algorithm that learns from a buffer of all that was seen (SAC, RLPD)."""
 
-    group_size: Annotated[int, Field(ge=1, le=65536)] = 1
-    """Episodes that share a reset id."""
     replay_size: Annotated[int, Field(ge=2, le=10**9)] = 1_000_000
     """Observations that the buffer holds; the oldest make room."""
     save_replay: bool = True

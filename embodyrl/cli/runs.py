@@ -6,7 +6,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.settings import flat
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import METRICS_FILE, newest_values
@@ -32,6 +31,8 @@ def run_folders(output_dir: Path) -> list[Path]:
 
 def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
     """Return the newest training run of an experiment, or None if there is none."""
+    from embodyrl.config.settings import flat
+
     for folder in run_folders(output_dir):
         saved = flat(read_plain_yaml(folder / "config.yaml"))
         # An evaluation leaves a run folder too, but nothing to go on from.

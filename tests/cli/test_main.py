@@ -144,7 +144,7 @@ def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str
             typed = example.split()[2:]
             words = [w for w in typed if "=" in w]
             for job in expand(words) if "-m" in typed else [words]:
-                load_config(name, job)
+                load_config(name, job, fetch=False)
 
 
 def saved_config(folder: Path) -> Path:

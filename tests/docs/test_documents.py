@@ -52,6 +52,7 @@ ELSEWHERE = {
     "embodyrl replay": "tests/commands/test_replay dumps and replays",
     "embodyrl play": "it never ends by itself; tests/program plays",
     "embodyrl serve": "it never ends by itself; tests/commands/test_serve asks it",
+    "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",
     "launcher=ray": "several machines; tests/cluster/test_ray_launcher plays them on one",
 }
 """Parts of lines that another test runs."""
