@@ -22,6 +22,8 @@ from embodyrl.workers.messages import (
     UpdateRequest,
 )
 
+NONE = Ticket(0, 0)
+
 
 class Clock:
     now = 0.0
@@ -38,11 +40,11 @@ def arena():
 
 
 def chunks(count):
-    return EnvRequest(sequence=1, stage=0, steps=tuple(object.__new__(StepRequest) for _ in range(count)))
+    return EnvRequest(sequence=1, stage=0, steps=(StepRequest(0, NONE, NONE),) * count)
 
 
 def inference(count):
-    items = tuple(object.__new__(InferItem) for _ in range(count))
+    items = (InferItem(ticket=NONE, noise_seed=0, chunk=0, row=0),) * count
     return InferRequest(sequence=1, items=items, greedy=False, version=0)
 
 
