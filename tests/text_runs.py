@@ -5,6 +5,7 @@ from pathlib import Path
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 SMALL = (
     "env.train.total_num_envs=8",
@@ -16,6 +17,15 @@ SMALL = (
     "actor.micro_batch_size=4",
     "actor.global_batch_size=8",
 )
+ASKING = EnvSpec(
+    name="text",
+    action_dim=1,
+    tasks=("text",),
+    states_per_task=(1,),
+    action_space=ActionSpace(kind=ActionKind.text),
+    prompt_bytes=64,
+)
+"""An environment of short prompts, for policies without workers."""
 
 
 def text_config(folder: Path, *overrides: str, task: str = "copy") -> TrainConfig:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gates import learn
 from processes import MARK
+from text_runs import ASKING
 from toy_runs import rows
 
 from embodyrl.errors import ConfigError, EmbodyError
@@ -22,16 +23,8 @@ from embodyrl.plan.texts import sampling_problems
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest, weights_changed
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+from embodyrl.types import Observation
 
-ENV = EnvSpec(
-    name="text",
-    action_dim=1,
-    tasks=("text",),
-    states_per_task=(1,),
-    action_space=ActionSpace(kind=ActionKind.text),
-    prompt_bytes=64,
-)
 ASKED = Observation(
     images=np.zeros((3, 0, 0, 0, 3), np.uint8), state=np.zeros((3, 0), np.float32), instructions=("1+2=", "abc", "1+2=")
 )
@@ -51,7 +44,7 @@ def build(path: Path | None, url: str | None = None, *, lora: bool = False, temp
     return factory.build(
         cfg,
         PolicyRequest(
-            env=ENV,
+            env=ASKING,
             device="cpu",
             seed=0,
             url=url,
@@ -138,7 +131,7 @@ def test_what_a_server_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout\.url is not set"):
         load_config("train", words)
     cfg = load_config("train", [*words, "rollout.url=http://127.0.0.1:9/v1"])
-    policy = POLICIES.get("causal_lm_tiny").spec(cfg.model, ENV, 0)
+    policy = POLICIES.get("causal_lm_tiny").spec(cfg.model, ASKING, 0)
     assert "only low-rank adapters" in " ".join(sampling_problems(cfg, policy))
     lora = cfg.updated({"model.is_lora": True})
     assert sampling_problems(lora, policy) == []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gates import learn
 from safetensors.torch import load_file
+from text_runs import ASKING
 from toy_runs import rows
 
 from embodyrl.errors import ConfigError
@@ -16,16 +17,8 @@ from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+from embodyrl.types import Observation
 
-ENV = EnvSpec(
-    name="text",
-    action_dim=1,
-    tasks=("text",),
-    states_per_task=(1,),
-    action_space=ActionSpace(kind=ActionKind.text),
-    prompt_bytes=64,
-)
 ASKED = Observation(
     images=np.zeros((2, 0, 0, 0, 3), np.uint8), state=np.zeros((2, 0), np.float32), instructions=("1+2=", "abc")
 )
@@ -34,7 +27,7 @@ ASKED = Observation(
 def build(seed: int, value_dim: int) -> Policy:
     factory = POLICIES.get("causal_lm_tiny")
     cfg = factory.settings(model_type="causal_lm_tiny", num_action_chunks=3, precision="fp32")
-    return factory.build(cfg, PolicyRequest(env=ENV, device="cpu", seed=seed, value_dim=value_dim))
+    return factory.build(cfg, PolicyRequest(env=ASKING, device="cpu", seed=seed, value_dim=value_dim))
 
 
 def critic(seed: int = 2) -> Policy:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from text_runs import ASKING
 
 from embodyrl.algorithms.losses import preference_loss
 from embodyrl.channels.arena import Arena
@@ -23,21 +24,13 @@ from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.rewards.services import RewardModel
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation, ObservationOut
+from embodyrl.types import EnvSpec, Observation, ObservationOut
 from embodyrl.workers.messages import ImitateRequest
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.policy_init import PolicyHostInit
 from embodyrl.workers.settings import Objective, ObjectiveSettings, OptimSettings, SupervisedActorSettings
 
 PAIRS = [("12+3=", "15", "5"), ("7:", "7", "70x"), ("abc|", "cba", "abc"), ("9-4=", "5", "13")]
-TEXT = EnvSpec(
-    name="text",
-    action_dim=1,
-    tasks=("text",),
-    states_per_task=(1,),
-    action_space=ActionSpace(kind=ActionKind.text),
-    prompt_bytes=64,
-)
 
 
 def tiny(**keys: Any) -> Any:
@@ -60,10 +53,10 @@ def write_pairs(arena: Arena) -> tuple[Any, ...]:
 def test_dpo_is_that_of_trl(tmp_path: Path, micro: int) -> None:
     """Loss and gradient of the same weights, reference and pairs, as trl 1.16's DPOTrainer computed them."""
     factory = POLICIES.get("causal_lm_tiny")
-    other = factory.build(tiny(), PolicyRequest(env=TEXT, device="cpu", seed=4))
+    other = factory.build(tiny(), PolicyRequest(env=ASKING, device="cpu", seed=4))
     (tmp_path / "reference").mkdir()
     other.save(tmp_path / "reference")
-    arena = Arena.create(record_layout(TEXT, factory.spec(tiny(), TEXT, 0)), len(PAIRS))
+    arena = Arena.create(record_layout(ASKING, factory.spec(tiny(), ASKING, 0)), len(PAIRS))
     objective = ObjectiveSettings(name=Objective.dpo, beta=0.3, reference_path=str(tmp_path / "reference"))
     host = PolicyHost(
         PolicyHostInit(
@@ -73,7 +66,7 @@ def test_dpo_is_that_of_trl(tmp_path: Path, micro: int) -> None:
                 micro_batch_size=micro, global_batch_size=4, optim=OptimSettings(lr=0.0, clip_grad=1e9)
             ),
             seed=3,
-            request=PolicyRequest(env=TEXT, device="cpu", seed=3),
+            request=PolicyRequest(env=ASKING, device="cpu", seed=3),
             arena=arena.handle,
             total_steps=1,
             threads=1,
@@ -139,7 +132,7 @@ def test_pairs_are_told_apart(tmp_path: Path, name: str) -> None:
             ),
         )
         policy = POLICIES.get("causal_lm_tiny").build(
-            tiny(), PolicyRequest(env=TEXT, device="cpu", seed=0, value_dim=1)
+            tiny(), PolicyRequest(env=ASKING, device="cpu", seed=0, value_dim=1)
         )
         policy.load_weights(result.checkpoint / "policy")
         assert model("42:", "42", "") == pytest.approx(float(policy.values(seen)[0, 0]), abs=1e-4)
