@@ -9,6 +9,10 @@ from embodyrl.config.settings import Count, Path, Settings
 from embodyrl.config.shared import Precision
 from embodyrl.types import EnvSpec
 
+WARMUP_STEPS = 10
+"""Default of reinforcement learning: the first steps of Adam have the size of the learning rate whatever the gradient,
+and move the log-probability of a chunk, a sum over all its numbers and steps, far beyond any clip."""
+
 
 class ModelSettings(Settings):
     """What every policy has."""

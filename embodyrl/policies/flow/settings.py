@@ -15,9 +15,6 @@ JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
 FpoRatio = StrEnum("FpoRatio", ["mean", "sample"])
 ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
 GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
-WARMUP_STEPS = 10
-"""Default of reinforcement learning: the first steps of Adam have the size of the learning rate whatever the gradient,
-and move the log-probability of a chunk, a sum over all its numbers and steps, far beyond any clip."""
 
 
 def _rising(value: list[float]) -> list[float]:

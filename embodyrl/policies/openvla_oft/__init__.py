@@ -7,7 +7,6 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import WARMUP_STEPS
 from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.openvla_oft.config import (
     CONFIG_FILE,
@@ -27,6 +26,7 @@ from embodyrl.policies.openvla_oft.sizes import (
     sample_size,
 )
 from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
+from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 TRY_NOW = "To try things without a download, use model=openvla_oft_tiny."

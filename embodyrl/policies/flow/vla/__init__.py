@@ -7,7 +7,6 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.flow.configs import CONFIG_FILE
 from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
-from embodyrl.policies.flow.settings import WARMUP_STEPS
 from embodyrl.policies.flow.specs import FlowSpec
 from embodyrl.policies.flow.vla.folder import (
     TOKENIZER_FILE,
@@ -21,6 +20,7 @@ from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.flow.vla.sizes import Sizes
 from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
+from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 PUBLIC_LAYOUT = (
