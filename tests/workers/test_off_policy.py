@@ -178,6 +178,10 @@ def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
         (["env.id=CartPole-v1"], "carry gradients"),
         (["env.id=CartPole-v1", "model.squashed=true"], "model.squashed has no effect"),
         (["env.id=CartPole-v1", "algorithm=ppo", "model.log_std_init=-1"], "model.log_std_init has no effect"),
+        (
+            ["env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "model.normalize_state=true"],
+            "model.normalize_state has no effect",
+        ),
         (["model.squashed=false"], "carry gradients"),
         (["algorithm.kl_beta=0.1"], "algorithm.kl_beta has no effect"),
         (["algorithm.clip_ratio_low=0.1"], "clip_ratio_low"),
