@@ -22,8 +22,13 @@ def critic_loss(value: Tensor, target: Tensor) -> Tensor:
 
 
 def actor_loss(value: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
-    """Mean of alpha log pi(a|s) - min Q(s, a) for values [n, B] and log-probabilities [B]; equation 9."""
-    return (alpha * logprob - value.amin(0)).mean()
+    """Mean of alpha log pi(a|s) - Q(s, a) for values [n, B] and log-probabilities [B]; equation 9.
+
+    Of two critics Q is the smaller value; of more it is their mean (REDQ, arXiv 2101.05982, algorithm 1, as in RLPD):
+    the smallest of ten would keep the policy from whatever has been tried seldom.
+    """
+    estimate = value.amin(0) if len(value) == 2 else value.mean(0)
+    return (alpha * logprob - estimate).mean()
 
 
 def temperature_loss(log_alpha: Tensor, logprob: Tensor, target_entropy: float) -> Tensor:

@@ -261,7 +261,9 @@ class ReplaySettings(AlgorithmSettings, DiscountSettings):
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
     """Share by which the target critics follow at each update."""
     critics: Annotated[int, Field(ge=2, le=100)] = 2
-    """Critics; a target is the smallest estimate of two, drawn at random where there are more (REDQ)."""
+    """Critics. More than two as in REDQ: a target is the smallest of two drawn ones, the policy follows the mean."""
+    policy_interval: Count = 1
+    """Updates of the critics for each one of policy and temperature."""
     critic_layer_norm: bool = False
     """Layer normalisation in the critics, which bounds what they say of unseen actions (RLPD)."""
     alpha_init: Positive = 1.0

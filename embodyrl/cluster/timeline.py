@@ -108,7 +108,7 @@ class Timeline:
         chunks = [s for s in self._step if s.name == "chunk"]
         if not chunks:
             return result
-        # Orders of the step before may have been answered in this one, and resets of the next step are on their way.
+        # Requests of the step before may have been answered in this one, and resets of the next step are on their way.
         start, end = self._begun, max(s.end for s in chunks)
         inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
         wall, workers = max(end - start, 1e-9), len(self._env_workers)

@@ -238,7 +238,7 @@ class Source:
     task_id: int
     reset_id: int
     trial: int
-    """How-manieth planned episode of its task; demonstrations of a task are taken in this order."""
+    """Which planned episode of its task it is, from 0; demonstrations of a task are taken in this order."""
     seed: int
     """Seed of the simulator's own randomness."""
 

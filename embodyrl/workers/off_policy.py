@@ -78,17 +78,24 @@ class OffPolicyWorker:
                 (self._demonstrations, self._demonstrations.starts, share),
             ]
         steps: list[dict[str, float]] = []
-        for _ in range(count):
+        for done in range(1, count + 1):
             chosen = [(buffer, rng.choice(places, size)) for buffer, places, size in sources if size]
             pair = rng.permutation(self._rules.critics)[:2]
-            if metrics := self._step(chosen, pair, request.step):
+            # The last update of a step is always one of the policy too, however few there are.
+            acting = done % self._rules.policy_interval == 0 or done == count
+            if metrics := self._step(chosen, pair, request.step, acting=acting):
                 steps.append(metrics)
             yield
         result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
-    def _step(self, chosen: Sequence[tuple[ReplayBuffer, IntArray]], pair: IntArray, step: int) -> dict[str, float]:
-        """One update of temperature, critics, actor and target critics, in this order; empty: it was left out."""
+    def _step(
+        self, chosen: Sequence[tuple[ReplayBuffer, IntArray]], pair: IntArray, step: int, *, acting: bool = True
+    ) -> dict[str, float]:
+        """One update of temperature, critics, actor and target critics, in this order; empty: it was left out.
+
+        Without `acting` temperature and actor stay as they are.
+        """
         seen = [read_observation(buffer, places) for buffer, places in chosen]
         then = [read_observation(buffer, buffer.after(places)) for buffer, places in chosen]
         features = torch.cat([self._policy.features(one) for one in seen])
@@ -110,23 +117,23 @@ class OffPolicyWorker:
         if not math.isfinite(loss.item() + alpha_loss.item()):
             self._trainer.refuse(f"loss {loss.item()} of the critics")
             return {}
-        self._descend("alpha", alpha_loss)
+        if acting:
+            self._descend("alpha", alpha_loss)
         self._descend("critics", loss)
-        policy_loss = actor_loss(self._critics(features.detach(), drawn), logprob, alpha)
-        self._trainer.optimization.zero_grad()
-        policy_loss.backward()
-        grad_norm = self._trainer.optimization.step(float(step))
-        if not math.isfinite(grad_norm):
-            self._trainer.refuse(f"gradient norm {grad_norm}")
-            return {}
+        numbers = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
+        if acting:
+            policy_loss = actor_loss(self._critics(features.detach(), drawn), logprob, alpha)
+            self._trainer.optimization.zero_grad()
+            policy_loss.backward()
+            grad_norm = self._trainer.optimization.step(float(step))
+            if not math.isfinite(grad_norm):
+                self._trainer.refuse(f"gradient norm {grad_norm}")
+                return {}
+            numbers |= {"loss": policy_loss.item(), "grad_norm": grad_norm}
         with torch.no_grad():
             for kept, own in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
                 kept.lerp_(own, self._rules.tau)
-        numbers = {"loss": policy_loss, "value_loss": loss, "value": value.mean(), "entropy": -logprob.mean()}
-        return {name: number.item() for name, number in numbers.items()} | {
-            "alpha": alpha.item(),
-            "grad_norm": grad_norm,
-        }
+        return numbers | {"alpha": alpha.item()}
 
     def _descend(self, name: str, loss: Tensor) -> None:
         optimizer = self._optimizers[name]

@@ -359,10 +359,6 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
 
 
 def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Means over optimizer steps; of names that end in _max the largest."""
-    if not steps:
-        return {}
-    return {
-        name: max(s[name] for s in steps) if name.endswith("_max") else math.fsum(s[name] for s in steps) / len(steps)
-        for name in steps[0]
-    }
+    """Means over the optimizer steps that have a metric; of names that end in _max the largest."""
+    values = {name: [s[name] for s in steps if name in s] for name in dict.fromkeys(n for s in steps for n in s)}
+    return {n: max(v) if n.endswith("_max") else math.fsum(v) / len(v) for n, v in values.items()}

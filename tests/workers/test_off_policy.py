@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from embodyrl.algorithms.sac import actor_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError, NonFiniteError
 from embodyrl.plan.blueprint import draw_blueprint
@@ -103,6 +105,36 @@ def test_one_update_is_that_of_stable_baselines(make):
     assert weighed(*policy) == pytest.approx([0.5958431, 0.5131407, -0.3930264], abs=1e-4)
     assert weighed(*actor._critics.weights) == pytest.approx([-0.1747495, 0.1145308, 0.1156545], abs=1e-4)
     assert weighed(*actor._targets.weights) == pytest.approx([-0.0529712, 0.2461300, 0.2077512], abs=1e-4)
+
+
+def test_the_policy_follows_the_smaller_of_two_critics_and_the_mean_of_more():
+    """The smallest of ten would punish whatever was tried seldom; REDQ and RLPD take the mean."""
+    logprob, alpha = torch.tensor([1.0, 3.0]), torch.tensor(0.5)
+    values = torch.tensor([[1.0, 8.0], [4.0, 5.0], [4.0, -1.0]])
+    assert float(actor_loss(values[:2], logprob, alpha)) == pytest.approx(((0.5 - 1.0) + (1.5 - 5.0)) / 2)
+    assert float(actor_loss(values, logprob, alpha)) == pytest.approx(((0.5 - 3.0) + (1.5 - 4.0)) / 2)
+
+
+def test_between_its_turns_the_policy_and_the_temperature_stand_still(make):
+    _, actor = make("algorithm.policy_interval=2")
+    batch = frames(4, terminated=True, final=False)
+    seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
+    actor._replay.add(replace(batch, seen=seen | {"observed_state": np.ones((4, 3), np.float32)}))
+    chosen = [(actor._replay, actor._replay.starts)]
+
+    def weights() -> list[list[torch.Tensor]]:
+        parts = (actor._policy.module.parameters(), [actor._log_alpha], actor._critics.parameters())
+        return [[p.detach().clone() for p in part] for part in parts]
+
+    def moved(now: list[list[torch.Tensor]]) -> list[bool]:
+        return [any(not torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in zip(before, now, strict=True)]
+
+    before = weights()
+    assert "loss" not in actor._step(chosen, np.arange(2), 0, acting=False)
+    assert moved(weights()) == [False, False, True]
+    before = weights()
+    assert "loss" in actor._step(chosen, np.arange(2), 0, acting=True)
+    assert moved(weights()) == [True, True, True]
 
 
 @pytest.mark.parametrize(
