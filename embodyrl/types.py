@@ -108,6 +108,8 @@ class EnvSpec(EnvFootprint):
     components: tuple[str, ...] = ()
     """Names of the parts of the reward that are logged one by one."""
     component_weights: tuple[float, ...] = ()  # what each part counts in the reward
+    rewarded_cameras: int = 0
+    """The reward looks at the first so many, whatever the policy reads."""
     suites: tuple[str, ...] = ()
     """Suite of each task where evaluations cover several, all with the tasks of the first, the only one to train on."""
     reward_factor: float = 1.0

@@ -34,8 +34,12 @@ def complete(asked: dict[str, Any]) -> dict[str, Any]:
     while len(said) < asked["max_tokens"] and not (said and said[-1] in ends):
         logits = model(input_ids=torch.tensor([ids + said])).logits[0, -1].float()
         raw = logits.log_softmax(-1)
+        if len(said) < asked.get("min_tokens", 0):
+            logits[list(ends)] = -torch.inf
+        if asked.get("top_k"):
+            logits[logits < logits.topk(asked["top_k"]).values[-1]] = -torch.inf
         if asked["temperature"] == 0:
-            token = int(raw.argmax())
+            token = int(logits.argmax())
         else:
             token = int(torch.multinomial((logits / asked["temperature"]).softmax(-1), 1, generator=draws))
         said.append(token)
@@ -74,6 +78,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
+
+ThreadingHTTPServer.request_queue_size = 64  # as many connections as a client opens at once
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from embodyrl.plan.seeds import derive
 from embodyrl.plan.texts import tokenizer_folder
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, IntArray, PolicySpec
+from embodyrl.types import ActionKind, ActionSpace, BoolArray, EnvSpec, FloatArray, IntArray, PolicySpec
 from embodyrl.workers.rollout_worker import convert_gripper
 from embodyrl.workers.settings import Objective
 
@@ -44,6 +44,8 @@ class Samples:
     """[M] steps of `demos`."""
     actions: FloatArray
     """[M, K, A] the actions that follow, in the policy's gripper convention."""
+    shown: BoolArray
+    """[N] the goal holds in what is seen."""
     replies: Sequence[str] = ()
     """[M] of text, instead of actions."""
 
@@ -58,7 +60,7 @@ class Samples:
         arena[Record.observed_state][record] = demos.state[step]
         arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
         arena[Record.action][record] = self.actions[row]
-        arena[Record.success][record] = demos.success[step]
+        arena[Record.success][record] = self.shown[step]
         if self.replies:
             arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])
 
@@ -100,11 +102,12 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
             f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot become a reward model. Use "
             "model=causal_lm with all weights (model.is_lora=false) for text, model=cnn or mlp for robots."
         )
-    seen = material.train.demos.success
+    seen = material.train.shown
     if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
         raise ConfigError(
             f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, so there is nothing to "
-            "tell apart. Collect with collect.filter=all; data of other programs do not say what succeeded."
+            "tell apart. Collect with collect.filter=all and env.train.ignore_terminations=true, so that episodes go "
+            "on after success; data of other programs do not say what succeeded."
         )
     return material
 
@@ -182,7 +185,7 @@ def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: P
     steps = demos.steps_of(episodes)
     actions = demos.chunks(steps, policy.imitated or policy.num_action_chunks)
     convert_gripper(actions, env.gripper, policy.gripper)
-    return Samples(demos=demos, steps=steps, actions=actions)
+    return Samples(demos=demos, steps=steps, actions=actions, shown=demos.shown)
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
@@ -319,4 +322,6 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
         instruction=np.array([join_messages(row.messages) for row in chosen], object),
     )
     replies = [row.reference if row.rejected is None else join_pair(row.reference, row.rejected) for row in chosen]
-    return Samples(demos=demos, steps=steps, actions=np.zeros((len(part), 1, 1), np.float32), replies=replies)
+    return Samples(
+        demos=demos, steps=steps, actions=np.zeros((len(part), 1, 1), np.float32), shown=demos.success, replies=replies
+    )

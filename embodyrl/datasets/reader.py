@@ -149,6 +149,13 @@ class Demonstrations:
         """Number of episodes, E."""
         return len(self.start)
 
+    @property
+    def shown(self) -> BoolArray:
+        """[N] the goal holds in what is seen: after the action before, at the first step never."""
+        shown = np.roll(self.success, 1)
+        shown[self.start] = False
+        return shown
+
     def steps_of(self, episodes: Sequence[int]) -> IntArray:
         """All steps of the given episodes."""
         return np.concatenate([np.arange(self.start[e], self.stop[e]) for e in episodes])

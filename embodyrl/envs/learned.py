@@ -43,6 +43,9 @@ class LearnedReward:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._shape: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        self.cameras = int(self._shape.get("num_images", 0))
+        """It looks at the first so many."""
         self._weights: dict[str, np.ndarray] = {}
         self._best: dict[int, float] = {}
 
@@ -54,7 +57,7 @@ class LearnedReward:
         return max(0.0, found - best)
 
     def probability(self, seen: ObservationOut) -> float:
-        """Of success after the next action, as the network learned it."""
+        """That the goal holds in what is seen, as the network learned it."""
         if not self._weights:
             self._load(seen)
         x, shape = seen.state.astype(np.float64), self._shape
@@ -89,10 +92,9 @@ class LearnedReward:
     def _load(self, seen: ObservationOut) -> None:
         from safetensors.numpy import load_file
 
-        self._shape: dict[str, Any] = json.loads((self._folder / CONFIG_FILE).read_text(encoding="utf-8"))
         weights, shape = load_file(self._folder / WEIGHTS_FILE), self._shape
         images = (shape["num_images"], *shape["image_size"]) if shape["num_images"] else None
-        mine = (len(seen.images), *seen.images.shape[1:3]) if shape["num_images"] else None
+        mine = (min(len(seen.images), shape["num_images"]), *seen.images.shape[1:3]) if images else None
         if (shape["state_dim"], images) != (len(seen.state), mine) or "value_head.0.weight" not in weights:
             raise CheckpointError(
                 f"reward.path={self._folder}: learned from a state of {shape['state_dim']} and images {images}, here "

@@ -127,7 +127,8 @@ class StepReward:
 
     def declare(self, spec: EnvSpec) -> EnvSpec:
         """Add the parts to what an environment declares."""
-        return replace(spec, components=self.components, component_weights=self.weights)
+        cameras = getattr(self._function, "cameras", 0)
+        return replace(spec, components=self.components, component_weights=self.weights, rewarded_cameras=cameras)
 
     def parts(self, step: RewardStep, simulated: float) -> tuple[list[float], str | None]:
         """Call the function; returns the components, and why it failed. `simulated`: what is earned without it."""

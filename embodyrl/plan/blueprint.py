@@ -98,9 +98,9 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     algorithm = Algorithm(cfg.algorithm) if training and isinstance(cfg, TrainConfig) else None
     value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
-    if 0 < policy.num_images < len(env.cameras):
-        # Every camera costs rendering time and memory in each record; a policy reads the first ones.
-        cfg = cfg.updated({"env.init_params.camera_names": list(env.cameras[: policy.num_images])})
+    if 0 < (cameras := max(policy.num_images, env.rewarded_cameras)) < len(env.cameras) and policy.num_images:
+        # Every camera costs rendering time and memory in each record; policy and reward look at the first ones.
+        cfg = cfg.updated({"env.init_params.camera_names": list(env.cameras[:cameras])})
         env = factory.spec(cfg.env, context)
     learner = cfg if algorithm and isinstance(cfg, TrainConfig) else None
     learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []

@@ -99,7 +99,7 @@ class ImitationWorker:
         return self._compared(self._value(_twice(obs, said)))
 
     def _recognise(self, obs: Observation, records: IntArray) -> ImitationScores:
-        """Cross-entropy of whether the goal holds after the next action; the value is the log-odds."""
+        """Cross-entropy of whether the goal holds in what is seen; the value is the log-odds."""
         value = self._value(obs)
         label = torch.from_numpy(self._arena[Record.success][records, 0]).to(value.device)
         loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")

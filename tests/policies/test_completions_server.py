@@ -1,10 +1,13 @@
-"""Replies by a server in the completions protocol: a real one, in a process of its own."""
+"""Replies by a server in the completions protocol, in a process of its own: a small one, and vLLM's where there is one."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from processes import MARK
 from text_runs import ASKING
 from toy_runs import rows
 
+from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.texts import sampling_problems
@@ -30,7 +34,7 @@ ASKED = Observation(
 )
 
 
-def build(path: Path | None, url: str | None = None, *, lora: bool = False, temperature: float = 1.0) -> Any:
+def build(path: Path | None, url: str | None = None, *, lora: bool = False, **more: Any) -> Any:
     factory = POLICIES.get("causal_lm_tiny")
     cfg = factory.settings(
         model_type="causal_lm_tiny",
@@ -49,7 +53,8 @@ def build(path: Path | None, url: str | None = None, *, lora: bool = False, temp
             seed=0,
             url=url,
             backend=backend,
-            temperature=temperature,
+            served_model=None if url is None else "tiny",
+            **more,
         ),
     )
 
@@ -61,19 +66,48 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def url(folder: Path) -> Iterator[str]:
+def vllm_command(folder: Path, port: int) -> list[str]:
+    pytest.importorskip("vllm", reason="vLLM is not installed here")
+    adapters = ["--enable-lora", "--max-lora-rank", "8"]
+    sizes = ["--max-model-len", "128", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+    start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    return [*start, *adapters, *sizes]
+
+
+def wait_for(url: str, process: subprocess.Popen[str], deadline_s: float = 600.0) -> None:
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/models", timeout=5).close()
+            return
+        except OSError:
+            assert process.poll() is None, "the server ended"
+            assert time.monotonic() < end, f"no answer within {deadline_s} s"
+            time.sleep(1.0)
+
+
+@pytest.fixture(
+    scope="module", params=["small", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+def url(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     file = Path(__file__).parents[1] / "completions_server.py"
     # Without the mark: it outlives the single tests.
     env = {key: value for key, value in os.environ.items() if key != MARK}
-    command = [sys.executable, str(file), str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
-        port = process.stdout.readline().strip()
+    env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    small = request.param == "small"
+    command = [sys.executable, str(file), str(folder)] if small else vllm_command(folder, port)
+    with subprocess.Popen(command, stdout=subprocess.PIPE if small else None, text=True, env=env) as process:
+        if small:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
         try:
-            yield f"http://127.0.0.1:{port}/v1"
+            url = f"http://127.0.0.1:{port}/v1"
+            wait_for(url, process)
+            yield url
         finally:
-            process.kill()
+            process.terminate()
 
 
 @pytest.mark.integration
@@ -100,6 +134,24 @@ def test_log_probabilities_are_those_at_the_temperature(folder: Path, url: str) 
     policy, own = build(folder, url, temperature=0.5), build(folder, temperature=0.5)
     drawn = policy.act(ASKED, noise=np.full((3, 5), 0.3, np.float32))
     assert drawn.logprob == pytest.approx(own.score(ASKED, drawn.tokens).logprob.detach().numpy(), abs=1e-4)
+
+
+@pytest.mark.integration
+def test_parameters_decide_what_is_drawn_and_when_it_ends(folder: Path, url: str) -> None:
+    draws = np.linspace(0.1, 0.9, 15, dtype=np.float32).reshape(3, 5)
+    plain = build(folder, url).act(ASKED, noise=draws)
+    stop = int(plain.tokens[1, 1])
+    sampling = SamplingSettings(top_k=3, stop_token_ids=[stop], min_new_tokens=2)
+    out = build(folder, url, sampling=sampling).act(ASKED, noise=draws)
+    own = build(folder, sampling=sampling)
+    assert out.logprob == pytest.approx(own.score(ASKED, out.tokens).logprob.detach().numpy(), abs=1e-4)
+    assert ((out.tokens >= 0).sum(1) >= 2).all()
+    for row in out.tokens:
+        said = row[row >= 0]
+        assert not np.isin(said[:-1], own.ends.numpy()).any(), "what ends a reply is its last token"
+    greedy = {"stop_token_ids": [int(build(folder).act(ASKED, noise=None).tokens[0, 2])]}
+    both = [build(folder, place, sampling=SamplingSettings(**greedy)).act(ASKED, noise=None) for place in (url, None)]
+    assert both[0].tokens.tolist() == both[1].tokens.tolist()
 
 
 @pytest.mark.integration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from embodyrl.channels.layout import Record, encode_instruction, encode_reply, r
 from embodyrl.commands.sft import SftResult, sft
 from embodyrl.commands.sft_setup import load_material
 from embodyrl.conversation import Message, join_messages, join_pair
+from embodyrl.datasets.reader import Demonstrations
 from embodyrl.envs.learned import LearnedReward
 from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
@@ -163,6 +166,34 @@ def test_a_learned_reward_is_the_value_head_in_numpy(tmp_path: Path, name: str, 
     shown = [ObservationOut(images=seen.images[i], state=seen.state[i]) for i in range(3)]
     expected = 1 / (1 + np.exp(-policy.values(seen)[:, 0]))
     assert [reward.probability(one) for one in shown] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_success_is_learned_where_it_is_seen() -> None:
+    """An observation shows what the action before it reached; a step's own success is seen one step later."""
+    none = np.zeros((5, 0), np.float32)
+    demos = Demonstrations(
+        images=np.zeros((5, 0, 0, 0, 3), np.uint8),
+        state=none,
+        action=none,
+        reward=np.zeros(5, np.float32),
+        success=np.array([False, True, False, True, True]),
+        start=np.array([0, 3]),
+        stop=np.array([3, 5]),
+        instruction=np.array(["t"] * 5, object),
+    )
+    assert demos.shown.tolist() == [False, False, True, False, True]
+
+
+def test_a_reward_sees_its_cameras_whatever_the_policy_reads(tmp_path: Path) -> None:
+    view = ["env=tabletop", "env.init_params.camera_names=[front,wrist]"]
+    one = draw_blueprint(load_config("train", view), training=True)
+    assert one.env.cameras == ("front",)
+    env = replace(one.env, cameras=("front", "wrist"))
+    model = POLICIES.get("cnn").settings(model_type="cnn", num_action_chunks=1, precision="fp32")
+    policy = POLICIES.get("cnn").build(model, PolicyRequest(env=env, device="cpu", seed=0, value_dim=1))
+    policy.save(tmp_path)
+    both = draw_blueprint(load_config("train", [*view, f"reward.path={tmp_path}"]), training=True)
+    assert both.env.cameras == ("front", "wrist")
 
 
 @pytest.mark.parametrize(
