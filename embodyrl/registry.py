@@ -101,7 +101,8 @@ class Registry(Generic[T]):
     def problems(self, names: Iterable[str], key: str) -> list[str]:
         """What is wrong with the names that `key` holds, one line each; short names are not imported."""
         found: list[str] = []
-        for name in {*names} - {*self.names()}:
+        others = {*names} - {*self._items}
+        for name in others - {*self.names()} if others else ():  # names of installed packages take time to read
             try:
                 self.get(name)
             except UnknownNameError as error:

@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         _open_streams()
+        os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # or it would read about every installed package
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)

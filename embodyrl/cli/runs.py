@@ -8,7 +8,6 @@ from typing import Any
 
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
-from embodyrl.monitor.history import METRICS_FILE, newest_values
 from embodyrl.registry import closest
 
 NEWEST = "newest"
@@ -17,6 +16,8 @@ NEWEST = "newest"
 
 def describe_run(folder: Path) -> dict[str, Any]:
     """Name, place, local start time, last step, newest success rate (0 to 1) and return; None before the first."""
+    from embodyrl.monitor.history import METRICS_FILE, newest_values
+
     step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
     started = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
     names = {"id": folder.name, "path": str(folder), "started": started}

@@ -12,6 +12,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import read_card
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_saved_config
+from embodyrl.plan.held_out import EXPORTED_CONFIG
 from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.texts import env_spec
 from embodyrl.policies import export_policy
@@ -63,7 +64,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
             _save_merged(cfg, source, scratch)
         else:
             shutil.copytree(source, scratch)
-        shutil.copyfile(run / "config.yaml", scratch / "embodyrl_config.yaml")
+        shutil.copyfile(run / "config.yaml", scratch / EXPORTED_CONFIG)
         (scratch / "README.md").write_text(_card(run, cfg, step, manifest.meta), encoding="utf-8")
         os.replace(scratch, out)
     finally:

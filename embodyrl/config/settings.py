@@ -220,9 +220,9 @@ def _noun(hint: Any, metadata: list[Any]) -> str:
 
 
 @functools.cache
-def _docs(kind: type) -> dict[str, str]:
+def field_docs(kind: type) -> dict[str, str]:
     """The string below each field of one class, read from its source when somebody asks."""
-    if not (isinstance(kind, type) and issubclass(kind, Settings)) or _is_joined(kind):
+    if issubclass(kind, Settings) and _is_joined(kind):
         return {}
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
@@ -292,7 +292,8 @@ def _parts(kind: type[Settings]) -> Iterator[type[Settings]]:
 
 
 def _doc_of(kind: type[Settings], field: str) -> str:
-    return next((found[field] for part in kind.__mro__ if field in (found := _docs(part))), "")
+    parts = (part for part in kind.__mro__ if issubclass(part, Settings))
+    return next((found[field] for part in parts if field in (found := field_docs(part))), "")
 
 
 def nodes(settings: Settings) -> Iterator[Settings]:

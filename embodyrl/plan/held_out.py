@@ -13,10 +13,14 @@ from embodyrl.datasets.layout import read_card
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.blueprint import Blueprint
+from embodyrl.plan.config import run_config
 from embodyrl.plan.episodes import count_asked, eval_episodes, selected_reset_ids
 from embodyrl.plan.roots import EvalConfig, TrainConfig
 from embodyrl.plan.texts import rows_of
 from embodyrl.types import EnvSpec
+
+EXPORTED_CONFIG = "embodyrl_config.yaml"
+"""In an exported folder: the config of its run, or what is known of it."""
 
 
 def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
@@ -40,28 +44,36 @@ def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
 def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iterator[str]:
     """A line for the run that made a checkpoint, for the run that this one started from, and so on."""
     known: set[Path] = set()
-    while (run := _run_of(resolve_run(ckpt))) is not None and run not in known:
-        known.add(run)
+    while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
+        known.add(file)
         # Numbers are read of it; nothing that it names is loaded.
-        made = flat(read_plain_yaml(run / "config.yaml"))
-        used = {f"{what} of {run}": len(states & ids) for what, ids in _used(made, cfg, env).items()}
-        yield _verdict(len(states), used) if used else f"unknown: {run} was about something else"
-        if not isinstance(made.get("ckpt"), str):
+        made = flat(read_plain_yaml(file))
+        name = ckpt if file.name == EXPORTED_CONFIG else file.parent
+        used = {f"{what} of {name}": len(states & ids) for what, ids in _used(made, cfg, env).items()}
+        yield _verdict(len(states), used) if used else f"unknown: {name} was about something else"
+        start = made.get("model.path")
+        if isinstance(made.get("ckpt"), str):
+            ckpt = made["ckpt"]
+        elif isinstance(start, str) and _record_of(resolve_run(start)):  # of other starts nothing is known
+            ckpt = start
+        else:
             return
-        ckpt = made["ckpt"]
     yield f"unknown: what {ckpt} was trained on is not recorded"
 
 
-def _run_of(path: Path) -> Path | None:
-    found = (f for f in (path, *path.parents) if (f / "config.yaml").is_file() and (f / "checkpoints").is_dir())
-    return next(found, None)
+def _record_of(path: Path) -> Path | None:
+    """The config of the run that a folder of weights is from: an exported one brings it along."""
+    if (path / EXPORTED_CONFIG).is_file():
+        return path / EXPORTED_CONFIG
+    return run_config(path)
 
 
 def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, set[int]]:
     """Reset ids that each part of a run may have drawn; empty where the run was about another environment."""
     keys = ("env_type", "task_suite_name", "id", "axis")
     here = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
-    if all(made.get(key, value) == value for key, value in here.items()):  # earlier versions had fewer keys
+    # Supervised training has no environment, earlier versions had fewer keys.
+    if "env.env_type" in made and all(made.get(key, value) == value for key, value in here.items()):
         parts = {"training": "train"} | ({"validation": "eval"} if made.get("runner.val_check_interval") != -1 else {})
         across = bool(made.get("runner.val_suites"))
         return {what: _drawn(made, split, env, across and split == "eval") for what, split in parts.items()}

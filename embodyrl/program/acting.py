@@ -99,8 +99,10 @@ def load_policy(
         ConfigError: it does not fit its environment.
         CheckpointError: nothing usable is there.
     """
-    place = str(run_or_folder)
-    cfg = load_config("eval", [f"ckpt={place}", *words], base=run_config(resolve_run(place)))
+    place, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
+    cfg = load_config("eval", [f"ckpt={place}", *words], base=base)
+    if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
+        cfg = load_config("eval", [f"ckpt={place}", f"model.path={place}", *words])
     check_components(cfg)
     weights = resolve_weights(cfg.ckpt)
     blueprint = draw_blueprint(cfg, training=False)

@@ -22,12 +22,14 @@ Reward = Callable[[str, str, str], float]
 
 
 class GRPO:
-    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model.
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model by a function.
 
-    def short(prompt, response, reference):
-        return 1.0 - len(response) / 100
+    For example:
 
-    result = embodyrl.GRPO("models/Qwen3-0.6B", short, [{"prompt": "Say hello."}]).train()
+        def short(prompt, response, reference):
+            return 1.0 - len(response) / 100
+
+        result = embodyrl.GRPO("models/Qwen3-0.6B", short, [{"prompt": "Say hello."}]).train()
     """
 
     def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *words: str) -> None:

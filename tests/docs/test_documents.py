@@ -12,12 +12,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from browser import CHROMIUM, DRIVER, browser
 from processes import SOURCE
 from run_files import write_run
 
+import embodyrl
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
+from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.cli.sweep import expand
+from embodyrl.config.tree import options
 from embodyrl.plan.config import load_config
+from embodyrl.plan.keys import all_keys
 
 DOCS = SOURCE / "docs"
 PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -239,7 +245,7 @@ def pages_of(node: object) -> list[str]:
 
 def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> None:
     listed = pages_of(yaml.safe_load((SOURCE / "mkdocs.yml").read_text())["nav"])
-    generated = {"configuration.md", "commands.md"}
+    generated = {"configuration.md", "commands.md", "api.md", "zoo.md"}
     assert sorted(set(listed) - generated) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
     assert len(listed) == len(set(listed))
     dead = []
@@ -252,13 +258,51 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
     assert dead == []
 
 
-@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="pip install 'embodyrl[docs]'")
-def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+def test_every_algorithm_has_its_formula_and_its_paper() -> None:
+    text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    rows = {row[1]: row[0] for row in re.finditer(r"^\| `(\w+)` \|[^|]+\|[^|]+\|$", text, re.MULTILINE)}
+    names = {*ADVANTAGES.names(), *LOSSES.names()}
+    assert sorted(names - {*rows}) == []
+    sources = r"\d{4}\.\d{5}|the same|Williams 1992"
+    assert [name for name in names if not re.search(sources, rows[name])] == []
+    presets = {*options("algorithm")}
+    assert [name for name in presets if not re.search(rf"`(?:\w+=)?{name}[`| ]", text)] == []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning."""
+    if importlib.util.find_spec("material") is None:
+        pytest.skip("pip install 'embodyrl[docs]'")
+    place = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(place)]
     environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(SOURCE)}
     done = subprocess.run(command, cwd=SOURCE, env=environ, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    page = (tmp_path / "site" / "configuration" / "index.html").read_text()
-    assert "env.train.total_num_envs" in page
-    assert (tmp_path / "site" / "commands" / "index.html").is_file()
+    return place
+
+
+def test_the_site_has_every_key_every_public_name_and_every_shipped_checkpoint(site: Path) -> None:
+    pages = {name: (site / name / "index.html").read_text() for name in ("configuration", "commands", "api", "zoo")}
+    assert [key for key in all_keys() if f"<code>{key}</code>" not in pages["configuration"]] == []
+    assert [name for name in COMMANDS if f'id="{name}"' not in pages["commands"]] == []
+    names = [*embodyrl.__all__, "LoadedPolicy.act", "Env.step_chunk", "Policy.act"]
+    assert [name for name in names if f'id="{name.lower().replace(".", "")}"' not in pages["api"]] == []
+    weights = [file.parent.name for file in SOURCE.glob("assets/*/model.safetensors")]
+    assert len(weights) >= 4
+    assert [name for name in weights if f'id="{name}"' not in pages["zoo"]] == []
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
+@pytest.mark.parametrize("width", [400, 1280])
+def test_generated_pages_are_never_scrolled_sideways(site: Path, tmp_path: Path, width: int) -> None:
+    wide = """return [...document.querySelectorAll("html, article *")].filter(e => e.clientWidth > 0
+        && getComputedStyle(e).display !== "inline" && e.scrollWidth > e.clientWidth + 1)
+        .map(e => e.tagName + " " + e.innerText.slice(0, 60));"""
+    with browser(tmp_path / "profile", width=width) as window:
+        for page in ("configuration", "commands", "api", "zoo"):
+            window.open((site / page / "index.html").as_uri())
+            assert window.run("return innerWidth") == width
+            assert window.run(wide) == [], page

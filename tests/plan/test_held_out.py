@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
+from embodyrl.commands.export import export
+from embodyrl.config.paths import assets_dir
+from embodyrl.config.settings import flat
+from embodyrl.config.tree import read_plain_yaml
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, save_config
-from embodyrl.plan.held_out import evaluation_facts
+from embodyrl.plan.held_out import EXPORTED_CONFIG, evaluation_facts
 
 SPLITS = ("env.train.state_ids=[2,3]", "env.eval.state_ids=[0,0]")
 SUITES = ("libero_10", "libero_90", "libero_goal", "libero_object", "libero_spatial")
@@ -51,6 +57,30 @@ def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
     assert f"none of these initial states is used by training of {later}" in chain
     assert f"training of {run} uses 1, validation of {run} uses 0;" in chain
     assert "unknown: what assets/" in lines(tmp_path, "ckpt=assets/openvla_oft_tiny", command="eval")
+    # An exported folder says it of itself, also in another place.
+    exported = export(run, 2, tmp_path / "exported", overrides=["trust=true"])
+    told = lines(tmp_path, f"ckpt={exported}", "env.eval.state_ids=[0,2]", command="eval")
+    assert f"of these 3 initial states training of {exported} uses 1, validation of {exported} uses 1;" in told
+
+
+WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetensors"))
+
+
+@pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
+def test_shipped_weights_know_what_they_were_trained_on_and_have_a_card(folder: Path) -> None:
+    made = flat(read_plain_yaml(folder / EXPORTED_CONFIG))
+    env = {"tabletop": "tabletop", "libero": "libero_object"}[made["env.env_type"]]
+    model = "flow_small" if folder.name.startswith("flow") else "openvla_oft_tiny"
+    words = [f"ckpt=assets/{folder.name}", f"env={env}", f"model={model}"]
+    blueprint = draw_blueprint(load_config("eval", words), training=False)
+    told = " ".join(text for _, text in evaluation_facts(blueprint))
+    assert "unknown" not in told
+    assert re.search(rf"training of assets/{folder.name} uses [1-9]", told) is None
+    card = json.loads((folder / "card.json").read_text())
+    assert card["model"]["weights"] == f"assets/{folder.name}"
+    first, last = made["env.train.state_ids"]
+    low, high = card["states"]["evaluation"]
+    assert high < first or low > last
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.numpy import load_file
+from tiny_vla import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from embodyrl.errors import CheckpointError, ConfigError
@@ -21,6 +23,7 @@ from embodyrl.policies.flow.statistics import (
     to_deltas,
     write_openpi,
 )
+from embodyrl.policies.flow.vla.folder import side_files
 
 
 def frames(height, width, count=2):
@@ -235,3 +238,23 @@ def test_padding_of_dimensions():
     assert pad_dims([1.0, 2.0], 4).tolist() == [1, 2, 0, 0]
     with pytest.raises(AssertionError, match="do not fit"):
         pad_dims(np.ones(33), 32)
+
+
+def test_statistics_of_sft_reach_lerobots_files_too(tmp_path):
+    """lerobot reads no dataset_statistics.json: the old numbers in its own files would scale actions wrongly."""
+    folder = write_checkpoint(tmp_path / "base", "smolvla", state_dim=8, action_dim=6, lerobot_statistics=True)
+    config = json.loads((folder / "config.json").read_text())
+    config["output_features"] = {"action": {"type": "ACTION", "shape": [6]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    entry = {
+        part: {name: [float(value)] * size for value, name in enumerate(("mean", "std", "q01", "q99"), 3)}
+        for part, size in (("proprio", 8), ("action", 7))
+    }
+    (folder / "dataset_statistics.json").write_text(json.dumps({"table": entry}))
+    (name,) = (path.name for path in folder.glob("policy_*"))
+    written = side_files(folder)
+    (tmp_path / name).write_bytes(written[name])
+    found = read_lerobot(load_file(tmp_path / name), tmp_path)
+    assert found["actions"].numbers["mean"] == (3.0,) * 7
+    assert found["state"].numbers["q99"] == (6.0,) * 8
+    assert json.loads(written["config.json"])["output_features"]["action"]["shape"] == [7]

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load, save
 
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.flow.configs import CONFIG_FILE, read_spec
@@ -30,6 +32,7 @@ TOKENIZER_FILE = "tokenizer.json"
 RANDOM_INIT_KEY = "embodyrl_init"
 """config.json of a folder without weights says {"embodyrl_init": "random"}."""
 _OWN_PARTS = {"proprio": "state", "action": "actions"}
+_TOLD = ("mean", "std", "min", "max", "q01", "q99")
 _NORMALIZER = "policy_preprocessor*normalizer*.safetensors"
 
 
@@ -185,4 +188,19 @@ def side_files(folder: Path) -> dict[str, bytes]:
     config: dict[str, Any] = json.loads(found[CONFIG_FILE])
     if config.pop(RANDOM_INIT_KEY, None) is not None:
         found[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
-    return found
+    return _told_to_lerobot(found) if OWN_STATISTICS_FILE in found else found
+
+
+def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Our statistics in lerobot's files too, where the folder came from there: it reads no others."""
+    (entry,), config = json.loads(files[OWN_STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
+    parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
+    numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}
+    for name in [name for name in files if fnmatch(name, "policy_*normalizer*.safetensors")]:
+        kept = {k: t for k, t in load(files[name]).items() if k.rpartition(".")[0] not in numbers}
+        told = {f"{part}.{n}": row[n] for part, row in numbers.items() for n in _TOLD if n in row}
+        files[name] = save(kept | {key: np.asarray(row, np.float32) for key, row in told.items()})
+    for part, (_, features) in parts.items():
+        if part in numbers and part in config.get(features, {}):
+            config[features][part]["shape"] = [len(numbers[part]["mean"])]
+    return files | {CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode()}
