@@ -1,7 +1,9 @@
 """Records of text tasks: who said what, what it is judged by, and what it was worth."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +23,14 @@ class TextRow:
     reference: str
     rejected: str | None = None
     """Of a pair of answers the worse one; `reference` is the better."""
+    pictures: tuple[Any, ...] = ()
+    """One for each <image> in the messages (without any: in front of the user's first): files, their bytes or pixels
+    [H, W, 3]; rows that were read hold `datasets.pictures.Picture`."""
 
 
-_TURN, _ROLE = "\x1e", "\x1f"
+PICTURE = "<image>"
+"""Where a picture stands in a message, as data sets and people write it."""
+_TURN, _ROLE, _MARK = "\x1e", "\x1f", "\x1d"
 
 
 def join_messages(messages: Sequence[Message]) -> str:
@@ -37,6 +44,49 @@ def split_messages(instruction: str) -> tuple[Message, ...]:
         return (Message(role="user", content=instruction),)
     turns = (turn.partition(_ROLE) for turn in instruction.split(_TURN)[1:])
     return tuple(Message(role=role, content=content) for role, _, content in turns)
+
+
+def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
+    """Say at each picture's place how high and wide it is; `split_pictures` reads it back.
+
+    Raises:
+        ValueError: the messages name another number of pictures.
+    """
+    if not sizes:
+        return tuple(messages)
+    named = sum(m.content.count(PICTURE) for m in messages)
+    if not named:
+        first = next((m for m in messages if m.role == "user"), messages[0])
+        front = replace(first, content=PICTURE * len(sizes) + first.content)
+        messages, named = [front if m is first else m for m in messages], len(sizes)
+    if named != len(sizes):
+        raise ValueError(f"{len(sizes)} pictures, but {named} times {PICTURE} in the messages")
+    left = iter(sizes)
+    marked = (re.sub(PICTURE, lambda _: "{0}{1}x{2}{0}".format(_MARK, *next(left)), m.content) for m in messages)
+    return tuple(replace(m, content=content) for m, content in zip(messages, marked, strict=True))
+
+
+def split_pictures(content: str) -> list[str | tuple[int, int]]:
+    """Texts and sizes of pictures (height, width) of a message, in turn; a text stands first and last."""
+    parts = re.split(f"{_MARK}([0-9]+x[0-9]+){_MARK}", content)
+    return [part if i % 2 == 0 else (int(part.split("x")[0]), int(part.split("x")[1])) for i, part in enumerate(parts)]
+
+
+def spoken(content: str) -> str:
+    """A message as people read it: `<image>` where a picture stands."""
+    return "".join(part if isinstance(part, str) else PICTURE for part in split_pictures(content))
+
+
+def final_answer(reply: str) -> str:
+    """What a reply comes to: its last box, else the last answer tag, else its last number, else all of it."""
+    for pattern in (
+        r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
+        r"(?s)<answer>(.*?)</answer>",
+        r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?",
+    ):
+        if found := re.findall(pattern, reply):
+            return found[-1].strip().replace(",", "")
+    return reply.strip()
 
 
 def join_pair(better: str, worse: str) -> str:

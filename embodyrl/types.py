@@ -145,6 +145,11 @@ class EnvSpec(EnvFootprint):
         return range(start := sum(self.states_per_task[:task_id]), start + self.states_per_task[task_id])
 
 
+def picture_names(count: int) -> tuple[str, ...]:
+    """The cameras of an environment whose prompts show pictures."""
+    return tuple(f"image_{i}" for i in range(count))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec(Footprint):
     """What a policy declares about its inputs and outputs, and what it takes."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embodyrl.conversation import split_messages
+from embodyrl.conversation import final_answer, split_messages, spoken
 from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes, score_of
 from embodyrl.monitor.intervals import Mean, Rate, Score
@@ -30,6 +30,8 @@ class TaskResult:
     """Different initial states among them."""
     solved: int | None
     """States with at least one success; None: the environment says nothing of success."""
+    voted: float | None
+    """Share of states whose most frequent final answer is right; None: one answer each, or no words."""
     effective_episodes: float
     """Independent episodes that say as much."""
     successes: int | None
@@ -116,6 +118,7 @@ class EvalResult:
         }
         if self.overall.solved is not None and self.overall.states < self.overall.episodes:
             rows["eval/pass_at_n"] = self.overall.solved / self.overall.states
+            rows |= {} if self.overall.voted is None else {"eval/maj_at_n": self.overall.voted}
         rows |= {f"eval/task_{row.task_id}/success_once": row.success_once for row in self.tasks}
         for row in self.suites[1:]:
             rows |= {f"eval/{row.task}/success_once": row.success_once, f"eval/{row.task}/return": row.mean_return}
@@ -170,6 +173,18 @@ def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> No
     _say_table([("suite", what, "against the first"), *table], say)
 
 
+def _majority(episodes: Sequence[EpisodeRow]) -> float | None:
+    """Self-consistency (arXiv 2203.11171); of equally frequent answers the first that was given counts."""
+    given: dict[tuple[int, int], dict[str, list[bool]]] = {}
+    for episode in sorted(episodes, key=lambda e: e.episode):
+        if not episode.conversation:
+            return None
+        answers = given.setdefault((episode.task_id, episode.reset_id), {})
+        answers.setdefault(final_answer(episode.conversation[-1][1]), []).append(bool(episode.success_once))
+    # Equal answers are judged alike, but for code in other words around them.
+    return sum(max(votes, key=len)[0] for votes in (list(a.values()) for a in given.values())) / len(given)
+
+
 def _say_table(table: Sequence[Sequence[str]], say: Callable[[str], None]) -> None:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for cells in table:
@@ -188,6 +203,7 @@ def _summarise_task(
         episodes=count,
         states=earned.states,
         solved=len({(e.task_id, e.reset_id) for e in episodes if e.success_once}) if rate else None,
+        voted=_majority(episodes) if rate and earned.states < count else None,
         effective_episodes=rate.effective if rate and rate.effective is not None else count,
         successes=rate.successes if rate else None,
         success_once=rate.value if rate else None,
@@ -251,7 +267,7 @@ def episode_row(
         seconds=round(episode.duration_s, 3),
         video=episode.video,
         suite=suite,
-        conversation=tuple((turn.role, turn.content) for turn in turns) if talks else (),
+        conversation=tuple((turn.role, spoken(turn.content)) for turn in turns) if talks else (),
     )
 
 

@@ -1,6 +1,7 @@
 """What supervised training learns from: demonstrations with a checkpoint folder of their statistics, or text."""
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,20 +13,31 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, RecordLayout, encode_instruction, encode_reply, record_layout
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import join_messages, join_pair
+from embodyrl.conversation import TextRow, join_messages, join_pair
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, check_layout, join_demonstrations, load_demonstrations
 from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.datasets.statistics import vector_stats
 from embodyrl.datasets.text import TextRows, open_rows
 from embodyrl.errors import ConfigError
+from embodyrl.files import available_bytes
 from embodyrl.plan.blueprint import count_ranks, mismatches
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.plan.texts import tokenizer_folder
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.types import ActionKind, ActionSpace, BoolArray, EnvSpec, FloatArray, IntArray, PolicySpec
+from embodyrl.types import (
+    ActionKind,
+    ActionSpace,
+    BoolArray,
+    ByteArray,
+    EnvSpec,
+    FloatArray,
+    IntArray,
+    PolicySpec,
+    picture_names,
+)
 from embodyrl.workers.rollout_worker import convert_gripper
 from embodyrl.workers.settings import Objective
 
@@ -301,7 +313,12 @@ def _text(cfg: SftConfig) -> Material:
             f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
             "or a folder that `embodyrl collect` wrote."
         )
-    rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
+    if (rows := open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))).pictures:
+        shown = {"cameras": picture_names(rows.pictures), "image_size": rows.image_size, "state_suffices": False}
+        env = replace(env, **shown)
+        policy = POLICIES.get(cfg.model.model_type).spec(model, env, int(cfg.objective.rates))
+        if problems := mismatches(env, policy):
+            raise ConfigError(problems)
     split = len(rows) - rows.held_out
     train, held_out = _text_samples(rows, range(split)), _text_samples(rows, range(split, len(rows)))
     return Material(env=env, policy=policy, model=model, train=train, validation=held_out if len(held_out) else None)
@@ -312,7 +329,7 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
     chosen, steps = [rows[i] for i in part], np.arange(len(part))
     none = np.zeros((len(part), 0), np.float32)
     demos = Demonstrations(
-        images=np.zeros((len(part), 0, 0, 0, 3), np.uint8),
+        images=_pixels(rows, chosen),
         state=none,
         action=none,
         reward=np.zeros(len(part), np.float32),
@@ -325,3 +342,20 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
     return Samples(
         demos=demos, steps=steps, actions=np.zeros((len(part), 1, 1), np.float32), shown=demos.success, replies=replies
     )
+
+
+def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
+    """The rows' pictures [M, C, H, W, 3], each in the upper left corner of its room.
+
+    Raises:
+        ConfigError: they do not fit into the free memory.
+    """
+    shape = (len(chosen), rows.pictures, *rows.image_size, 3)
+    if math.prod(shape) > available_bytes() // 2:
+        raise ConfigError(f"The pictures take {math.prod(shape) >> 20} MiB as pixels; set data.max_image_edge lower.")
+    images = np.zeros(shape, np.uint8)
+    for rooms, row in zip(images, chosen, strict=True):
+        for room, picture in zip(rooms, row.pictures, strict=False):
+            pixels = picture.pixels()
+            room[: pixels.shape[0], : pixels.shape[1]] = pixels
+    return images

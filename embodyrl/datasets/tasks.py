@@ -4,12 +4,24 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from embodyrl.conversation import Message, TextRow
 
 ROWS = 20_000
 
-Draw = Callable[[random.Random], tuple[str, str]]
-"""Draws (prompt, answer)."""
+Draw = Callable[[random.Random], tuple[str, str] | TextRow]
+"""Draws (prompt, answer), or a row."""
+COLOURS = {
+    "black": (0, 0, 0),
+    "red": (255, 0, 0),
+    "green": (0, 255, 0),
+    "blue": (0, 0, 255),
+    "yellow": (255, 255, 0),
+    "magenta": (255, 0, 255),
+    "cyan": (0, 255, 255),
+    "white": (255, 255, 255),
+}
 
 
 @dataclass(frozen=True)
@@ -24,8 +36,10 @@ class Generated(Sequence[TextRow]):
         return self.rows
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def,override]
-        prompt, answer = self.draw(random.Random(f"{self.seed}/{index}"))
-        return TextRow(messages=(Message(role="user", content=prompt),), reference=answer)
+        drawn = self.draw(random.Random(f"{self.seed}/{index}"))
+        if isinstance(drawn, TextRow):
+            return drawn
+        return TextRow(messages=(Message(role="user", content=drawn[0]),), reference=drawn[1])
 
 
 def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> Generated:
@@ -69,6 +83,21 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
             value = rng.choice((value + number, value - number, value * number))
         task = f"{','.join(map(str, rng.sample(numbers, count)))}:{value}"
         return f"{task}=", task
+
+    return Generated(draw, seed, rows)
+
+
+def colour(*, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0) -> Generated:
+    """A picture with a square of one of eight colours on grey wants its name; `shuffled` ones are a control."""
+
+    def draw(rng: random.Random) -> TextRow:
+        pixels, side = np.random.default_rng(rng.getrandbits(32)), size // 2
+        answer, x, y = rng.choice(list(COLOURS)), rng.randrange(size - side + 1), rng.randrange(size - side + 1)
+        shown = rng.choice(list(COLOURS)) if shuffled else answer
+        picture = np.full((size, size, 3), 128)
+        picture[y : y + side, x : x + side] = COLOURS[shown]
+        picture = (picture + pixels.integers(-noise, noise + 1, picture.shape)).clip(0, 255).astype(np.uint8)
+        return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(picture,))
 
     return Generated(draw, seed, rows)
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import Message, TextRow, join_messages
+from embodyrl.conversation import PICTURE, Message, TextRow, join_messages, place_pictures
+from embodyrl.datasets.pictures import Picture, pictures_of
 from embodyrl.datasets.settings import PairSettings, RowSettings
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
@@ -35,6 +36,10 @@ class TextRows:
     prompt_bytes: int = 0
     keep: IntArray | None = field(default=None, compare=False)
     """Rows that are not too long; None: all."""
+    pictures: int = 0
+    """Of the row that has most."""
+    image_size: tuple[int, int] = (0, 0)
+    """Height and width that have room for each of them."""
 
     @cached_property
     def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:
@@ -42,7 +47,7 @@ class TextRows:
         return tuple((path, _read(path, self.cfg)) for path in paths if path is not None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {f: getattr(self, f) for f in ("cfg", "name", "held_out", "prompt_bytes", "keep")}
+        return {f: getattr(self, f) for f in self.__dataclass_fields__}
 
     @property
     def total(self) -> int:
@@ -63,7 +68,9 @@ class TextRows:
         """
         for path, rows in self._raw:
             if index < len(rows):
-                return _row(rows[index], self.cfg, f"{path}, row {index + 1}")
+                found = None if _is_function(path) else resolve_asset(path)
+                folder = Path() if found is None else found if found.is_dir() else found.parent
+                return _row(rows[index], self.cfg, f"{path}, row {index + 1}", folder)
             index -= len(rows)
         raise IndexError(index)
 
@@ -82,7 +89,8 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
     assert cfg.path is not None
     name = cfg.path.rpartition(":")[2] if _is_function(cfg.path) else Path(cfg.path).stem
     rows = TextRows(cfg=cfg, name=name, held_out=0)
-    conversations = [rows.row(i).messages for i in range(rows.total)]
+    all_rows = [rows.row(i) for i in range(rows.total)]
+    conversations = [row.messages for row in all_rows]
     keep = np.arange(rows.total)
     if cfg.max_prompt_length is not None and rows.total:
         lengths = _lengths([" ".join(m.content for m in conversation) for conversation in conversations], tokenizer)
@@ -95,8 +103,16 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
             "lower data.val_share."
         )
     longest = max(len(join_messages(conversations[i]).encode()) for i in keep)
-    keep = keep if len(keep) < rows.total else None
-    return replace(rows, keep=keep, held_out=held_out, prompt_bytes=longest)
+    shown = [[picture.size for picture in all_rows[i].pictures] for i in keep]
+    sizes = [size for row in shown for size in row] or [(0, 0)]
+    return replace(
+        rows,
+        keep=keep if len(keep) < rows.total else None,
+        held_out=held_out,
+        prompt_bytes=longest,
+        pictures=max(map(len, shown)),
+        image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
+    )
 
 
 def holds_text(path: str) -> bool:
@@ -161,15 +177,16 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
     raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory; split it.")
 
 
-def _row(raw: Any, cfg: RowSettings, where: str) -> TextRow:
+def _row(raw: Any, cfg: RowSettings, where: str, folder: Path) -> TextRow:
     if isinstance(raw, TextRow):
         if isinstance(cfg, PairSettings) and raw.rejected is None:
             raise ConfigError(f"{where}: has no worse answer; give TextRow(..., rejected=...).")
-        return raw
+        return _shown(raw, pictures_of(raw.pictures, folder, where, cfg.max_image_edge), where)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: expected an object with columns, found {str(raw)[:60]!r}.")
     columns = [(cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")]
     columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
+    columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
     for key, option in columns:
         if _column(raw, key) is None:
             raise ConfigError(
@@ -187,7 +204,19 @@ def _row(raw: Any, cfg: RowSettings, where: str) -> TextRow:
     system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
     rejected = _answer(_column(raw, cfg.rejected_key)) if isinstance(cfg, PairSettings) else None
     messages = system + _messages(_column(raw, cfg.prompt_key), cfg, where)
-    return TextRow(messages=messages, reference=reference, rejected=rejected)
+    row = TextRow(messages=messages, reference=reference, rejected=rejected)
+    if cfg.image_key is None:
+        return row
+    return _shown(row, pictures_of(_column(raw, cfg.image_key), folder, where, cfg.max_image_edge), where)
+
+
+def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
+    """The row with these pictures, whose sizes its messages tell."""
+    try:
+        messages = place_pictures(row.messages, [picture.size for picture in pictures])
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; one stands for each picture, or none: then they come first.") from error
+    return replace(row, messages=messages, pictures=pictures)
 
 
 def _answer(value: Any) -> str:
@@ -210,12 +239,19 @@ def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         return (Message(role="user", content=cfg.prompt_template.replace("{prompt}", prompt)),)
     try:
-        return tuple(Message(role=str(m["role"]), content=str(m["content"])) for m in prompt)
+        return tuple(Message(role=str(m["role"]), content=_content(m["content"])) for m in prompt)
     except (TypeError, KeyError) as error:
         raise ConfigError(
             f"{where}: column '{cfg.prompt_key}' is neither text nor a list of messages with role and content: "
             f"{str(prompt)[:60]!r}."
         ) from error
+
+
+def _content(content: Any) -> str:
+    """A text, or the list of texts and pictures that processors take."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)
 
 
 def _lengths(prompts: Sequence[str], tokenizer: Path | None) -> IntArray:

@@ -123,6 +123,16 @@ class Rows(Protocol):
         """UTF-8 bytes of the longest conversation that a row begins."""
         ...
 
+    @property
+    def pictures(self) -> int:
+        """Pictures of the row that shows most."""
+        ...
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width that have room for each picture."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> TextRow: ...

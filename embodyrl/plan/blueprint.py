@@ -24,7 +24,7 @@ from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
 from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
-from embodyrl.types import EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 C = TypeVar("C", bound=ActingConfig)
 
@@ -161,7 +161,8 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
 def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What learning asks of environment and policy that they cannot do."""
     problems = []
-    if not env.state_suffices and not policy.num_images and not policy.untrainable:
+    seen = policy.num_images or env.action_kind is ActionKind.text
+    if not env.state_suffices and not seen and not policy.untrainable:
         problems.append(
             f"model '{policy.name}' reads no image, and the state of env '{env.name}' says nothing of the scene, so it "
             "could only guess. Choose a model that sees, for example model=openvla_oft_tiny."
@@ -221,6 +222,11 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
         problems.append(
             f"env '{env.name}' takes {env.action_kind} actions, model '{policy.name}' gives {can} ones only; choose "
             f"another model, for example {fitting_models(env)}."
+        )
+    if env.cameras and env.action_kind is ActionKind.text and not policy.num_images:
+        problems.append(
+            f"the rows of env '{env.name}' show pictures, model '{policy.name}' reads none; use model=vision_lm with "
+            "the folder of a vision-language model, or model=vision_lm_tiny."
         )
     if policy.num_images > len(env.cameras):
         problems.append(

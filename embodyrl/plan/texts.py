@@ -99,6 +99,8 @@ def rows_of(env: EnvSpec, split: str) -> list[int] | None:
 def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     """Keys that this policy cannot follow."""
     if ActionKind.text in policy.action_kinds:
+        if policy.num_images and cfg.rollout.backend != "hf":
+            return [f"rollout.backend={cfg.rollout.backend}: pictures are read by rollout.backend=hf only; use it."]
         return _engine_problems(cfg)
     return [
         f"{name}: is for text; model '{policy.name}' chooses actions. Leave it out."

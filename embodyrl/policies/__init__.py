@@ -15,5 +15,7 @@ POLICIES.add("random", "embodyrl.policies.untrained:RANDOM")
 POLICIES.add("remote", "embodyrl.policies.remote:FACTORY")
 POLICIES.add("scripted", "embodyrl.policies.untrained:SCRIPTED")
 POLICIES.add("smolvla", "embodyrl.policies.flow.vla:FACTORY")
+POLICIES.add("vision_lm", "embodyrl.policies.causal_lm:VISION_LM")
+POLICIES.add("vision_lm_tiny", "embodyrl.policies.causal_lm:VISION_TINY")
 
 __all__ = ["POLICIES", "export_policy", "fitting_models"]

@@ -182,7 +182,7 @@ POLICIES: Registry[PolicyFactory] = Registry(
 def fitting_models(env: EnvSpec) -> str:
     """Small models that an environment can be tried with, for messages about one that does not fit."""
     if env.action_kind == ActionKind.text:
-        return "model=causal_lm_tiny"
+        return "model=vision_lm_tiny" if env.cameras else "model=causal_lm_tiny"
     return "model=cnn" if env.cameras else "model=mlp"
 
 

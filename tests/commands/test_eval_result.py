@@ -82,6 +82,17 @@ def test_figures_of_tasks_and_of_all():
     )
 
 
+def test_the_most_frequent_answer_votes():
+    """Two of three replies agree on a wrong answer, two of four on a right one, where the others differ."""
+    said = [(0, "so 7", False), (0, "\\boxed{8}", True), (0, "it is 7", False)]
+    said += [(1, "a", False), (1, " 12 ", True), (1, "x = 12", True), (1, "13", False)]
+    rows = [
+        replace(row(i, 0, state, won=won, earned=0.0, steps=1), conversation=(("user", "?"), ("assistant", reply)))
+        for i, (state, reply, won) in enumerate(said)
+    ]
+    assert table(rows, toy_spec(2)).metrics()["eval/maj_at_n"] == 0.5
+
+
 def test_nothing_is_said_of_a_success_that_nobody_reports():
     result = table([replace(one, success_once=None, success_at_end=None) for one in ROWS], toy_spec(2))
     assert (result.overall.success_once, result.overall.successes, result.overall.solved) == (None, None, None)

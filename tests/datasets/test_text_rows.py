@@ -4,11 +4,13 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
-from embodyrl.conversation import Message, join_messages, split_messages
+from embodyrl.conversation import Message, TextRow, join_messages, split_messages, split_pictures
 from embodyrl.datasets import tasks
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
@@ -108,3 +110,53 @@ def test_generated_tasks_are_functions_of_seed_and_row():
         row = tasks.countdown()[i]
         assert countdown("", "1", row.reference) == 0.0
         assert row.messages[0].content == row.reference + "="
+
+
+def test_pictures_of_files_bytes_and_arrays(tmp_path: Path):
+    """Each has its own size, and all of them fit into the room that the run declares."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+    (tmp_path / "seen").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "seen" / "a.png")
+    tall = Image.fromarray(pixels.transpose(1, 0, 2))
+    tall.save(tmp_path / "seen" / "b.png")
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and "}, {"type": "image"}]}]
+    rows = [{"prompt": "what?", "answer": "x", "shown": "seen/a.png"}]
+    rows += [{"prompt": prompt, "answer": "y", "shown": ["seen/a.png", {"path": str(tmp_path / "seen" / "b.png")}]}]
+    rows += [{"prompt": "2+2", "answer": "4", "shown": []}]
+    found = open_rows(RowSettings(path=jsonl(tmp_path / "r.jsonl", rows), image_key="shown"), tokenizer=None)
+    assert (found.pictures, found.image_size) == (2, (9, 9))
+    assert split_pictures(found[0].messages[0].content) == ["", (6, 9), "what?"]
+    assert split_pictures(found[1].messages[0].content) == ["", (6, 9), "and ", (9, 6), ""]
+    np.testing.assert_array_equal(found[1].pictures[1].pixels(), pixels.transpose(1, 0, 2))
+    assert pickle.loads(pickle.dumps(found))[2].pictures == ()
+    smaller = open_rows(found.cfg.updated({"max_image_edge": 3}), tokenizer=None)
+    assert (smaller.image_size, smaller[0].pictures[0].pixels().shape) == ((3, 3), (2, 3, 3))
+    packed = {"prompt": "<image>?", "answer": "x", "shown": {"bytes": (tmp_path / "seen" / "a.png").read_bytes()}}
+    pq.write_table(pa.Table.from_pylist([packed]), tmp_path / "p.parquet")
+    (row,) = open_rows(RowSettings(path=str(tmp_path / "p.parquet"), image_key="shown", val_share=0.0), tokenizer=None)
+    np.testing.assert_array_equal(row.pictures[0].pixels(), pixels)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown", "says"),
+    [
+        ("<image> <image>", "a.png", "1 pictures, but 2 times <image>"),
+        ("what?", "none.png", "cannot be read"),
+        ("what?", "https://host/a.png", "a file of this machine"),
+        ("what?", 7, "a file of this machine"),
+    ],
+)
+def test_a_wrong_picture_names_its_row(tmp_path: Path, prompt: str, shown: object, says: str):
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    path = jsonl(tmp_path / "r.jsonl", [{"prompt": prompt, "answer": "x", "shown": shown}])
+    with pytest.raises(ConfigError, match=f"row 1: .*{says}"):
+        open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
+
+
+def test_shuffled_colours_are_of_other_pictures():
+    def named(row: TextRow) -> bool:
+        return bool((np.abs(row.pictures[0].astype(int) - tasks.COLOURS[row.reference]).max(-1) <= 40).sum() >= 30)
+
+    plain, shuffled = tasks.colour(rows=40), tasks.colour(rows=80, shuffled=True)
+    assert all(named(plain[i]) for i in range(40))
+    assert sum(named(shuffled[i]) for i in range(80)) < 30

@@ -171,11 +171,11 @@ def fake_text(job: Job, prompt: int) -> Iterator[None]:
     import torch
     from transformers import AutoConfig, Qwen2ForCausalLM
 
-    from embodyrl.policies.causal_lm import policy
+    from embodyrl.policies.causal_lm import policy, prompts
 
-    real = policy.load, policy.CausalLMPolicy._encode_prompt
+    real = policy.load, prompts.Reader._encode
 
-    def load(cfg: Any, *, seed: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    def load(cfg: Any, *, seed: int, dtype: torch.dtype, sees: bool) -> tuple[Any, Any]:
         with torch.device("meta"):
             net: Any = Qwen2ForCausalLM(AutoConfig.from_pretrained(cfg.path)).to(dtype)
         net = net.to_empty(device="cpu")
@@ -184,11 +184,14 @@ def fake_text(job: Job, prompt: int) -> Iterator[None]:
 
     from embodyrl.policies.causal_lm.loading import tiny_tokenizer as policy_tokenizer
 
-    policy.load, policy.CausalLMPolicy._encode_prompt = load, lambda self, text: [7] * prompt  # type: ignore[assignment]
+    def encode(self: Any, instruction: str, bits: bytes, shape: tuple[int, ...]) -> prompts.Prompt:
+        return prompts.Prompt([7] * prompt)
+
+    policy.load, prompts.Reader._encode = load, encode  # type: ignore[assignment]
     try:
         yield
     finally:
-        policy.load, policy.CausalLMPolicy._encode_prompt = real  # type: ignore[assignment]
+        policy.load, prompts.Reader._encode = real  # type: ignore[assignment]
 
 
 def fill(arena: Any, count: int, policy: Any, task: str) -> Any:

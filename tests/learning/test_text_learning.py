@@ -38,6 +38,21 @@ def test_a_negated_reward_teaches_nothing(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_model_that_sees_names_colours_from_nothing(tmp_path: Path, seed: int):
+    before, after = gain(learn(tmp_path, "colour", "model=vision_lm_tiny", f"seed={seed}"))
+    assert before < 0.1
+    assert after >= 0.9
+
+
+@pytest.mark.slow
+def test_pictures_of_other_rows_teach_no_colour(tmp_path: Path):
+    """One of eight names at most is right where the picture says nothing."""
+    words = ("model=vision_lm_tiny", "data.kwargs={shuffled: true}")
+    assert gain(learn(tmp_path, "colour", *words))[1] < 0.3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

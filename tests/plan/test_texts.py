@@ -54,6 +54,21 @@ def test_grpo_trains_and_resumes_alike(tmp_path: Path):
 
 
 @pytest.mark.integration
+def test_pictures_travel_with_their_rows(tmp_path: Path):
+    words = ("model=vision_lm_tiny", "runner.max_steps=1", "data.kwargs={rows: 40}")
+    cfg = text_config(tmp_path, *words, task="colour")
+    blueprint = draw_blueprint(cfg, training=True)
+    assert (blueprint.env.cameras, blueprint.env.image_size) == (("image_0",), (16, 16))
+    (row,) = rows(train(cfg).run)
+    assert row["actor/logprob_gap"] < 1e-5
+    assert row["actor/grad_norm"] > 0
+    with pytest.raises(ConfigError, match="show pictures, model 'causal_lm_tiny' reads none"):
+        draw_blueprint(text_config(tmp_path, task="colour"), training=True)
+    with pytest.raises(ConfigError, match="pictures are read by"):
+        draw_blueprint(text_config(tmp_path, *words, "rollout.backend=vllm", task="colour"), training=True)
+
+
+@pytest.mark.integration
 def test_a_critic_and_a_reference_see_every_token(tmp_path: Path):
     ppo = ("algorithm=ppo", "algorithm.group_size=1", "algorithm.update_epoch=1", "runner.max_steps=1")
     for level in ("action_level", "chunk_level"):

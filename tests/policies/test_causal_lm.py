@@ -60,7 +60,7 @@ def test_what_acted_is_what_is_scored(temperature: float):
     entropy = scores.entropy.detach().numpy()
     assert (entropy[said] > 0).all()
     assert (entropy[~said] == 0).all()
-    np.testing.assert_array_equal(out.cost, np.array([len(policy.encode_prompt(p)) for p in PROMPTS]) + said.sum(1))
+    np.testing.assert_array_equal(out.cost, np.array([len(policy.read(observe(p))[0]) for p in PROMPTS]) + said.sum(1))
     final = policy.values(observe(*PROMPTS))
     np.testing.assert_allclose(final[:, 0], out.value[:, 0], atol=2e-4)
 
@@ -69,7 +69,7 @@ def test_scoring_and_sampling_share_gradients_with_the_plain_model(policy: Causa
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     scores = policy.score(observe(PROMPTS[1]), out.tokens[1:2])
     reply = out.tokens[1][out.tokens[1] >= 0]
-    ids = torch.tensor([[*policy.encode_prompt(PROMPTS[1]), *reply]])
+    ids = torch.tensor([[*policy.read(observe(PROMPTS[1]))[0], *reply]])
     logprobs = policy.module.lm(ids).logits[0].log_softmax(-1).detach()
     start = ids.shape[1] - len(reply)
     wanted = [float(logprobs[start - 1 + t, token]) for t, token in enumerate(reply)]
@@ -103,7 +103,7 @@ def test_a_forward_is_no_wider_than_its_longest_row(policy: CausalLMPolicy):
 def test_greedy_equals_the_librarys_generate(policy: CausalLMPolicy):
     out = policy.act(observe(*PROMPTS), noise=None)
     for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):
-        ids = torch.tensor([policy.encode_prompt(prompt)])
+        ids = torch.tensor([policy.read(observe(prompt))[0]])
         wanted = policy.module.lm.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
         assert tokens[tokens >= 0].tolist() == wanted
 
@@ -248,10 +248,10 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
     talk = join_messages([Message(role="user", content="1+1"), Message(role="assistant", content="2")])
     plain = policy.tokenizer
     chatty = build(cfg)
-    assert plain.decode(chatty.encode_prompt(talk)) == plain.decode(
+    assert plain.decode(chatty.read(observe(talk))[0]) == plain.decode(
         plain("u:1+1|a:2|a:", add_special_tokens=False)["input_ids"]
     )
-    assert plain.decode(build(cfg.updated({"chat": False})).encode_prompt(talk)) == plain.decode(
+    assert plain.decode(build(cfg.updated({"chat": False})).read(observe(talk))[0]) == plain.decode(
         plain("1+12")["input_ids"]
     )
 

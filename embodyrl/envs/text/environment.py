@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from embodyrl.conversation import Answer, Message, TextRow, join_messages
+from embodyrl.conversation import Answer, Message, TextRow, join_messages, spoken
 from embodyrl.envs.protocol import AfterStep, Judge, Rows
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError
 from embodyrl.registry import Registry, takes
-from embodyrl.types import BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import BoolArray, ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 Tool = Callable[[str], str]
 """Takes the call's text and returns the answer; a ValueError becomes an answer that says what is wrong."""
@@ -71,6 +71,7 @@ class _Conversation:
 
     row: TextRow
     messages: list[Message] = field(default_factory=list)
+    pictures: list[ByteArray] = field(default_factory=list)
     reply: str = ""
     cut_off: bool = False
     turns: int = 0
@@ -96,7 +97,7 @@ class ConversationEnv:
         """Begin the conversation of row `reset_id` in each slot."""
         for slot, start in zip(slots, starts, strict=True):
             row = self._rows[start.reset_id]
-            self._conversations[slot] = _Conversation(row, list(row.messages))
+            self._conversations[slot] = _Conversation(row, list(row.messages), [p.pixels() for p in row.pictures])
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Take the replies that the next `step_chunk` is about, and which of them were cut off [n]."""
@@ -122,7 +123,7 @@ class ConversationEnv:
         components = np.zeros((len(slots), len(self.spec.components)), np.float32)
         answers = [
             Answer(
-                prompt=next(m.content for m in conversations[i].row.messages if m.role != "system"),
+                prompt=spoken(next(m.content for m in conversations[i].row.messages if m.role != "system")),
                 response=conversations[i].reply,
                 reference=conversations[i].row.reference,
                 tokens=int(valid[i].sum()),
@@ -170,7 +171,11 @@ class ConversationEnv:
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
     def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
-        """Do nothing: the conversation is the instruction, and there is nothing else to see."""
+        """Write the pictures, each from the upper left corner of its room; the conversation is the instruction."""
+        for slot, out in zip(slots, outs, strict=True):
+            out.images[...] = 0
+            for room, pixels in zip(out.images, self._conversation(slot).pictures, strict=False):
+                room[: pixels.shape[0], : pixels.shape[1]] = pixels
 
     def instruction(self, slot: int) -> str:
         """Return the conversation so far."""

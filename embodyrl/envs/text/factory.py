@@ -3,7 +3,7 @@
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
 from embodyrl.envs.text.settings import TextSettings
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, picture_names
 
 
 class TextFactory:
@@ -35,6 +35,9 @@ class TextFactory:
             max_chunks=cfg.max_turns,
             prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
             held_out=rows.held_out,
+            cameras=picture_names(rows.pictures),
+            image_size=rows.image_size,
+            state_suffices=not rows.pictures,
             components=judge.components,
             component_weights=judge.weights,
         )

@@ -1,13 +1,17 @@
-"""Causal language models in the Hugging Face layout. Importing this package imports neither torch nor transformers."""
+"""Causal and vision-language models in the Hugging Face layout.
+
+Importing this package imports neither torch nor transformers.
+"""
 
 import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, read_sizes
+from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, read_picture_sizes, read_sizes
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -25,6 +29,8 @@ class CausalLMFactory:
     name: str
     has_own_start: bool
     """Without `model.path` it starts from a small random Llama with a vocabulary of single characters."""
+    sees: bool = False
+    """A vision-language model (`AutoModelForImageTextToText`), which reads the pictures of rows."""
     settings: ClassVar = CausalLMSettings
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:
@@ -32,7 +38,8 @@ class CausalLMFactory:
         if cfg.path is None:
             if self.has_own_start:
                 return []
-            return [f"model.path is not set: {self.name} wants the folder of a Hugging Face causal language model."]
+            kind = "vision-" if self.sees else "causal "
+            return [f"model.path is not set: {self.name} wants the folder of a Hugging Face {kind}language model."]
         folder = resolve_asset(cfg.path)
         missing = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
         return [
@@ -42,9 +49,16 @@ class CausalLMFactory:
 
     def spec(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy: a chunk is a reply, an action one token of it."""
-        size = read_sizes(None if cfg.path is None else resolve_asset(cfg.path))
+        folder = None if cfg.path is None else resolve_asset(cfg.path)
+        size, shown = read_sizes(folder), len(env.cameras) if self.sees else 0
         tokens = cfg.num_action_chunks + -(-env.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
-        per_token, total = size.per_token(half=cfg.half, adapters=cfg.is_lora), _count(cfg.path)
+        per_token, total = size.per_token(half=cfg.half, adapters=cfg.is_lora), _count(folder, sees=self.sees)
+        adapters, tower = size.adapter_parameters(cfg.lora.r), 0
+        if self.sees:
+            seen = read_picture_sizes(folder, *env.image_size)
+            tokens += shown * seen.tokens
+            tower = shown * seen.patches * seen.tower.layers * seen.tower.per_token(half=cfg.half, adapters=cfg.is_lora)
+            adapters += seen.tower.adapter_parameters(cfg.lora.r)
         stream = 4 if not (cfg.half and cfg.is_lora) else 2
         return PolicySpec(
             name=self.name,
@@ -53,9 +67,10 @@ class CausalLMFactory:
             tokens_per_chunk=cfg.num_action_chunks,
             value_dim=value_dim,
             num_parameters=total,
-            num_trained=size.adapter_parameters(cfg.lora.r) if cfg.is_lora else None,
-            activation_bytes=tokens * size.layers * per_token,
-            recomputed_bytes=tokens * size.layers * stream * size.width,
+            num_trained=adapters if cfg.is_lora else None,
+            num_images=shown,
+            activation_bytes=tokens * size.layers * per_token + tower,
+            recomputed_bytes=tokens * size.layers * stream * size.width + tower,
             largest_layer=(size.layer_parameters, tokens * per_token),
             outside_layers=size.outside_parameters,
             scoring_bytes=size.scoring_bytes(CHUNK_LOGITS, casts=cfg.half and not cfg.is_lora),
@@ -65,7 +80,7 @@ class CausalLMFactory:
             act_passes=cfg.num_action_chunks,
             action_kinds=frozenset({ActionKind.text}),
             reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
-            rates=not cfg.is_lora,
+            rates=not (cfg.is_lora or self.sees),
         )
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
@@ -76,15 +91,15 @@ class CausalLMFactory:
         """
         from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
-        return CausalLMPolicy(self.spec(cfg, request.env, request.value_dim), cfg, request)
+        return CausalLMPolicy(self.spec(cfg, request.env, request.value_dim), cfg, request, sees=self.sees)
 
 
-def _count(path: str | None) -> int:
+def _count(folder: Path | None, *, sees: bool) -> int:
     """Parameters, as far as the headers of the weight files tell."""
-    if path is None:
-        return 532_864
+    if folder is None:
+        return 590_848 if sees else 532_864
     total = 0
-    for file in sorted(resolve_asset(path).glob("*.safetensors")):
+    for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as f:
             header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
         total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
@@ -93,3 +108,5 @@ def _count(path: str | None) -> int:
 
 CAUSAL_LM = CausalLMFactory(name="causal_lm", has_own_start=False)
 TINY = CausalLMFactory(name="causal_lm_tiny", has_own_start=True)
+VISION_LM = CausalLMFactory(name="vision_lm", has_own_start=False, sees=True)
+VISION_TINY = CausalLMFactory(name="vision_lm_tiny", has_own_start=True, sees=True)

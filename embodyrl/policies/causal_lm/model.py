@@ -24,9 +24,18 @@ class LanguageModel(nn.Module):
             nn.init.zeros_(self.value_head.bias)
 
     def forward(
-        self, ids: Tensor, mask: Tensor, positions: Tensor, keep: int, cache: DynamicCache | None = None
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        keep: int,
+        cache: DynamicCache | None = None,
+        **beside: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32."""
+        """Logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32.
+
+        `beside` are the tensors of pictures, under the names that the model gives them.
+        """
         out = self.lm(
             input_ids=ids,
             attention_mask=mask,
@@ -35,11 +44,23 @@ class LanguageModel(nn.Module):
             use_cache=cache is not None,
             logits_to_keep=keep,
             output_hidden_states=self.value_head is not None,
+            **beside,
         )
         logits = out.logits.float()
         if self.value_head is None:
             return logits, logits.new_zeros(logits.shape[:2])
         return logits, self._values(out.hidden_states[-1][:, -keep:], logits[..., 0])
+
+    def positions(self, ids: Tensor, mask: Tensor, beside: dict[str, Tensor]) -> Tensor:
+        """Positions [B, T]; of a model that counts places within pictures [n, B, T], as its `generate` has them."""
+        if not beside:
+            return (mask.cumsum(1) - 1).clamp(min=0)
+        return self._whole._prepare_position_ids_for_generation(ids, {"attention_mask": mask, **beside})
+
+    @property
+    def _whole(self) -> Any:
+        """The model below its adapters."""
+        return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
 
     @property
     def vocabulary(self) -> int:
@@ -61,14 +82,14 @@ class LanguageModel(nn.Module):
         return len(given) == 1 and bool((out.logits == given[0]).all())
 
     def scores_in_chunks(
-        self, ids: Tensor, mask: Tensor, positions: Tensor, count: int, temperature: float
+        self, ids: Tensor, mask: Tensor, positions: Tensor, count: int, temperature: float, **beside: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `scores_of` says of the last `count` tokens, and the values at them, without all logits at a time.
 
         The logits of `CHUNK_LOGITS` are there at once, and are computed again in the backward pass.
         """
-        out = self.lm.get_decoder()(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        out = self._whole.base_model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **beside
         ).last_hidden_state
         hidden, said, head = out[:, -count - 1 : -1], ids[:, -count:], self.lm.get_output_embeddings()
         rows, chosen = hidden.flatten(0, 1), said.flatten()

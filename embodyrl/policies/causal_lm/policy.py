@@ -1,7 +1,7 @@
 """The language-model policy: prompts in, replies out; the same distribution acts and is trained."""
 
+import math
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from embodyrl.config.shared import Precision
-from embodyrl.conversation import split_messages
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.causal_lm.loading import add_adapters, load
 from embodyrl.policies.causal_lm.model import LanguageModel, fill, scores_of
+from embodyrl.policies.causal_lm.prompts import Prompt, Reader, join_beside, pad_left
 from embodyrl.policies.causal_lm.sampling import choose
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
@@ -31,29 +31,30 @@ NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
 VALUE_FILE = "value_head/model.safetensors"
 """In a folder of its own: others take every weight file beside config.json for the language model's."""
-_CACHED_PROMPTS = 4096
 
 
 class CausalLMPolicy:
     """Implements `Policy`. A chunk is one reply of at most K tokens; the token that ends it counts."""
 
-    def __init__(self, spec: PolicySpec, cfg: CausalLMSettings, request: PolicyRequest) -> None:
+    def __init__(self, spec: PolicySpec, cfg: CausalLMSettings, request: PolicyRequest, *, sees: bool = False) -> None:
+        """`sees`: the model is a vision-language one, which reads the pictures of an observation."""
         self.spec = spec
         self._temperature, self._sampling = request.temperature, request.sampling
         self._device = torch.device(request.device)
         compute = torch.bfloat16 if cfg.precision is Precision.bf16 else torch.float32
         # fp32 master weights are only worth their memory where something is trained.
         self._autocast = compute if request.trainable and not cfg.is_lora else None
-        model, self.tokenizer = load(cfg, seed=request.seed, dtype=compute if self._autocast is None else torch.float32)
+        dtype = compute if self._autocast is None else torch.float32
+        # With pictures the processor holds the tokenizer, else it is one.
+        model, self.processor = load(cfg, seed=request.seed, dtype=dtype, sees=sees)
+        self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         if cfg.is_lora or cfg.lora.path is not None:
             model = add_adapters(model, cfg, trainable=request.trainable)
         self._checkpointing = request.gradient_checkpointing
         if self._checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.enable_input_require_grads()
-        self._cfg, self._seed, self._adapted, self._chat = cfg, request.seed, cfg.is_lora, cfg.chat
-        if cfg.chat and self.tokenizer.chat_template is None:
-            raise ConfigError(f"model.chat=true: the tokenizer in {cfg.path} has no chat template.")
+        self._cfg, self._seed, self._adapted, self._sees = cfg, request.seed, cfg.is_lora, sees
         net = LanguageModel(model, spec.value_dim).to(self._device)
         if not request.trainable:
             net.requires_grad_(False)
@@ -63,9 +64,14 @@ class CausalLMPolicy:
         ends = self.tokenizer.eos_token_id if ends is None else ends
         ends = [ends] if isinstance(ends, int) else list(ends)
         self.ends = torch.tensor([*ends, *request.sampling.stop_token_ids], device=self._device)
+        # In a reply they would stand for pictures that nobody has.
+        pictures = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
+        never = [token for token in pictures if token is not None]
+        self._never = torch.tensor(never, device=self._device) if never else None
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
-        self.encode_prompt = lru_cache(_CACHED_PROMPTS)(self._encode_prompt)
+        pixels = 3 * len(request.env.cameras) * math.prod(request.env.image_size)
+        self.read = Reader(self.processor, chat=cfg.chat, first=int(self.ends[0]), pixels=pixels)
         self._plain_head = self._net.head_is_last(self._precision())
         self._request, self._engine_asked = request, request.backend != "hf"
         self._engine: VllmEngine | ServerEngine | None = None
@@ -84,7 +90,7 @@ class CausalLMPolicy:
         `actions` are the token ids, -1 after the end. With deterministic algorithms all prompts of a batch that is
         computed together have one length, so that a row's numbers do not depend on the others.
         """
-        prompts = [self.encode_prompt(text) for text in obs.instructions]
+        prompts = self.read(obs)
         count, length = len(prompts), self.spec.num_action_chunks
         tokens = np.full((count, length), NO_TOKEN, np.int64)
         logprob, value = np.zeros((count, length), np.float32), np.zeros((count, length), np.float32)
@@ -108,7 +114,7 @@ class CausalLMPolicy:
         )
 
     def _ask_engine(
-        self, obs: Observation, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float
+        self, obs: Observation, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, log-probabilities and values [B, K] by vLLM; what it cannot say, the module does."""
         if self._engine is None:
@@ -149,9 +155,9 @@ class CausalLMPolicy:
 
     def _next_logprob(self, prompt: Sequence[int], token: int) -> float:
         """Log-probability of the token after a prompt."""
-        ids, mask = self._pad_left([list(prompt)])
+        ids, mask, positions, _ = self._inputs([Prompt(prompt)])
         with self._precision():
-            logits, _ = self._net(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1)
+            logits, _ = self._net(ids, mask, positions, 1)
         scale = 1.0 if self._engine is None or not self._engine.tempered else self._temperature
         return float((logits[0, 0] / scale).log_softmax(-1)[token])
 
@@ -162,7 +168,7 @@ class CausalLMPolicy:
         return [[i for i, p in enumerate(prompts) if len(p) == length] for length in lengths]
 
     def _generate(
-        self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float | None
+        self, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, log-probabilities and values, all [B, K]."""
         # In deterministic mode every row is computed in the shape of the whole batch from beginning to end: kernels
@@ -170,26 +176,25 @@ class CausalLMPolicy:
         exact = torch.are_deterministic_algorithms_enabled()
         scale, limit, count = temperature or self._temperature, self.spec.num_action_chunks, len(prompts)
         # Otherwise members of a group share their prompt: it is read once, by the first row that has it.
-        first = {tuple(p): i for i, p in reversed(list(enumerate(prompts)))}
+        first = {id(p): i for i, p in reversed(list(enumerate(prompts)))}
         source = list(range(count)) if exact else sorted(first.values())
-        ids, mask = self._pad_left([prompts[i] for i in source])
+        ids, mask, positions, beside = self._inputs([prompts[i] for i in source])
         cache = DynamicCache(config=self._net.lm.config)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
         with self._precision():
-            logits, value = self._net(ids, mask, positions, 1, cache)
+            logits, value = self._net(ids, mask, positions, 1, cache, **beside)
         rows = torch.arange(count, device=self._device)
         place = {row: i for i, row in enumerate(source)}
-        pick = rows if exact else torch.tensor([place[first[tuple(p)]] for p in prompts], device=self._device)
+        pick = rows if exact else torch.tensor([place[first[id(p)]] for p in prompts], device=self._device)
         if not exact:
             cache.batch_select_indices(pick)
-        logits, value, mask, position = logits[pick, 0], value[pick, 0], mask[pick], positions[pick, -1]
+        logits, value, mask, position = logits[pick, 0], value[pick, 0], mask[pick], positions[..., pick, -1]
         seen = self._seen(ids[pick], mask, logits)
         # `rows` are the replies still being written; all that follows but `out` and `uniform` has their order.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
         uniform = None if noise is None else torch.from_numpy(noise).to(self._device)
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
         for t in range(limit):
-            barred = self.ends if t < self._sampling.min_new_tokens else None
+            barred = self._barred(t)
             noise_now, said = None if uniform is None else uniform[rows, t], out[0][rows, :t]
             chosen = choose(logits, noise_now, scale, self._sampling, seen, said, barred)
             logprob = (logits / scale).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
@@ -203,17 +208,22 @@ class CausalLMPolicy:
             if not exact and int(done.sum()) * 2 > len(done):
                 alive = (~done).nonzero().squeeze(1)
                 cache.batch_select_indices(alive)
-                rows, chosen, mask, position, seen, done = (
-                    x[alive] for x in (rows, chosen, mask, position, seen, done)
-                )
+                rows, chosen, mask, seen, done = (x[alive] for x in (rows, chosen, mask, seen, done))
+                position = position[..., alive]
             if seen.numel():
                 seen.scatter_(1, chosen[:, None], True)
             mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], 1), position + 1
             with self._precision():
-                logits, value = self._net(chosen[:, None], mask, position[:, None], 1, cache)
+                logits, value = self._net(chosen[:, None], mask, position[..., None], 1, cache)
             logits, value = logits[:, 0], value[:, 0]
         tokens, logprobs, values = (array.cpu().numpy() for array in out)
         return tokens, logprobs, values
+
+    def _barred(self, t: int) -> Tensor | None:
+        """Tokens that a reply does not say as its token t."""
+        early = self.ends if t < self._sampling.min_new_tokens else None
+        both = [ids for ids in (early, self._never) if ids is not None]
+        return torch.cat(both) if both else None
 
     def _seen(self, ids: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
         """[B, V] tokens of the prompts; [B, 0] where no penalty asks for them."""
@@ -252,18 +262,17 @@ class CausalLMPolicy:
     def _score(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probability, entropy, value and whether the token is the most probable one, all [B, K]."""
         replies = [row[row >= 0].tolist() for row in tokens]
-        prompts = (self.encode_prompt(text) for text in obs.instructions)
-        ids, mask = self._pad_left([prompt + reply for prompt, reply in zip(prompts, replies, strict=True)])
+        ids, mask, positions, beside = self._inputs(self.read(obs), replies)
         length = torch.tensor([len(reply) for reply in replies], device=self._device)
         longest = max(int(length.max()), 1)
         checkpointing = torch.is_grad_enabled() and self._checkpointing
         self._net.train(checkpointing)  # transformers recomputes in training mode only
-        said, positions = ids[:, -longest:], (mask.cumsum(1) - 1).clamp(min=0)
+        said = ids[:, -longest:]
         with self._precision():
             if self._plain_head and said.numel() * self._net.vocabulary > CHUNK_LOGITS:
-                parts = self._net.scores_in_chunks(ids, mask, positions, longest, self._temperature)
+                parts = self._net.scores_in_chunks(ids, mask, positions, longest, self._temperature, **beside)
             else:
-                logits, value = self._net(ids, mask, positions, longest + 1)
+                logits, value = self._net(ids, mask, positions, longest + 1, **beside)
                 parts = (*scores_of(logits[:, :-1], said, self._temperature), value[:, :-1])
         self._net.eval()
         # Rows end in the same column, so that none is wider than the longest; the results begin in the same one.
@@ -276,9 +285,9 @@ class CausalLMPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Value of each conversation as it stands, in the first column of [B, V]."""
-        ids, mask = self._pad_left([self.encode_prompt(text) for text in obs.instructions])
+        ids, mask, positions, beside = self._inputs(self.read(obs))
         with self._precision():
-            _, value = self._net(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1)
+            _, value = self._net(ids, mask, positions, 1, **beside)
         out = np.zeros((len(obs), self.spec.value_dim), np.float32)
         out[:, :1] = value.cpu().numpy()[:, : self.spec.value_dim]
         return out
@@ -298,28 +307,14 @@ class CausalLMPolicy:
             row[: len(ids) + 1] = [*ids, int(self.ends[0])]
         return tokens
 
-    def _encode_prompt(self, instruction: str) -> list[int]:
-        """Token ids of a conversation: through the chat template, else its messages one after the other."""
-        messages = split_messages(instruction)
-        chat = self.tokenizer.chat_template is not None if self._chat is None else self._chat
-        if chat:
-            ids = self.tokenizer.apply_chat_template(
-                [{"role": m.role, "content": m.content} for m in messages],
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-            )
-        else:
-            ids = self.tokenizer("".join(f"|{m.content}|" if m.role == "tool" else m.content for m in messages))[
-                "input_ids"
-            ]
-        return list(ids) or [int(self.ends[0])]
-
-    def _pad_left(self, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        width = max(map(len, rows))
-        ids = torch.tensor([[self._pad] * (width - len(r)) + r for r in rows], device=self._device)
-        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=self._device)
-        return ids, mask
+    def _inputs(
+        self, prompts: Sequence[Prompt], replies: Sequence[list[int]] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Ids and mask [B, T], positions [..., B, T] and what pictures add, of prompts and what follows each."""
+        said = replies or [[]] * len(prompts)
+        ids, mask = pad_left([p + r for p, r in zip(prompts, said, strict=True)], self._pad, self._device)
+        beside = join_beside(prompts, list(map(len, said)), self._device)
+        return ids, mask, self._net.positions(ids, mask, beside), beside
 
     def _precision(self) -> torch.autocast:
         mixed = self._autocast not in (None, torch.float32)
@@ -329,7 +324,7 @@ class CausalLMPolicy:
 
     def save(self, folder: Path) -> None:
         """Write the public layout: model and tokenizer, or in `adapter/` the adapters; and the value head."""
-        self.tokenizer.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
         self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
         if self._net.value_head is not None:
             (folder / VALUE_FILE).parent.mkdir(exist_ok=True)
@@ -349,7 +344,8 @@ class CausalLMPolicy:
                 given = self._cfg.updated({"path": str(folder), "lora.path": None})
                 if adapter.is_dir():
                     given = self._cfg.updated({"lora.path": str(adapter)})
-                fresh, _ = load(given, seed=self._seed, dtype=next(self._net.lm.parameters()).dtype)
+                dtype = next(self._net.lm.parameters()).dtype
+                fresh, _ = load(given, seed=self._seed, dtype=dtype, sees=self._sees)
                 if given.lora.path is not None:
                     fresh = add_adapters(fresh, given, trainable=False)
                 fill(self._net.lm, fresh.state_dict())

@@ -7,7 +7,7 @@ from typing import Any
 
 CHUNK_LOGITS = 2**27
 """Logits that are scored at a time: half a GiB in float32, of which a backward pass holds a few copies."""
-_TINY = {
+TINY = {
     "vocab_size": 32,
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -15,6 +15,17 @@ _TINY = {
     "num_attention_heads": 4,
 }
 """Of the model that ships."""
+TINY_VISION = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+"""Of its vision tower."""
+_MOST_PIXELS = 14 * 14 * 4 * 1280
+"""Of a picture that is seen in its own size, where the processor does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +74,57 @@ class TextSizes:
 
 def read_sizes(folder: Path | None) -> TextSizes:
     """Sizes of a folder, of which config.json is read; None: of the small model that ships."""
-    config: Any = _TINY if folder is None else json.loads((folder / "config.json").read_text())
-    config = config.get("text_config", config)
-    width = int(config.get("hidden_size", config.get("n_embd", 0)))
-    heads = int(config.get("num_attention_heads", config.get("n_head", 1)))
+    config: Any = TINY if folder is None else json.loads((folder / "config.json").read_text())
+    return _transformer(config.get("text_config", config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureSizes:
+    """What one picture takes of a vision-language model."""
+
+    tower: TextSizes
+    patches: int
+    """What the tower reads."""
+    tokens: int
+    """What the language model reads of them."""
+
+
+def read_picture_sizes(folder: Path | None, height: int, width: int) -> PictureSizes:
+    """Sizes for pictures of so many pixels, from the folder's JSON files; processors' own rules come out roughly."""
+    config: Any = {"vision_config": TINY_VISION} if folder is None else _json(folder / "config.json")
+    rules: Any = {} if folder is None else _json(folder / "preprocessor_config.json")
+    rules = rules or ({} if folder is None else _json(folder / "processor_config.json").get("image_processor", {}))
+    vision = config.get("vision_config", {})
+    patch, edge = int(vision.get("patch_size", 14)), int(vision.get("image_size") or 0)
+    size = rules.get("size") or {}
+    if edge:  # every picture, or tile of one, is brought to this size
+        longest = size.get("longest_edge", edge)
+        tiles = 1 + (-(-longest // edge)) ** 2 if rules.get("do_image_splitting", folder is not None) else 1
+        patches, merged = tiles * (edge // patch) ** 2, int(config.get("scale_factor", 1))
+    else:
+        most = rules.get("max_pixels") or size.get("longest_edge") or _MOST_PIXELS
+        least = rules.get("min_pixels") or size.get("shortest_edge") or 0
+        patches, merged = (
+            -(-max(least, min(most, height * width)) // patch**2),
+            int(vision.get("spatial_merge_size", 2)),
+        )
+    return PictureSizes(tower=_transformer(vision), patches=patches, tokens=-(-patches // merged**2))
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _transformer(config: Any) -> TextSizes:
+    # `embed_dim`: of a vision tower whose `hidden_size` is the language model's.
+    width = int(config.get("embed_dim") or config.get("hidden_size", config.get("n_embd", 0)))
+    heads = int(config.get("num_attention_heads", config.get("n_head", config.get("num_heads", 1))))
     head = int(config.get("head_dim") or width // max(1, heads))
     return TextSizes(
         vocabulary=int(config.get("vocab_size", 0)),
         width=width,
-        hidden=int(config.get("intermediate_size") or 4 * width),
-        layers=int(config.get("num_hidden_layers", config.get("n_layer", 0))),
+        hidden=int(config.get("intermediate_size") or config.get("mlp_ratio", 4) * width),
+        layers=int(config.get("num_hidden_layers", config.get("n_layer", config.get("depth", 0)))),
         keys=int(config.get("num_key_value_heads") or heads) * head,
         tied=bool(config.get("tie_word_embeddings", False)),
     )

@@ -1,0 +1,147 @@
+"""What a language model reads: tokens, and what its processor makes of pictures among them."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodyrl.conversation import Message, split_messages, split_pictures
+from embodyrl.errors import ConfigError
+from embodyrl.types import ByteArray, Observation
+
+_CACHED_PROMPTS = 4096
+_CACHED_PIXELS = 2**26
+
+
+class Prompt(list[int]):
+    """Token ids, and the processor's tensors beside them."""
+
+    def __init__(self, ids: Sequence[int], beside: dict[str, Tensor] | None = None) -> None:
+        super().__init__(ids)
+        self.beside = beside or {}
+        """[1, T] what kind each token is (`..._type_ids`); all others belong to the pictures."""
+
+
+class Reader:
+    """Turns conversations and their pictures into prompts, through the chat template or one message after the other."""
+
+    def __init__(self, processor: Any, *, chat: bool | None, first: int, pixels: int) -> None:
+        """Take a tokenizer, or the processor of a model that sees pictures.
+
+        `first` is the prompt's only token where it would have none; `pixels`: of one observation.
+
+        Raises:
+            ConfigError: there is no chat template, and one is asked for.
+        """
+        if chat and processor.chat_template is None:
+            raise ConfigError(f"model.chat=true: the tokenizer in {processor.name_or_path} has no chat template.")
+        self._processor, self._chat = processor, processor.chat_template is not None if chat is None else chat
+        self._sees, self._first = hasattr(processor, "tokenizer"), first
+        self._read = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
+
+    def __call__(self, obs: Observation) -> list[Prompt]:
+        """Read each conversation; equal ones are the same object."""
+        shapes = [image.shape if self._sees else () for image in obs.images]
+        bits = [image.tobytes() if self._sees else b"" for image in obs.images]
+        return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
+
+    def _encode(self, instruction: str, bits: bytes, shape: tuple[int, ...]) -> Prompt:
+        messages = split_messages(instruction)
+        if self._sees:
+            return self._see(messages, np.frombuffer(bits, np.uint8).reshape(shape))
+        if self._chat:
+            ids = self._processor.apply_chat_template(
+                [{"role": m.role, "content": m.content} for m in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        else:
+            ids = self._processor("".join(map(_plain, messages)))["input_ids"]
+        return Prompt(ids or [self._first])
+
+    def _see(self, messages: Sequence[Message], rooms: ByteArray) -> Prompt:
+        from PIL import Image
+
+        token, left = self._processor.image_token, iter(rooms)
+        # What anybody but the data set says is no picture, even if it reads like one.
+        turns = [
+            [part.replace(token, "") if isinstance(part, str) else part for part in split_pictures(m.content)]
+            for m in messages
+        ]
+        images = [
+            Image.fromarray(next(left)[: part[0], : part[1]])
+            for turn in turns
+            for part in turn
+            if not isinstance(part, str)
+        ]
+        if self._chat:
+            shown = iter(images)
+            conversation = [
+                {
+                    "role": m.role,
+                    "content": [
+                        {"type": "text", "text": part}
+                        if isinstance(part, str)
+                        else {"type": "image", "image": next(shown)}
+                        for part in turn
+                        if part
+                    ],
+                }
+                for m, turn in zip(messages, turns, strict=True)
+            ]
+            out = self._processor.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            )
+        else:
+            texts = ("".join(part if isinstance(part, str) else token for part in turn) for turn in turns)
+            text = "".join(_plain(Message(role=m.role, content=t)) for m, t in zip(messages, texts, strict=True))
+            out = self._processor(text=[text], images=[images] if images else None, return_tensors="pt")
+        ids = out.pop("input_ids")[0].tolist()
+        out.pop("attention_mask")
+        return Prompt(ids or [self._first], dict(out))
+
+
+def _plain(message: Message) -> str:
+    return f"|{message.content}|" if message.role == "tool" else message.content
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, longest]."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(r)) + list(r) for r in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
+    return ids, mask
+
+
+def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """The tensors beside a batch of prompts that replies of these lengths follow.
+
+    Pictures follow each other along the first dimension; all others are filled up with zeros, which every model takes
+    for what is not there.
+    """
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.beside)
+    joined = {}
+    for name in names:
+        if name.endswith("_type_ids"):
+            width = max(len(p) + n for p, n in zip(prompts, replies, strict=True))
+            rows = [
+                nn.functional.pad(
+                    p.beside[name][0] if name in p.beside else torch.zeros(len(p), dtype=torch.int64),
+                    (width - len(p) - n, n),
+                )
+                for p, n in zip(prompts, replies, strict=True)
+            ]
+            joined[name] = torch.stack(rows).to(device)
+            continue
+        parts = [p.beside[name] for p in prompts if name in p.beside]
+        sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
+        padded = [
+            nn.functional.pad(p, [x for d in range(p.ndim - 1, 0, -1) for x in (0, sizes[d - 1] - p.shape[d])])
+            for p in parts
+        ]
+        joined[name] = torch.cat(padded).to(device)
+    return joined
