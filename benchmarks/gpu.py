@@ -129,6 +129,7 @@ def build(folder: Path, mode: str, args: argparse.Namespace) -> Policy:
         is_lora=mode == "lora",
         lora=LoraSettings(r=32, lora_alpha=32),
         compile=args.compile,
+        cuda_graphs=args.graphs,
     )
     request = PolicyRequest(
         env=env, value_dim=0, temperature=1.0, device=args.device, seed=0, gradient_checkpointing=args.recompute
@@ -240,6 +241,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=5.0, help="time for each measurement, at least one call")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--graphs", action="store_true", help="act by CUDA graphs")
     parser.add_argument("--no-recompute", dest="recompute", action="store_false", help="keep activations")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -74,7 +74,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
 
 def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> None:
     env = read_card(resolve_asset(str(cfg.data.path))).env if isinstance(cfg, SftConfig) else env_spec(cfg)
-    model = cfg.model.updated({"compile": False}) if cfg.model.compiled else cfg.model
+    model = cfg.model.updated({"compile": False, "cuda_graphs": False}) if cfg.model.compiled else cfg.model
     export_policy(model, env, source, target)
 
 

@@ -46,11 +46,17 @@ class MemoryPlan:
     """While training in shards: what is gathered at a time."""
     acting_batch: int
     """What acting takes for its largest batch."""
+    keeps_acting: bool
+    """It is kept while training: recordings of forward passes hold their memory."""
     building: int
     """Whole float32 weights before they are sharded or halved, where that is more."""
     engine: int
     """What vLLM takes at least."""
     process: int
+    saving: int
+    """GPUs: of the first rank's host, which gathers whole weights and then whole moments."""
+    offloaded: int
+    """actor.fsdp.cpu_offload: of the host, for each rank: its shards of weights, gradients and moments."""
     acting: int
     """Of each process that only acts."""
     env_worker: int
@@ -72,7 +78,12 @@ class MemoryPlan:
         training, acting = self.gradients + self.activations + self.in_use, self.gathered + self.acting_batch
         # What was gathered for acting is freed for training, but in pieces that the C library keeps.
         running = max(acting, training) if self.on_gpu else self.gathered + training
+        running = acting + training if self.keeps_acting else running
         return max(fixed + running, self.building + self.process)
+
+    def host(self, ranks: int) -> int:
+        """What policy processes on GPUs take of the host at most, beside what a process takes."""
+        return self.saving + self.offloaded * ranks
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
         """Name and text, human-readable."""
@@ -85,6 +96,7 @@ class MemoryPlan:
         env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
         acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
+        acting += f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
         return [
             ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(named)}"),
             ("", f"{acting}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
@@ -130,9 +142,12 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
         activations=_activations(cfg, policy, trained, copies=half and not adapters and not sharded),
         in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
         acting_batch=0 if apart else acting_batch,
+        keeps_acting=cfg.model.recorded and on_gpu,
         building=kept if adapters or not on_gpu else 4 * total,
         engine=0 if apart else engine,
         process=process,
+        saving=max(kept if sharded else 0, 8 * trained) if on_gpu else 0,
+        offloaded=(kept + 12 * trained) // shards if offloaded else 0,
         acting=process + max(kept, whole + acting_batch + engine) if apart else 0,  # it is built like an actor
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
@@ -172,6 +187,7 @@ def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: 
     if cfg.actor.gradient_checkpointing:  # scores come before the layers on the way back
         kept = int(samples * policy.recomputed_bytes)
         kept += max(int(samples * policy.largest_layer[1]), policy.scoring_bytes)
+        return kept
     return kept + (2 * (trained - policy.outside_layers) if copies else 0)
 
 
@@ -214,7 +230,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
                 f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB. "
                 f"Try a smaller launcher.env_workers, {smaller}, or actor.fsdp.cpu_offload=true."
             )
-        policies = _PROCESS * (blueprint.ranks + acting)
+        policies = _PROCESS * (blueprint.ranks + acting) + plan.host(blueprint.ranks)
     needed, free = policies + envs + plan.arena, available_bytes()
     if needed > free:
         raise ConfigError(

@@ -312,4 +312,5 @@ def _ranks(cfg: TrainConfig | SftConfig) -> Iterator[str]:
             "rollout.mode=disaggregated, or rollout.backend=hf."
         )
     elif size > 1 and cfg.model.compiled:
-        yield "model.compile=true works with one actor rank. Use actor.fsdp.size=1, or model.compile=false."
+        key = "model.cuda_graphs" if cfg.model.recorded else "model.compile"
+        yield f"{key}=true works with one actor rank. Use actor.fsdp.size=1, or {key}=false."

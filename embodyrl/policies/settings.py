@@ -44,8 +44,13 @@ class ModelSettings(Settings):
 
     @property
     def compiled(self) -> bool:
-        """torch.compile is asked for."""
-        return getattr(self, "compile", False)
+        """torch.compile is asked for, or CUDA graphs: weights must stay where they are."""
+        return getattr(self, "compile", False) or self.recorded
+
+    @property
+    def recorded(self) -> bool:
+        """CUDA graphs are asked for."""
+        return getattr(self, "cuda_graphs", False)
 
     @property
     def adapted(self) -> bool:

@@ -12,6 +12,7 @@ from embodyrl.algorithms.protocol import LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
 from embodyrl.workers.rollout_worker import even_parts, read_observation
@@ -184,11 +185,11 @@ class ActorWorker:
     ) -> LossInputs:
         arena, records = self._arena, batch.records[samples]
 
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        def tensor(array: np.ndarray | torch.Tensor) -> torch.Tensor:
+            return on_device(array, device)
 
         return LossInputs(
-            old_logprob=proximal.logprob[samples].to(device),
+            old_logprob=tensor(proximal.logprob[samples]),
             ref_logprob=tensor(arena[Record.ref_logprob][records]) if self._reference is not None else None,
             advantage=tensor(batch.advantage[samples]),
             returns=tensor(batch.returns[samples]),
@@ -198,7 +199,7 @@ class ActorWorker:
             value_weight=tensor(weights.value),
             positive_weight=tensor(weights.positive),
             behaviour_logprob=tensor(arena[Record.logprob][records]),
-            correction=None if proximal.correction is None else proximal.correction[samples].to(device),
+            correction=None if proximal.correction is None else tensor(proximal.correction[samples]),
         )
 
 

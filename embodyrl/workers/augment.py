@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import ByteArray
 
 BRIGHTNESS = 0.2
@@ -38,8 +39,8 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
     Returns:
         New frames of the same shape and type.
     """
-    frames = torch.from_numpy(np.ascontiguousarray(images)).to(device).flatten(0, 1)
-    draws = draws.flatten(1).to(device)
+    frames = on_device(np.ascontiguousarray(images), device).flatten(0, 1)
+    draws = on_device(draws.flatten(1), device)
     shifted = shift(frames, draws[0], draws[1])
     coloured = jitter(shifted.permute(0, 3, 1, 2).float() / 255.0, draws[2:])
     return (coloured * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1).reshape(images.shape).cpu().numpy()

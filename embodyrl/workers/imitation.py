@@ -12,6 +12,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, weights_changed
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 from embodyrl.workers.augment import augment, draw
 from embodyrl.workers.messages import ImitateRequest
@@ -101,7 +102,7 @@ class ImitationWorker:
     def _recognise(self, obs: Observation, records: IntArray) -> ImitationScores:
         """Cross-entropy of whether the goal holds in what is seen; the value is the log-odds."""
         value = self._value(obs)
-        label = torch.from_numpy(self._arena[Record.success][records, 0]).to(value.device)
+        label = on_device(self._arena[Record.success][records, 0], value.device)
         loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
         return ImitationScores(loss=loss, accuracy=((value > 0) == label).float())
 

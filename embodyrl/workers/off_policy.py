@@ -20,6 +20,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import IntArray
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer
@@ -101,7 +102,7 @@ class OffPolicyWorker:
         features = torch.cat([self._policy.features(one) for one in seen])
         action = torch.cat([self._policy.normalise(buffer["action"][places]) for buffer, places in chosen])
         reward, discount = (
-            torch.cat([torch.from_numpy(buffer[name][places]) for buffer, places in chosen]).to(action.device)
+            on_device(np.concatenate([buffer[name][places] for buffer, places in chosen]), action.device)
             for name in ("reward", "discount")
         )
         drawn, logprob = self._policy.draw(features.detach())

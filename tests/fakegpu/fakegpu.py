@@ -21,6 +21,7 @@ from typing import Any
 assert "torch" not in sys.modules, "the device guard must be loaded before torch"
 assert ctypes.CDLL(os.environ["FAKE_CUDA_GUARD"]).fake_cuda_guard()
 
+import fakestreams
 import numpy as np
 import torch
 from torch import Tensor
@@ -49,7 +50,9 @@ _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward grid_sampler_3d
 reflection_pad2d_backward reflection_pad3d_backward
 """
 """What raises on CUDA in deterministic mode (documentation of `torch.use_deterministic_algorithms`)."""
-_ON: list[FakeGpu] = []
+_ON: list[FakeGpu] = fakestreams.ON
+_PINNED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Storages of host memory that a GPU reads by itself."""
 
 
 class FakeGpu(TorchDispatchMode):
@@ -60,7 +63,9 @@ class FakeGpu(TorchDispatchMode):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.scalar = scalar
-        self.live = self.peak = 0
+        self.live = self.peak = self.pool = 0
+        self.recording = False
+        """Kernels go into a graph, and nothing may wait."""
         self.imagined = False
         """Shapes of whole DTensors are worked out on tensors that no device would hold."""
         self.sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -124,6 +129,8 @@ class FakeGpu(TorchDispatchMode):
         return self.scalar if source.dtype.is_floating_point else int(self.scalar)
 
     def _wait(self, what: str) -> None:
+        if self.recording:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what} {_place()}")
         self.syncs += 1
         self.sync_places[f"{what} {_place()}"] += 1
 
@@ -140,6 +147,9 @@ class FakeGpu(TorchDispatchMode):
                 self._wait("copy to host")
             else:
                 self.h2d += 1
+                named = dict(zip((a.name for a in func._schema.arguments), call[0], strict=False)) | call[1]
+                if not named.get("non_blocking") or ins[-1].untyped_storage() not in _PINNED:
+                    self._wait("copy from memory that is not pinned")
         if name in WAITS:
             self._wait(name)
         if name in MAKERS:
@@ -218,6 +228,13 @@ def _tensor(data: Any, *, dtype: Any = None, device: Any = None, **more: Any) ->
     if isinstance(made, FakeTensor):
         made.constant = None  # else the copy would be carried out on a real device
     return made if device is None else made.to(device)
+
+
+def _pin_memory(self: Tensor, device: Any = None) -> Tensor:
+    assert self.device.type == "cpu", "cannot pin what is on a device"
+    pinned = self.clone()
+    _PINNED.add(pinned.untyped_storage())
+    return pinned
 
 
 def _numpy(self: Tensor, *args: Any, **more: Any) -> np.ndarray:
@@ -338,31 +355,9 @@ def _data_ptr(self: Any) -> int:
     return self._cdata if _ON else _real_data_ptr(self)
 
 
-class _Stream(torch.cpu.Stream):
-    priority, device = 0, torch.device("cuda", 0)
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__()
-
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-
-class _Event:
-    def __init__(self, *args: Any, **more: Any) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-
 def _pretend() -> None:
     """Put the above in place, and the rest of what says that there are devices."""
-    stream, state = _Stream(), _real_tensor([0] * 16, dtype=torch.uint8)
+    stream, state = fakestreams.Stream(), _real_tensor([0] * 16, dtype=torch.uint8)
     answers: dict[str, Any] = {
         "is_available": True,
         "device_count": DEVICES,
@@ -373,15 +368,18 @@ def _pretend() -> None:
         "mem_get_info": (MEMORY, MEMORY),
         "current_stream": stream,
         "default_stream": stream,
+        "graph_pool_handle": (0, 1),
         "get_rng_state": state,
         "get_rng_state_all": [],
         **dict.fromkeys(("set_device", "synchronize", "empty_cache", "set_rng_state", "_lazy_init")),
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, _answer=answer, **more: _answer)
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    torch.cuda.Stream, torch.cuda.Event = fakestreams.Stream, fakestreams.Event  # type: ignore[misc, assignment]
+    torch.cuda.CUDAGraph, torch.cuda.graph = fakestreams.Graph, fakestreams.record  # type: ignore[misc, assignment]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     fake_tensor.init_gpu_context = lambda device: None
+    torch.Tensor.pin_memory = _pin_memory  # type: ignore[assignment]
     torch.Tensor.record_stream = lambda self, stream: None
     ShardingPropagator._fake_mode_lock = _Imagined()  # type: ignore[assignment]
     torch.UntypedStorage.data_ptr = _data_ptr

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+H100 = 81559 * 2**20
 OFT_7B = {
     "image_sizes": [224, 224],
     "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
@@ -111,6 +113,9 @@ def config_of(job: Job, folder: Path) -> Any:
     """The config of a job whose model lies in `folder`."""
     from embodyrl.plan.config import load_config
 
+    if "rollout.backend=vllm" in job.words:
+        (folder / "vllm.py").touch()
+        sys.path.insert(0, str(folder))
     if job.model in QWEN:
         write_text(folder, job.model, job.layers)
         rows = [{"question": f"{i} + 2 = ?", "answer": f"#### {i + 2}"} for i in range(200)]
@@ -216,8 +221,8 @@ def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
 def run(job: Job, folder: Path) -> Result:
     """Start, act, score, update twice, save and load."""
     from embodyrl.channels.arena import Arena
+    from embodyrl.plan import memory
     from embodyrl.plan.blueprint import draw_blueprint
-    from embodyrl.plan.memory import plan_memory
     from embodyrl.scheduler.policy_hosts import policy_init
 
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
@@ -226,9 +231,12 @@ def run(job: Job, folder: Path) -> Result:
     init = policy_init(blueprint, arena, None)
     init = replace(init, acts=not blueprint.is_disaggregated, rank_info=replace(init.rank_info, world=blueprint.ranks))
     result = Result()
-    plan = plan_memory(blueprint)
+    plan = memory.plan_memory(blueprint)
     sizes = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     result.planned = {name: size for name, size in sizes.items() if type(size) is int} | {"policy": plan.policy}
+    if plan.engine:
+        memory.gpu_memory = lambda: H100
+    result.planned["share"] = int(memory.engine_share(blueprint) * H100) if plan.engine else 0
     try:
         prompt = blueprint.policy.sample_tokens - blueprint.policy.num_action_chunks
         with one_of(blueprint.ranks), fake_text(job, prompt):
@@ -273,8 +281,10 @@ def _live(job: Job, blueprint: Any, arena: Any, init: Any, result: Result, folde
         gpu.scalar = 0.0 if text else 1.0  # no reply has ended
         if init.acts and job.act:
             items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=-1) for i, t in enumerate(tickets[: job.act]))
-            with phase("act"):
-                list(host.handle(InferRequest(items=items, greedy=False, version=0)))
+            # Where forward passes are recorded, the second one is a replay.
+            for name in ("act", "act again")[: 1 + blueprint.cfg.model.recorded]:
+                with phase(name):
+                    list(host.handle(InferRequest(items=items, greedy=False, version=0)))
         fill_again(arena, policy)
         gpu.scalar = float(policy.spec.num_action_chunks) if text else 1.0  # tokens of the longest reply
         if job.train:

@@ -85,6 +85,9 @@ BUGS = {
         'counted.append({**metrics, "loss": share.detach()})',
         'counted.append({**metrics, "loss": share.detach()}); share.item()',
     ),
+    "a copy waits for all that was asked before": Bug(
+        "waits", "embodyrl.policies.transfer", "host.pin_memory().to(device, non_blocking=True)", "host.to(device)"
+    ),
     "acting keeps what a backward pass needs": Bug(
         "memory", "embodyrl.policies.openvla_oft.policy", "    @torch.no_grad()\n    def act(", "    def act("
     ),
@@ -96,6 +99,12 @@ BUGS = {
     ),
     "new weights are not announced": Bug(
         "staleness", "embodyrl.workers.training", "            weights_changed(self._module)\n", "", check="engine"
+    ),
+    "a recorded pass keeps what weights were cast to": Bug(
+        "staleness",
+        "embodyrl.policies.openvla_oft.policy",
+        "self._autocast = mixed(cache_enabled=not cfg.cuda_graphs)",
+        "self._autocast = mixed()",
     ),
     "an unordered sum": Bug(
         "order",

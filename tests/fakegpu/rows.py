@@ -17,32 +17,44 @@ from dataclasses import replace
 from pathlib import Path
 
 import fakegpu  # noqa: F401  (before torch)
-from jobs import GIB, Job, Result, run
+from jobs import GIB, H100, Job, Result, run
 
 ONE, EIGHT, AGAIN = "actor.fsdp.size=1", "actor.fsdp.size=8", "actor.gradient_checkpointing=true"
 KL, APART = "algorithm.kl_beta=0.01", "rollout.mode=disaggregated"
 EACH, STEP = "actor.fsdp.gradient_sync=micro_batch", "actor.fsdp.gradient_sync=step"
+HSDP, OFFLOAD = "actor.fsdp.shard_size=4", "actor.fsdp.cpu_offload=true"
+VLLM, GRAPHS = "rollout.backend=vllm", "model.cuda_graphs=true"
 LONG = "algorithm.sampling_params.max_new_tokens=1024"
 ROWS = (
     Job(name="7B lora, 1 rank", model="7b", lora=True, words=(ONE,), act=8, train=16),
     Job(name="7B lora, 1 rank, recomputed", model="7b", lora=True, words=(ONE, AGAIN), act=0, train=16),
     Job(name="7B lora, 1 rank, reference", model="7b", lora=True, words=(ONE, KL), act=0, train=16),
+    Job(name="7B lora, 1 rank, CUDA graphs", model="7b", lora=True, words=(ONE, GRAPHS), act=8, train=16),
     Job(name="7B lora, 8 ranks", model="7b", lora=True, words=(EIGHT,), act=8, train=128),
     Job(name="7B full, 8 ranks", model="7b", words=(EIGHT, STEP), act=8, train=128),
     Job(name="7B full, 8 ranks, recomputed", model="7b", words=(EIGHT, STEP, AGAIN), act=0, train=128),
     Job(name="7B full, 8 ranks, each micro-batch", model="7b", words=(EIGHT, EACH, AGAIN), act=0, train=128),
     Job(name="7B full, 8 ranks, reference", model="7b", words=(EIGHT, STEP, AGAIN, KL), act=0, train=128),
     Job(name="7B full, 8 ranks, apart", model="7b", words=(EIGHT, STEP, AGAIN, APART), act=0, train=128),
+    Job(name="7B full, 2 x 4 ranks", model="7b", words=(EIGHT, STEP, AGAIN, HSDP), act=0, train=128),
+    Job(name="7B full, offloaded", model="7b", words=(ONE, AGAIN, OFFLOAD), act=8, train=16),
     Job(name="0.5B text", model="0.5b", words=(ONE,), act=0, train=16),
     Job(name="1.5B text, recomputed", model="1.5b", words=(ONE, AGAIN, LONG), act=0, train=16),
+    Job(name="0.5B text, vLLM", model="0.5b", words=(ONE, VLLM), act=0, train=16),
+    Job(name="1.5B text, recomputed, vLLM", model="1.5b", words=(ONE, AGAIN, LONG, VLLM), act=0, train=16),
     Job(name="1.5B text, adapters", model="1.5b", lora=True, words=(ONE,), act=0, train=16),
 )
 """`train`: two micro-batches of eight on each rank."""
 
 
 def line(job: Job, got: Result, seconds: float) -> str:
-    """A row of the table; what no tensor holds (CUDA's own memory) is left out of the plan."""
-    planned, seen = got.planned["policy"] - got.planned["process"], got.measured()
+    """A row of the table; what no tensor of ours holds (CUDA's own memory, vLLM's) is left out of the plan.
+
+    Beside what was metered, vLLM must have room for the share that it is given.
+    """
+    sizes, seen = got.planned, got.measured()
+    planned = sizes["policy"] - sizes["process"] - sizes["engine"]
+    assert seen + sizes["process"] + sizes["share"] <= H100, f"vLLM's {sizes['share'] / GIB:.1f} GiB do not fit"
     where = max(got.peaks, key=got.peaks.__getitem__)
     return (
         f"| {job.name} | {planned / GIB:.2f} | {seen / GIB:.2f} | {planned / seen - 1:+.1%} | {where} | {seconds:.0f} |"

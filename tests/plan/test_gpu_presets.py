@@ -16,13 +16,26 @@ from embodyrl.commands import facts as command_facts
 from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import assets_dir
 from embodyrl.envs import memory as env_memory
+from embodyrl.envs.maniskill import factory as maniskill
+from embodyrl.envs.maniskill.install import Description
 from embodyrl.errors import ConfigError
 from embodyrl.plan import blueprint, memory, rates
 from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import TrainConfig
 
 GOLDEN = Path(__file__).parent / "dry_runs"
 GPUS = {"1gpu": "0", "8gpu": "0,1,2,3,4,5,6,7"}
 H100_MIB = 81559
+STATISTICS = {"libero": "libero_10_no_noops", "maniskill": "maniskill"}
+PICK_CUBE = Description(
+    control_mode="pd_ee_delta_pose",
+    action_low=(-1.0,) * 7,
+    action_high=(1.0,) * 7,
+    has_gripper=True,
+    state_dim=16,
+    cameras=("base_camera", "hand_camera"),
+    max_episode_steps=50,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,18 +86,25 @@ def text(folder: Path) -> list[str]:
     return [f"model.path={folder}", f"data.path={folder}/rows.jsonl"]
 
 
-def dry_run(preset: str, folder: Path, monkeypatch, *more: str) -> str:
+def config(preset: str, folder: Path, monkeypatch, *more: str) -> TrainConfig:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[preset.rpartition("_")[2]])
     monkeypatch.setenv("MUJOCO_GL", "egl")  # a GPU that draws
-    words = text(folder) if preset.startswith("gsm8k") else [vla(folder, "libero_10_no_noops")]
-    cfg = load_config("train", [f"experiment={preset}", *words, f"runner.output_dir={folder}", *more])
-    return describe(cfg).replace(str(folder), "FOLDER") + "\n"
+    words = text(folder) if preset.startswith("gsm8k") else [vla(folder, STATISTICS[preset.partition("_")[0]])]
+    return load_config("train", [f"experiment={preset}", *words, f"runner.output_dir={folder}", *more])
 
 
-@pytest.mark.parametrize("preset", ["libero_10_lora_1gpu", "libero_10_full_8gpu", "gsm8k_vllm_1gpu"])
+def dry_run(preset: str, folder: Path, monkeypatch, *more: str) -> str:
+    return describe(config(preset, folder, monkeypatch, *more)).replace(str(folder), "FOLDER") + "\n"
+
+
+@pytest.mark.parametrize(
+    "preset", ["libero_10_lora_1gpu", "libero_10_full_8gpu", "gsm8k_vllm_1gpu", "maniskill_ppo_1gpu"]
+)
 def test_the_dry_run_of_a_preset_is_as_recorded(preset, tmp_path, monkeypatch):
     if preset.startswith("libero"):
         pytest.importorskip("libero")
+    # ManiSkill would build the task on a GPU; this is what it says on a CPU.
+    monkeypatch.setattr(maniskill, "describe_apart", lambda cfg: PICK_CUBE)
     folder = tmp_path / "model"
     folder.mkdir()
     said = dry_run(preset, folder, monkeypatch)
@@ -100,10 +120,11 @@ def test_what_cannot_fit_a_gpu_is_refused(tmp_path, monkeypatch):
         dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch, *again)
 
 
-def test_the_preset_of_maniskill_composes(tmp_path):
-    """Its dry run asks ManiSkill to build the task on a GPU, and for pictures that are a download."""
-    cfg = load_config("train", ["experiment=maniskill_ppo_1gpu", vla(tmp_path, "bridge_orig")])
-    split = cfg.env.train
-    assert split.total_num_envs * split.max_steps_per_rollout_epoch == 32 * cfg.actor.global_batch_size
-    assert cfg.model.is_lora
-    assert cfg.env.sim_backend == "gpu"
+@pytest.mark.parametrize(("gib", "when"), [(80, "step"), (40, "micro_batch")])
+def test_ranks_add_up_their_gradients_as_often_as_the_memory_asks(gib, when, tmp_path, monkeypatch):
+    pytest.importorskip("libero")
+    monkeypatch.setattr(memory, "gpu_memory", lambda: gib * 2**30)
+    cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch)
+    plan = memory.plan_memory(blueprint.draw_blueprint(cfg, training=True))
+    assert plan.gradient_sync == when
+    assert plan.policy < gib * 2**30

@@ -98,6 +98,38 @@ def test_a_rank_that_resumes_never_holds_whole_weights(tmp_path):
     on_two_ranks(resume, file)
 
 
+def save(rank_info: RankInfo, folder: Path) -> None:
+    from embodyrl.checkpoint.tensors import save_state
+    from embodyrl.workers.sharded import ShardedRanks
+
+    torch.set_num_threads(1)
+    module = build()
+    ranks = ShardedRanks(module, rank_info, FsdpSettings(), half=False, acts=False)
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = peak(anew=True)
+    with ranks.full_weights(write=False):
+        pass
+    of_weights = peak() - before
+    state = ranks.gathered(optimizer.state_dict())
+    if rank_info.rank == 0:
+        save_state(folder, "state", state)
+    grown = peak() - before
+    ranks.close()
+    assert rank_info.rank or abs(of_weights / WHOLE - 1) < 0.1, of_weights / WHOLE
+    assert rank_info.rank or abs(grown / (2 * WHOLE) - 1) < 0.1, grown / WHOLE  # as `plan/memory.py` says
+    assert rank_info.rank == 0 or grown < WHOLE / 4, grown / WHOLE
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_saving_takes_whole_weights_then_whole_moments_on_one_rank(tmp_path):
+    on_two_ranks(save, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_language_models_resume_on_two_ranks(tmp_path):

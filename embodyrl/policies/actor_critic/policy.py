@@ -13,6 +13,7 @@ from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead, build_head
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.transfer import on_device
 from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -118,7 +119,7 @@ class ActorCriticPolicy:
         scale = temperature or self._temperature
         uniform = None
         if noise is not None:
-            uniform = torch.from_numpy(noise).to(self._device).unflatten(1, self._chunk)
+            uniform = on_device(noise, self._device).unflatten(1, self._chunk)
         choice = self._net.head.choose(outputs, uniform, scale)
         logprob, _ = self._net.head.score(outputs, choice, scale)
         return PolicyOutput(
@@ -136,14 +137,14 @@ class ActorCriticPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Score the tokens [B, L] that `act` returned (see `Policy.score`)."""
         features = self.features(obs)
-        choice = torch.from_numpy(self._net.head.to_choice(tokens)).to(self._device).unflatten(1, self._chunk)
+        choice = on_device(self._net.head.to_choice(tokens), self._device).unflatten(1, self._chunk)
         logprob, entropy = self._net.head.score(self._net.outputs(features), choice, self._temperature)
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=self._net.value(features))
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Negative log-likelihood and share of right categories of actions [B, K, A] (see `Policy.imitate`)."""
         outputs = self._net.outputs(self.features(obs))
-        choice = torch.from_numpy(self._net.head.from_actions(actions)).to(self._device)
+        choice = on_device(self._net.head.from_actions(actions), self._device)
         logprob, _ = self._net.head.score(outputs, choice, 1.0)
         right = self._net.head.choose(outputs.detach(), None, 1.0) == choice
         return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=right.float().flatten(1).mean(1))
@@ -152,7 +153,7 @@ class ActorCriticPolicy:
     def take_statistics(self, obs: Observation) -> None:
         """Take the states of a batch into what normalises them (see `LearnsStatistics`)."""
         if self._net.states is not None and len(obs):
-            self._net.states.take(torch.from_numpy(np.ascontiguousarray(obs.state)).to(self._device))
+            self._net.states.take(on_device(np.ascontiguousarray(obs.state), self._device))
 
     def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Draw chunks [B, L], within -1..1, and their log-probability [B] (see `SoftActor.draw`)."""
@@ -166,7 +167,7 @@ class ActorCriticPolicy:
     def normalise(self, actions: FloatArray) -> Tensor:
         """Chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
         assert isinstance(self._net.head, SquashedHead)
-        return torch.from_numpy(self._net.head.normalise(actions)).to(self._device).flatten(1)
+        return on_device(self._net.head.normalise(actions), self._device).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Networks as large as the policy's (see `SoftActor.build_critics`)."""
@@ -190,8 +191,8 @@ class ActorCriticPolicy:
 
     def features(self, obs: Observation) -> Tensor:
         """What the networks see [B, F], with gradients."""
-        images = torch.from_numpy(obs.images[:, : self._shape.num_images]).to(self._device)
-        return self._net.features(images, torch.from_numpy(np.ascontiguousarray(obs.state)).to(self._device))
+        images = on_device(obs.images[:, : self._shape.num_images], self._device)
+        return self._net.features(images, on_device(np.ascontiguousarray(obs.state), self._device))
 
 
 def _dense(

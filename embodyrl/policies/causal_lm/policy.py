@@ -21,6 +21,7 @@ from embodyrl.policies.causal_lm.sampling import choose
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 if TYPE_CHECKING:
@@ -184,14 +185,14 @@ class CausalLMPolicy:
             logits, value = self._net(ids, mask, positions, 1, cache, **beside)
         rows = torch.arange(count, device=self._device)
         place = {row: i for i, row in enumerate(source)}
-        pick = rows if exact else torch.tensor([place[first[id(p)]] for p in prompts], device=self._device)
+        pick = rows if exact else on_device([place[first[id(p)]] for p in prompts], self._device)
         if not exact:
             cache.batch_select_indices(pick)
         logits, value, mask, position = logits[pick, 0], value[pick, 0], mask[pick], positions[..., pick, -1]
         seen = self._seen(ids[pick], mask, logits)
         # `rows` are the replies still being written; all that follows but `out` and `uniform` has their order.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
-        uniform = None if noise is None else torch.from_numpy(noise).to(self._device)
+        uniform = None if noise is None else on_device(noise, self._device)
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
         for t in range(limit):
             barred = self._barred(t)
@@ -243,7 +244,7 @@ class CausalLMPolicy:
 
     def _cut_off(self, tokens: np.ndarray) -> np.ndarray:
         """[B] replies that took all tokens [B, K] they could without an end among them."""
-        ids = torch.from_numpy(tokens).to(self._device)
+        ids = on_device(tokens, self._device)
         last = ids.shape[1] - 1
         ended = torch.isin(ids[:, last], self.ends) | self._stops(ids, last)
         return ((ids[:, last] >= 0) & ~ended).cpu().numpy()
@@ -263,12 +264,11 @@ class CausalLMPolicy:
         """Log-probability, entropy, value and whether the token is the most probable one, all [B, K]."""
         replies = [row[row >= 0].tolist() for row in tokens]
         ids, mask, positions, beside = self._inputs(self.read(obs), replies)
-        length = torch.tensor([len(reply) for reply in replies], device=self._device)
-        longest = max(int(length.max()), 1)
+        length, longest = on_device([*map(len, replies)], self._device), max(1, *map(len, replies))
         checkpointing = torch.is_grad_enabled() and self._checkpointing
         self._net.train(checkpointing)  # transformers recomputes in training mode only
         said = ids[:, -longest:]
-        with self._precision():
+        with self._precision(keep=not checkpointing):
             if self._plain_head and said.numel() * self._net.vocabulary > CHUNK_LOGITS:
                 parts = self._net.scores_in_chunks(ids, mask, positions, longest, self._temperature, **beside)
             else:
@@ -296,7 +296,7 @@ class CausalLMPolicy:
         """Mean negative log-probability of each reply's tokens, and the share that would be the most probable one."""
         tokens = actions[:, :, 0].astype(np.int64)
         logprob, _, _, top = self._score(obs, tokens)
-        count = torch.from_numpy((tokens >= 0).sum(1).clip(min=1)).to(self._device)
+        count = on_device((tokens >= 0).sum(1).clip(min=1), self._device)
         return ImitationScores(loss=-logprob.sum(1) / count, accuracy=top.sum(1) / count)
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
@@ -316,9 +316,10 @@ class CausalLMPolicy:
         beside = join_beside(prompts, list(map(len, said)), self._device)
         return ids, mask, self._net.positions(ids, mask, beside), beside
 
-    def _precision(self) -> torch.autocast:
+    def _precision(self, *, keep: bool = True) -> torch.autocast:
+        """`keep` what weights are cast to until the end; without recomputation the backward pass needs it anyway."""
         mixed = self._autocast not in (None, torch.float32)
-        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed)
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from embodyrl.conversation import Message, split_messages, split_pictures
 from embodyrl.errors import ConfigError
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import ByteArray, Observation
 
 _CACHED_PROMPTS = 4096
@@ -112,8 +113,8 @@ def _plain(message: Message) -> str:
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids and mask [B, longest]."""
     width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(r)) + list(r) for r in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
+    ids = on_device([[pad] * (width - len(r)) + list(r) for r in rows], device)
+    mask = on_device([[0] * (width - len(r)) + [1] * len(r) for r in rows], device)
     return ids, mask
 
 
@@ -135,7 +136,7 @@ def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch
                 )
                 for p, n in zip(prompts, replies, strict=True)
             ]
-            joined[name] = torch.stack(rows).to(device)
+            joined[name] = on_device(torch.stack(rows), device)
             continue
         parts = [p.beside[name] for p in prompts if name in p.beside]
         sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
@@ -143,5 +144,5 @@ def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch
             nn.functional.pad(p, [x for d in range(p.ndim - 1, 0, -1) for x in (0, sizes[d - 1] - p.shape[d])])
             for p in parts
         ]
-        joined[name] = torch.cat(padded).to(device)
+        joined[name] = on_device(torch.cat(padded), device)
     return joined

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CHUNK_LOGITS = 2**27
-"""Logits that are scored at a time: half a GiB in float32, of which a backward pass holds a few copies."""
+CHUNK_LOGITS = 2**26
+"""Logits that are scored at a time: a quarter of a GiB in float32, of which a backward pass holds a few copies."""
 TINY = {
     "vocab_size": 32,
     "hidden_size": 128,

@@ -13,6 +13,7 @@ from embodyrl.policies.flow.draws import PLACE, START, STEP, normals, uniforms
 from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
 from embodyrl.policies.flow.settings import FlowSettings, JointLogprob, Likelihood
 from embodyrl.policies.flow.steps import Transition, flow_cps, flow_noise, flow_sde, ode, times
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import IntArray
 
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -87,7 +88,7 @@ class GaussianChain(ABC):
         """Follow the flow from drawn noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
         place = (uniforms(seeds, PLACE, 1)[:, 0] * self._drawn_steps).astype(np.int64)
-        chosen = torch.from_numpy(place).to(device)[:, None, None]
+        chosen = on_device(place, device)[:, None, None]
         x = normals(seeds, START, size, device)
         logprob = self._first_step(x)[0]
         begun, last = [], x
@@ -114,11 +115,11 @@ class GaussianChain(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Score kept states (see `ChunkLikelihood`)."""
         whole, floats = self.record.layout.unpack(tokens)
-        shape, values = self._shape, torch.from_numpy(floats).to(device)
+        shape, values = self._shape, on_device(floats, device)
         last = shape.executed * shape.action_dim
         begun = list(values[:, :-last].unflatten(1, (-1, shape.horizon, shape.width)).unbind(1))
         afters = [values[:, -last:].unflatten(1, (shape.executed, shape.action_dim))]
-        indices = [torch.from_numpy(whole[:, 0]).to(device)]
+        indices = [on_device(whole[:, 0], device)]
         logprob = entropy = values.new_zeros(())
         if self._every:
             afters = [*(self._part(state) for state in begun), *afters]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import FloatArray, IntArray
 
 START, PLACE, PAIRS, TIMES, STEP = range(5)
@@ -38,4 +39,4 @@ def uniforms(seeds: IntArray, stream: int, count: int) -> np.ndarray:
 def normals(seeds: IntArray, stream: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Standard normal numbers [B, *shape], float32; the same on every device."""
     flat = uniforms(seeds, stream, int(np.prod(shape)))
-    return torch.special.ndtri(torch.from_numpy(flat)).float().to(device).unflatten(1, shape)
+    return on_device(torch.special.ndtri(torch.from_numpy(flat)).float(), device).unflatten(1, shape)

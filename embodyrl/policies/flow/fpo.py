@@ -8,6 +8,7 @@ from embodyrl.policies.flow.chain import Chosen, Velocity, follow_ode
 from embodyrl.policies.flow.draws import PAIRS, START, TIMES, normals, uniforms
 from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
 from embodyrl.policies.flow.settings import FlowSettings, FpoRatio
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import IntArray
 
 MAX_LOSS_CHANGE = 3.0
@@ -41,7 +42,7 @@ class FpoLikelihood:
     ) -> tuple[Tensor, Tensor]:
         """Measure the losses again (see `ChunkLikelihood`)."""
         whole, floats = self.record.layout.unpack(tokens)
-        values, shape = torch.from_numpy(floats).to(device), self._shape
+        values, shape = on_device(floats, device), self._shape
         split = shape.horizon * shape.width
         x = values[:, :split].unflatten(1, (shape.horizon, shape.width))
         logprob = self._minus_loss(velocity, x, whole[:, 0])
@@ -54,7 +55,7 @@ class FpoLikelihood:
         """[B, K, P] of chunks [B, H, D]."""
         shape, count = self._shape, self._cfg.fpo_pairs
         noise = normals(seeds, PAIRS, (count, shape.horizon, shape.width), x.device)
-        t = torch.from_numpy(uniforms(seeds, TIMES, count).astype(np.float32)).to(x.device)
+        t = on_device(uniforms(seeds, TIMES, count).astype(np.float32), x.device)
         losses = [
             flow_matching_error(velocity, x, noise[:, i], t[:, i])[:, : shape.executed, : shape.action_dim].mean(2)
             for i in range(count)

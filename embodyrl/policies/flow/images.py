@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import ByteArray
 
 BLACK = -1.0
@@ -39,7 +40,7 @@ def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = Non
 
     As lerobot's SmolVLA: plain bilinear interpolation in float32, without antialias.
     """
-    pixels = _centred(torch.from_numpy(np.array(frames)).to(device))
+    pixels = _centred(on_device(np.array(frames), device))
     height, width = fitted_size(frames, side)
     # The same pixels for acting and training: inside autocast the resizing would run in bfloat16.
     with torch.autocast(pixels.device.type, enabled=False):

@@ -18,6 +18,7 @@ from embodyrl.policies.flow.noise_head import NoiseHead
 from embodyrl.policies.flow.record import ChunkShape
 from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 RL_HEADS = ("value_head", "noise_head")
@@ -169,7 +170,7 @@ class FlowPolicy:
         the same in every call, and `accuracy` is the share of numbers that acting greedily brings within 0.1 of the
         given ones, of a range of 2; it is not measured while training.
         """
-        target = torch.from_numpy(self._scale.from_actions(actions, obs)).to(self._device)
+        target = on_device(self._scale.from_actions(actions, obs), self._device)
         velocity = partial(self._velocity, self._prefix(obs))
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
         loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
@@ -186,8 +187,8 @@ class FlowPolicy:
             rows = torch.randint(2**47, (len(target),)).numpy()
         noise = normals(rows, START, self._size, self._device)
         # If u is uniform, u^(2/3) has the distribution Beta(1.5, 1).
-        t = torch.from_numpy((0.001 + 0.999 * uniforms(rows, TIMES, 1)[:, 0] ** (2 / 3)).astype(np.float32))
-        return flow_matching_error(velocity, target, noise, t.to(self._device)).flatten(1).mean(1)
+        t = (0.001 + 0.999 * uniforms(rows, TIMES, 1)[:, 0] ** (2 / 3)).astype(np.float32)
+        return flow_matching_error(velocity, target, noise, on_device(t, self._device)).flatten(1).mean(1)
 
     def save(self, folder: Path) -> None:
         """Write weights and everything needed to load them again."""

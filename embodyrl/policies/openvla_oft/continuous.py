@@ -17,6 +17,7 @@ from embodyrl.policies.openvla_oft.decoding import denoise, noisy_hidden, predic
 from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, cumulative_alphas, ddim_step, ddim_steps
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import FloatArray, IntArray
 
 
@@ -75,7 +76,7 @@ class L1Gaussian:
     def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> Drawn:
         """Mean plus noise by the inverse CDF (see `ContinuousHead`)."""
         spread, value = self._spread(inputs, temperature)
-        normal = standard_normal(torch.tensor(noise, device=value.device)).view_as(spread.mean)
+        normal = standard_normal(on_device(noise, value.device)).view_as(spread.mean)
         actions = spread.mean + spread.std * normal
         bits = actions.flatten(1).cpu().numpy().view(np.int32).astype(np.int64)
         return Drawn(actions=actions, tokens=bits, logprob=spread.log_prob(actions), value=value)
@@ -83,7 +84,7 @@ class L1Gaussian:
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `ContinuousHead`."""
         spread, value = self._spread(inputs, temperature)
-        actions = torch.from_numpy(tokens.astype(np.int32).view(np.float32)).to(value.device).view_as(spread.mean)
+        actions = on_device(tokens.astype(np.int32).view(np.float32), value.device).view_as(spread.mean)
         return spread.log_prob(actions), spread.entropy(), value
 
     def values(self, inputs: ModelInputs) -> Tensor:
@@ -112,8 +113,8 @@ class DiffusionChain(GaussianChain):
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
         """The step with noise, and the certain one that greedy acting takes."""
-        steps, alphas = self._cfg.num_diffusion_steps_inference, self._alphas.to(x.device)
-        level = self._levels.to(x.device)[index]
+        steps, alphas = self._cfg.num_diffusion_steps_inference, on_device(self._alphas, x.device)
+        level = on_device(self._levels, x.device)[index]
         noise, _ = velocity(x, level)  # here what it predicts is the noise
         mean, sigma = ddim_step(x, noise, level, steps, alphas, self._cfg.diffusion_eta)
         certain, _ = ddim_step(x, noise, level, steps, alphas, 0.0)
@@ -131,7 +132,8 @@ class Diffusion:
         """Without noise from one fixed start for every observation (see `ContinuousHead`)."""
         shape = self._cfg.num_action_chunks, self._cfg.action_dim
         drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0)).flatten()
-        start = standard_normal(drawn).view(shape).to(inputs.prompt_ids.device).expand(len(inputs.prompt_ids), *shape)
+        start = on_device(standard_normal(drawn).view(shape), inputs.prompt_ids.device)
+        start = start.expand(len(inputs.prompt_ids), *shape)
         prefix = self._model.prefix(inputs)
         steps = self._cfg.num_diffusion_steps_inference
         return denoise(self._model, inputs, start, steps, prefix), self._value(inputs, prefix)
@@ -164,7 +166,7 @@ class Diffusion:
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
         noise = normals(rows, START, tuple(target.shape[1:]), target.device)
-        level = torch.from_numpy((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64)).to(target.device)
+        level = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), target.device)
         share = cumulative_alphas().to(target.device)[level][:, None, None]
         noisy = share.sqrt() * target.float() + (1 - share).sqrt() * noise
         prefix = self._model.prefix(inputs)

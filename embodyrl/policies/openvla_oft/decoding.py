@@ -8,6 +8,7 @@ from torch import Tensor
 from embodyrl.policies.openvla_oft.heads import cumulative_alphas, ddim_step, ddim_steps, time_embedding
 from embodyrl.policies.openvla_oft.llama import KeyValueCache
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
+from embodyrl.policies.transfer import on_device
 
 Choose = Callable[[int, Tensor], Tensor]
 """(token index, logits [B, 1, bins]) to the chosen bin [B, 1]."""
@@ -38,7 +39,7 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tup
 
 def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int, prefix: Tensor) -> Tensor:
     """Normalised actions [B, K, A] of the diffusion head after `steps` certain DDIM steps from noise [B, K, A]."""
-    alphas, x = cumulative_alphas().to(noise.device), noise
+    alphas, x = on_device(cumulative_alphas(), noise.device), noise
     for step in ddim_steps(steps):
         level = torch.full((len(x),), step, device=x.device)
         x, _ = ddim_step(x, predict_noise(model, inputs, prefix, x, level), level, steps, alphas, 0.0)

@@ -117,7 +117,7 @@ def ddim_step(x: Tensor, noise: Tensor, step: Tensor, count: int, alphas: Tensor
         Mean [B, K, A] and standard deviation [B, 1, 1].
     """
     previous = step - TRAIN_STEPS // count
-    then = torch.where(previous >= 0, alphas[previous.clamp(min=0)], torch.ones((), dtype=alphas.dtype).to(alphas))
+    then = torch.where(previous >= 0, alphas[previous.clamp(min=0)], alphas.new_ones(()))
     now, then = alphas[step][:, None, None], then[:, None, None]
     clean = ((x - (1 - now).sqrt() * noise) / now.sqrt()).clamp(-1.0, 1.0)
     variance = eta**2 * (1 - then) / (1 - now) * (1 - now / then)

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from embodyrl.policies.openvla_oft.config import PixelNorm
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import ByteArray
 
 JPEG_QUALITY = 95
@@ -65,7 +66,7 @@ def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
     That is bicubic with antialias in float32, then clamp and round half to even. The same call on uint8 runs a
     fixed-point kernel that is up to 9 levels away.
     """
-    pixels = torch.from_numpy(frames).to(device).permute(0, 3, 1, 2).float()
+    pixels = on_device(frames, device).permute(0, 3, 1, 2).float()
     if pixels.shape[-2:] == (size, size):
         return pixels
     resized = F.interpolate(pixels, size=(size, size), mode="bicubic", align_corners=False, antialias=True)
@@ -78,7 +79,7 @@ def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tenso
     That is a JPEG round trip (on the CPU), lanczos3, then a centre crop of 0.9 of the area.
     """
     decoded = np.stack([jpeg_round_trip(frame) for frame in frames])
-    pixels = torch.from_numpy(decoded).to(device).permute(0, 3, 1, 2).float()
+    pixels = on_device(decoded, device).permute(0, 3, 1, 2).float()
     return centre_crop(lanczos_resize(pixels, size))
 
 
@@ -95,8 +96,8 @@ def jpeg_round_trip(frame: ByteArray) -> ByteArray:
 
 def lanczos_resize(pixels: Tensor, size: int) -> Tensor:
     """Resize [N, 3, H, W] (0..255) to [N, 3, S, S]: antialiased lanczos3, rows first, rounded half to even."""
-    rows = _lanczos_matrix(pixels.shape[2], size).to(pixels.device)
-    columns = _lanczos_matrix(pixels.shape[3], size).to(pixels.device)
+    rows = on_device(_lanczos_matrix(pixels.shape[2], size), pixels.device)
+    columns = on_device(_lanczos_matrix(pixels.shape[3], size), pixels.device)
     return ((rows @ pixels) @ columns.T).round_().clamp_(0.0, 255.0)
 
 
@@ -106,7 +107,7 @@ def centre_crop(pixels: Tensor) -> Tensor:
     Formula of TensorFlow's `crop_and_resize`: plain bilinear between corner pixels, no antialias.
     """
     size = pixels.shape[-1]
-    low, high, weight = (t.to(pixels.device) for t in _crop_coordinates(size))
+    low, high, weight = (on_device(t, pixels.device) for t in _crop_coordinates(size))
     unit = pixels * torch.tensor(1.0 / 255.0, dtype=torch.float32)
     left, right = unit[..., low], unit[..., high]
     across = left + (right - left) * weight
@@ -143,5 +144,5 @@ def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normalise(unit: Tensor, norm: PixelNorm) -> Tensor:
-    mean, std = (torch.tensor(x, dtype=torch.float32, device=unit.device)[:, None, None] for x in (norm.mean, norm.std))
+    mean, std = (on_device(torch.tensor(x), unit.device)[:, None, None] for x in (norm.mean, norm.std))
     return (unit - mean) / std

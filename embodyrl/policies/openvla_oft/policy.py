@@ -2,6 +2,7 @@
 
 import math
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +30,14 @@ from embodyrl.policies.openvla_oft.checkpoint import (
 from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions, read_config
 from embodyrl.policies.openvla_oft.continuous import ContinuousHead, Diffusion, L1Gaussian
 from embodyrl.policies.openvla_oft.decoding import decode_tokens
+from embodyrl.policies.openvla_oft.graphs import Recorded
 from embodyrl.policies.openvla_oft.images import preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.prompt import PromptEncoder
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import (
     FloatArray,
     ImitationScores,
@@ -57,6 +60,8 @@ class OpenVlaOftPolicy:
         self._model = build_module(cfg, config, options, request)
         self.module: nn.Module = self._model
         self._forward = torch.compile(self._model) if cfg.compile else self._model
+        graphs = cfg.cuda_graphs and torch.device(request.device).type == "cuda"
+        self._replayed = Recorded(self._forward) if graphs else self._forward
         self._cfg, self._env = cfg, request.env
         self._config = config
         self._options = options
@@ -74,7 +79,10 @@ class OpenVlaOftPolicy:
             config.folder / TOKENIZER_FILE, bos_token_id=config.llama.bos_token_id, tasks=request.env.tasks
         )
         half = cfg.precision == Precision.bf16
-        self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
+        mixed = partial(torch.autocast, self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
+        self._autocast = mixed(cache_enabled=not cfg.cuda_graphs)
+        # Weights that were cast are kept to the end of a pass, for nothing where layers are computed again.
+        self._scoring = mixed(cache_enabled=not request.gradient_checkpointing)
         self._input_dtype = torch.bfloat16 if half and not request.trainable else torch.float32
 
     @torch.no_grad()
@@ -87,7 +95,7 @@ class OpenVlaOftPolicy:
         inputs = self._inputs(obs)
         if self._head is not None:
             return self._act_continuously(self._head, inputs, noise, temperature or self._temperature)
-        uniform = None if noise is None else torch.tensor(noise, device=self._device)
+        uniform = None if noise is None else on_device(noise, self._device)
         with self._autocast:
             logits, choice, value = self._sample(inputs, uniform, temperature or self._temperature)
         logprob, _ = categorical_scores(logits / (temperature or self._temperature), choice)
@@ -112,11 +120,11 @@ class OpenVlaOftPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
         if self._head is not None:
-            with self._autocast:
+            with self._scoring:
                 logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
             return PolicyScores(logprob=self._spread(logprob), entropy=self._spread(entropy), value=value)
         logits, value = self._run(obs, tokens)
-        choice = torch.tensor(tokens, device=self._device) - self._config.action_vocab_start
+        choice = on_device(tokens, self._device) - self._config.action_vocab_start
         logprob, entropy = categorical_scores(logits / self._temperature, choice)
         return PolicyScores(logprob=logprob, entropy=entropy, value=value)
 
@@ -128,13 +136,13 @@ class OpenVlaOftPolicy:
         training: they would take a whole denoising).
         """
         target = normalise(actions, self._bounds)
-        tokens = torch.tensor(self._actions.encode(target), device=self._device).flatten(1)
-        with self._autocast:
+        tokens = on_device(self._actions.encode(target), self._device).flatten(1)
+        with self._scoring:
             inputs = self._inputs(obs)
             if self._head is not None:
-                loss, got = self._head.imitate(inputs, torch.tensor(target, device=self._device))
+                loss, got = self._head.imitate(inputs, on_device(target, self._device))
                 known = ~got.isnan().flatten(1)
-                chosen = torch.tensor(self._actions.encode(got.nan_to_num().cpu().numpy())).to(tokens).flatten(1)
+                chosen = on_device(self._actions.encode(got.nan_to_num().cpu().numpy()), self._device).flatten(1)
                 return ImitationScores(loss=loss, accuracy=((chosen == tokens) & known).float().mean(1))
             logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
             ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
@@ -190,8 +198,8 @@ class OpenVlaOftPolicy:
         self._side_files = read_side_files(config.folder)
 
     def _run(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        with self._autocast:
-            return self._forward(self._inputs(obs), torch.tensor(tokens, device=self._device))
+        with self._scoring:
+            return self._forward(self._inputs(obs), on_device(tokens, self._device))
 
     def _sample(self, inputs: ModelInputs, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [B, L, bins], chosen bins [B, L] and values [B, V]."""
@@ -200,7 +208,7 @@ class OpenVlaOftPolicy:
             return logits.argmax(dim=-1) if noise is None else sample_inverse_cdf(logits / temperature, noise)
 
         if not self._options.autoregressive:
-            logits, value = self._forward(inputs)
+            logits, value = self._replayed(inputs)
             return logits, choose(logits, uniform), value
         return decode_tokens(
             self._model,
@@ -241,11 +249,11 @@ class OpenVlaOftPolicy:
             norms=self._config.pixel_norms,
             device=self._device,
         )
-        ids, lengths = (torch.tensor(x, device=self._device) for x in self._prompts.batch(obs.instructions))
+        ids, lengths = (on_device(x, self._device) for x in self._prompts.batch(obs.instructions))
         state = None
         if self._state_bounds is not None:
             normalised = normalise(obs.state, self._state_bounds, flat_to_zero=False)
-            state = torch.tensor(normalised, device=self._device, dtype=self._input_dtype)
+            state = on_device(normalised, self._device).to(self._input_dtype)
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
 
 

@@ -35,6 +35,14 @@ class OpenVlaSettings(AdapterSettings):
     """Parameters that stay as they are: patterns of names, for example [vision_backbone.*]."""
     compile: bool = False
     """Compile the model with torch.compile (slow first steps)."""
+    cuda_graphs: bool = False
+    """GPU: act by replaying recorded forward passes, one for each size of batch (not run on a GPU yet)."""
+
+    def problems(self) -> Iterator[str]:
+        """One way to run the kernels."""
+        yield from super().problems()
+        if self.compile and self.cuda_graphs:
+            yield "model.compile=true and model.cuda_graphs=true: one of them; a compiled model is not recorded."
 
 
 class OftSettings(OpenVlaSettings):
@@ -67,6 +75,8 @@ class OftSettings(OpenVlaSettings):
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name the keys of the other heads."""
         yield from super().idle()
+        if self.action_head is not ActionHead.discrete:
+            yield "model.cuda_graphs", "it records the discrete head; set model.action_head=discrete"
         if self.action_head is not ActionHead.l1:
             yield "model.action_std", "set model.action_head=l1"
         if self.action_head is not ActionHead.diffusion:

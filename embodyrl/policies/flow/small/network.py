@@ -19,6 +19,7 @@ from embodyrl.policies.flow.small.config import SmallConfig
 from embodyrl.policies.flow.small.files import SmallFiles
 from embodyrl.policies.flow.small.units import Units
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import FloatArray, Observation, PolicySpec
 
 PLACE_SCALE = 0.3
@@ -171,14 +172,14 @@ class SmallFlow(nn.Module):
 
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
         """Read observations: images [B, C, h, w, 3], state [B, S] as it is, instructions."""
-        ids = torch.from_numpy(self._word_ids(obs.instructions)).to(self.action_in.weight.device)
+        ids = on_device(self._word_ids(obs.instructions), self.action_in.weight.device)
         words, known = self.word(ids), ids > 0
         parts = [words + _waves(ids.shape[1], self.config.width, ids.device)]
         if self.config.num_images:
             mean = (words * known[..., None]).sum(1) / known.sum(1, keepdim=True)
             parts.append(self._see(obs, mean))
         if self.config.state_dim:
-            state = torch.from_numpy(np.ascontiguousarray(obs.state)).to(ids.device)
+            state = on_device(np.ascontiguousarray(obs.state), ids.device)
             parts.append(self.state(self._state(state))[:, None])
         tokens = torch.cat(parts, 1)
         rest = torch.ones(len(ids), tokens.shape[1] - ids.shape[1], dtype=torch.bool, device=ids.device)
@@ -222,7 +223,7 @@ class SmallFlow(nn.Module):
 
     def _see(self, obs: Observation, language: Tensor) -> Tensor:
         """One token per image, [B, C, width]."""
-        images = torch.from_numpy(np.ascontiguousarray(obs.images[:, : self.config.num_images])).to(language.device)
+        images = on_device(np.ascontiguousarray(obs.images[:, : self.config.num_images]), language.device)
         pixels = images.permute(0, 1, 4, 2, 3).flatten(0, 1).float() / 127.5 - 1.0
         asked = language.repeat_interleave(self.config.num_images, dim=0)
         return self.eye(pixels, asked).unflatten(0, (len(obs), -1)) + self.camera

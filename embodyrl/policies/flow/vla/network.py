@@ -17,6 +17,7 @@ from embodyrl.policies.flow.statistics import from_deltas, pad_dims, to_deltas
 from embodyrl.policies.flow.vla.folder import TOKENIZER_FILE, prompt_form, read_units
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.transfer import on_device
 from embodyrl.types import FloatArray, Observation
 
 
@@ -48,7 +49,7 @@ class VlaReader:
         frames = np.ascontiguousarray(frames.reshape(-1, *frames.shape[2:]))
         side = self._spec.vision.image_size
         if isinstance(self._spec, Pi0Spec):
-            pixels = pad_centred(frames, side).to(self._device)
+            pixels = on_device(pad_centred(frames, side), self._device)
         else:
             pixels = pad_left_top(frames, side, self._device)
         state = np.asarray(obs.state, np.float32)
@@ -59,9 +60,9 @@ class VlaReader:
             images=pixels.unflatten(0, (count, cameras)),
             # A masked camera is as good as none: nothing sees it, and it takes no position.
             image_mask=torch.ones(count, cameras, dtype=torch.bool, device=self._device),
-            tokens=torch.from_numpy(ids).to(self._device),
-            token_mask=torch.from_numpy(seen).to(self._device),
-            state=torch.from_numpy(pad_dims(state, self._spec.state_dim)).to(self._device),
+            tokens=on_device(ids, self._device),
+            token_mask=on_device(seen, self._device),
+            state=on_device(pad_dims(state, self._spec.state_dim), self._device),
         )
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:

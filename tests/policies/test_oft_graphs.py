@@ -1,0 +1,65 @@
+"""Recorded forward passes: batches of a few sizes, and what happens where nothing can be recorded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from settings import model_of
+
+from embodyrl.config.paths import assets_dir
+from embodyrl.config.shared import Precision
+from embodyrl.policies.openvla_oft import FACTORY
+from embodyrl.policies.openvla_oft.graphs import Recorded, bucket, fill
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import EnvSpec, Observation
+
+
+@pytest.fixture
+def policy():
+    env = EnvSpec(
+        name="e",
+        action_dim=7,
+        tasks=("pick up the milk",),
+        states_per_task=(1,),
+        cameras=("a",),
+        image_size=(64, 64),
+        unnorm_key="libero_10",
+        state_dim=8,
+    )
+    path = str(assets_dir() / "openvla_oft_tiny")
+    cfg = model_of(model_type="openvla_oft", path=path, precision=Precision.fp32, use_proprio=True, cuda_graphs=True)
+    return FACTORY.build(cfg, PolicyRequest(env=env, value_dim=1, device="cpu", seed=0, fresh_heads=True))
+
+
+def observe(count: int) -> Observation:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (count, 1, 64, 64, 3), dtype=np.uint8)
+    return Observation(
+        images=images, state=rng.random((count, 8), np.float32), instructions=("pick up the milk",) * count
+    )
+
+
+def test_sizes_of_batches_are_few_and_at_most_half_as_large_again():
+    sizes = {bucket(count) for count in range(1, 257)}
+    assert len(sizes) == 16
+    assert all(count <= bucket(count) <= 1.5 * count for count in range(2, 257))
+
+
+@torch.no_grad()
+def test_a_filled_batch_gives_what_the_batch_gives(policy):
+    inputs = policy._inputs(observe(5))
+    filled = fill(inputs, bucket(5))
+    assert len(filled.pixels) == len(filled.state) == 6
+    for whole, part in zip(policy._forward(filled), policy._forward(inputs), strict=True):
+        torch.testing.assert_close(whole[:5], part, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_where_a_pass_cannot_be_recorded_acting_goes_on_without_and_says_why(policy):
+    inputs, recorded = policy._inputs(observe(5)), Recorded(policy._forward)
+    with pytest.warns(UserWarning, match=r"model\.cuda_graphs: acting without, a pass cannot be recorded: .*CUDAGraph"):
+        first = recorded(inputs)
+    second = recorded(inputs)
+    for logits in (first, second):
+        assert torch.equal(logits[0], policy._forward(inputs)[0])
