@@ -137,7 +137,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
         gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
         # Frozen, and in the precision that it computes in.
         reference=(kept if adapters else whole + (policy.outside_layers if half else 0)) if needs_reference else 0,
-        gradients=_gradients(policy, trained, shards if sharded else 1, gradient_sync, adapters=adapters),
+        gradients=_gradients(policy, trained, (shards, blueprint.ranks), gradient_sync, adapters=adapters),
         optimizer=0 if offloaded else 8 * trained // shards,
         activations=_activations(cfg, policy, trained, copies=half and not adapters and not sharded),
         in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
@@ -168,12 +168,13 @@ def _replay(blueprint: Blueprint, cfg: TrainConfig) -> int:
     return kept * min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
 
 
-def _gradients(policy: PolicySpec, trained: int, shards: int, sync: str, *, adapters: bool) -> int:
-    """Of a backward pass, and what is left of them for the optimizer."""
+def _gradients(policy: PolicySpec, trained: int, split: tuple[int, int], sync: str, *, adapters: bool) -> int:
+    """Of a backward pass, and what is left of them for the optimizer; `split`: shards of a copy, and ranks."""
+    shards, ranks = split
     if shards == 1:
         return 4 * trained
-    if sync == "step":
-        return 4 * trained + 4 * trained // shards
+    if sync == "step":  # whole ones go while shards come, which are never all there beside them
+        return 4 * trained + 4 * trained // ranks
     # Whole: those of a layer, and of the output matrix; the embeddings' come last.
     return 4 * trained // shards + (0 if adapters else 4 * (policy.outside_layers // 2 + policy.largest_layer[0]))
 

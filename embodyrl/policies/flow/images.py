@@ -40,7 +40,7 @@ def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = Non
 
     As lerobot's SmolVLA: plain bilinear interpolation in float32, without antialias.
     """
-    pixels = _centred(on_device(np.array(frames), device))
+    pixels = _centred(on_device(np.array(frames), device or "cpu"))
     height, width = fitted_size(frames, side)
     # The same pixels for acting and training: inside autocast the resizing would run in bfloat16.
     with torch.autocast(pixels.device.type, enabled=False):
