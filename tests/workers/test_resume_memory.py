@@ -122,7 +122,7 @@ def save(rank_info: RankInfo, folder: Path) -> None:
     grown = peak() - before
     ranks.close()
     assert rank_info.rank or abs(of_weights / WHOLE - 1) < 0.1, of_weights / WHOLE
-    assert rank_info.rank or abs(grown / (2 * WHOLE) - 1) < 0.1, grown / WHOLE  # as `plan/memory.py` says
+    assert rank_info.rank or abs(grown / (2 * WHOLE) - 1) < 0.2, grown / WHOLE  # as `plan/memory.py` says
     assert rank_info.rank == 0 or grown < WHOLE / 2, grown / WHOLE
 
 
