@@ -11,6 +11,7 @@ import socket
 import subprocess
 import urllib.error
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ def test_a_report_fits_a_phone(tmp_path: Path) -> None:
             page.open((tmp_path / "report.html").as_uri())
             page.until("document.readyState == 'complete'")
             assert page.run("return screen.width") == 400
-            outside = "e.getBoundingClientRect().right > 400.5 && !e.closest('.scroll, .columns .card, nav div')"
+            outside = "e.getBoundingClientRect().right > 400.5 && !e.closest('.scroll, .columns .card')"
             wide = f"return [...document.querySelectorAll('body *')].filter(e => {outside}).map(e => e.outerHTML)"
             assert page.run(wide) == []
             assert page.run("return document.documentElement.scrollWidth") <= 400
@@ -307,3 +308,11 @@ def test_a_run_without_success_is_reported_by_its_return(tmp_path: Path) -> None
 
 def describe(run: Path) -> str:
     return _run_line(**describe_run(run))
+
+
+def test_values_at_the_ends_of_curves_do_not_cover_each_other() -> None:
+    ends = ((0.90, 0), (0.93, 1), (0.91, 2))
+    drawn = line_chart([Line(label=str(k), points=[(0, 0.1), (1, y)], color=k) for y, k in ends], limits=(0, 1))
+    heights = sorted(float(y) for y in re.findall(r'class="value c\d" x="[\d.]+" y="([\d.]+)"', drawn))
+    assert len(heights) == 3
+    assert min(after - before for before, after in pairwise(heights)) >= 12

@@ -9,6 +9,8 @@ _WIDTH, _HEIGHT = 440, 226
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
 _LONG, _DECAY = 24, 0.8
 """Points from which on a curve is smoothed, and how much of its past it keeps."""
+_VALUE = 12
+"""Height of a number beside the end of a curve, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ def line_chart(
     parts.append(
         f'<text class="tick" x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 1}" text-anchor="end">{escape(x_label)}</text>'
     )
+    taken: list[float] = []
     for line in lines:
         if len(line.band) > 1:
             outline = [(x, high) for x, _, high in line.band] + [(x, low) for x, low, _ in reversed(line.band)]
@@ -99,7 +102,7 @@ def line_chart(
         elif line.band:
             ((x, low, high),) = line.band
             parts.append(f'<polyline class="line c{line.color}" points="{frame.path([(x, low), (x, high)])}"/>')
-        parts += _curve(frame, line, log=log)
+        parts += _curve(frame, line, taken, log=log)
         spans = {x: f" [{number(low)}, {number(high)}]" for x, low, high in line.band}
         for x, y in line.points:
             cx, cy = frame.at(x, y)
@@ -112,17 +115,21 @@ def line_chart(
     return _svg(parts)
 
 
-def _curve(frame: _Frame, line: Line, *, log: bool) -> list[str]:
-    """A curve, smoothed where it is long, with its last value in numbers."""
+def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[str]:
+    """A curve, smoothed where it is long, with its last value in numbers, below the values that are `taken`."""
     long = len(line.points) > _LONG
     drawn = smoothed(line.points) if long else line.points
     x, y = frame.at(*drawn[-1])
     last = number(10 ** line.points[-1][1] if log else line.points[-1][1])
+    height = max(y - 7, 10)
+    while any(abs(height - other) < _VALUE for other in taken):
+        height += 1
+    taken.append(height)
     measured = f'<polyline class="line raw c{line.color}" points="{frame.path(line.points)}"/>'
     return [
         *([measured] if long else []),
         f'<polyline class="line c{line.color}" points="{frame.path(drawn)}"/>',
-        f'<text class="value c{line.color}" x="{x}" y="{max(y - 7, 10)}" text-anchor="end">{last}</text>',
+        f'<text class="value c{line.color}" x="{x}" y="{height}" text-anchor="end">{last}</text>',
     ]
 
 

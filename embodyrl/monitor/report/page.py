@@ -136,7 +136,7 @@ def _what(history: History) -> str:
     values, machine = flat(history.config), history.text("env.txt").splitlines()
     env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
-    commit = next((line for line in machine if line.startswith("commit ")), None)
+    commit = next((line[: len("commit ") + 10] for line in machine if line.startswith("commit ")), None)
     typed = history.folder / "overrides.txt"
     date = time.strftime("%Y-%m-%d %H:%M", time.localtime(typed.stat().st_mtime)) if typed.is_file() else None
     parts = (env, values.get("model.model_type"), algorithm, f"seed {values.get('seed', 0)}", date, commit)
