@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from embodyrl.algorithms.settings import (
     TruncatedEpisodes,
     ValueSettings,
 )
-from embodyrl.algorithms.shaping import ReturnScale, adapted_beta, shape_rewards, subtract_kl, within_bounds
+from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapted_beta, shape_rewards, subtract_kl, within_bounds
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
 
@@ -74,6 +74,8 @@ class Algorithm:
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
         """The actor scores the batch with its own weights before it trains; those are the ratio's denominator."""
         self._reward_kl_beta = cfg.kl_beta
+        self.seen: Outcomes = {}
+        """Outcomes of the steps before, for a curriculum; whoever plays them keeps it."""
         self._scale = None
         if isinstance(cfg, ReturnScaleSettings) and cfg.normalize_returns:
             self._scale = ReturnScale(cfg.gamma)
@@ -84,13 +86,15 @@ class Algorithm:
             return 0
         return num_action_chunks if self.settings.reward_type is RewardLevel.action_level else 1
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """Return what changes from step to step, for a checkpoint of the loop."""
-        return {"reward_kl_beta": self._reward_kl_beta} | (self._scale.state() if self._scale else {})
+        scale = self._scale.state() if self._scale else {}
+        return {"reward_kl_beta": self._reward_kl_beta} | scale | ({"seen": self.seen} if self.seen else {})
 
-    def load_state(self, state: Mapping[str, float]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned."""
         self._reward_kl_beta = state["reward_kl_beta"]
+        self.seen = state.get("seen", {})
         if self._scale:
             self._scale.load_state(state)
 

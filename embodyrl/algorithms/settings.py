@@ -73,6 +73,8 @@ class AlgorithmSettings(ActingAlgorithm):
     """Weight of the mean of -log pi over actions with a positive advantage."""
     kl_beta: Weight = 0.0
     """Weight of the KL to the reference (the initial weights, or those of reference_path)."""
+    reference_interval: Count | None = None
+    """Training steps after each of which the reference takes the policy's weights; null: it stays."""
     reference_path: Path | None = None
     """Weights of the reference: a run, a checkpoint, or a folder in the public layout; it may be of another size, a
     teacher with the same tokens. Default: the weights at the start."""
@@ -99,6 +101,9 @@ class AlgorithmSettings(ActingAlgorithm):
     truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
     """Episodes that hit a limit: train on them, mask (no loss, but their outcomes count in their groups) or
     zero_reward."""
+    curriculum: Share = 0.0
+    """Share of the groups drawn by how open their outcome is, p (1 - p) of the task's success so far (of the row's or
+    reset id's, where there is one task); 0: all are visited equally often."""
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 0
     """Versions by which the oldest data of an update may lag behind its weights; 0: synchronous."""
     old_logprob: OldLogprob = OldLogprob.rollout
@@ -140,7 +145,7 @@ class AlgorithmSettings(ActingAlgorithm):
             (
                 self.kl_beta == 0,
                 "kl_beta is 0; set kl_beta above 0",
-                ("kl_penalty_type", "kl_in_reward", "reference_path"),
+                ("kl_penalty_type", "kl_in_reward", "reference_path", "reference_interval"),
             ),
             (not self.kl_in_reward, "kl_in_reward is false; set it to true", ("kl_target",)),
             (self.kl_target is None, "kl_target is null; set it", ("kl_horizon",)),

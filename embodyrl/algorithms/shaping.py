@@ -122,3 +122,28 @@ def within_bounds(
 
 def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
     return bounds is None or bounds[0] <= float(np.mean(values)) <= bounds[1]
+
+
+Outcomes = dict[str, list[float]]
+"""Successes and episodes by name of a task or reset id, older ones counting less."""
+_MEMORY = 0.5
+"""What the outcomes of a task count once it was played again."""
+
+
+def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
+    """Add the outcomes of a step's episodes to what was seen before."""
+    now: Outcomes = {}
+    for episode in episodes:
+        found = now.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
+        found[0] += episode.success_once
+        found[1] += 1
+    for name, (won, played) in now.items():
+        before = seen.get(name, [0.0, 0.0])
+        seen[name] = [_MEMORY * before[0] + won, _MEMORY * before[1] + played]
+
+
+def openness(seen: Outcomes, name: int) -> float:
+    """4 p (1 - p), with p = (successes + 1) / (episodes + 2): what a group is worth whose members are compared."""
+    won, played = seen.get(str(name), (0.0, 0.0))
+    p = (won + 1) / (played + 2)
+    return 4 * p * (1 - p)

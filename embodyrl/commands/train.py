@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embodyrl.algorithms.shaping import note_outcomes
 from embodyrl.commands.before_after import compare_recordings, film_changes, read_evaluation
 from embodyrl.commands.dump import write_dump
 from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
@@ -195,6 +196,9 @@ class _Training:
             rollout = sampler.collect(step, lambda done, total: self.monitor.progress(done, total, "rollout"))
             self._check_rewards(rollout, workers, actors)
             with workers.supervisor.shield():
+                if self.cfg.algorithm.curriculum:
+                    by_task = len(self.blueprint.env.tasks) > 1
+                    note_outcomes(algorithm.seen, [*rollout.episodes, *rollout.filtered], by_task=by_task)
                 if not self._validates_after(step):
                     sampler.ahead(step + 1)
                 scores = actors.score(rollout)

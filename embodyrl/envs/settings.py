@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from embodyrl.config.settings import Count, Says, Settings
+from embodyrl.config.settings import Count, Positive, Says, Settings
 
 RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 
@@ -63,6 +63,9 @@ class EnvSplit(PlayedSplit):
 
 class TrainSplit(EnvSplit):
     """Episodes to train on."""
+
+    task_weights: Annotated[list[Positive], Field(min_length=2)] | None = None
+    """How often groups are of each of the selected tasks, in relation to each other; null: equally often."""
 
     auto_reset: bool = True
     """An ended slot starts its next episode at once; false: one episode per slot and rollout epoch."""

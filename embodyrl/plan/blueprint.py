@@ -196,6 +196,12 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
                 f"{shown.state_dim} of state, cameras {list(shown.cameras)} of {shown.image_size}; this run "
                 f"has {env.action_dim}, {env.state_dim}, {list(env.cameras)} of {env.image_size}. Collect them alike."
             )
+    following = cfg.algorithm.reference_interval is not None
+    if following and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.reference_path):
+        problems.append(
+            "algorithm.reference_interval: the policy's weights replace those of a reference of its own kind in one "
+            "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
+        )
     if algorithm.needs_replay and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
@@ -274,7 +280,7 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
     has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
     replay = isinstance(cfg, TrainConfig) and isinstance(cfg.algorithm, ReplaySettings)
-    critic = isinstance(cfg, TrainConfig) and cfg.critic.path is not None
+    critic = isinstance(cfg, TrainConfig) and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))
     return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
 

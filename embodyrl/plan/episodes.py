@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from embodyrl.algorithms.shaping import Outcomes, openness
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, TextTask, TrainConfig
@@ -111,11 +112,16 @@ def groups_per_step(cfg: TrainConfig) -> int:
     return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
 
 
-def train_episodes(cfg: TrainConfig, env: EnvSpec, step: int, *, counts_chunk_steps: bool) -> EpisodeList:
-    """Plan training step `step`: a pure function of config and step, so that a resumed run sees the same episodes."""
+def train_episodes(
+    cfg: TrainConfig, env: EnvSpec, step: int, *, counts_chunk_steps: bool, seen: Outcomes | None = None
+) -> EpisodeList:
+    """Plan training step `step`: a pure function of config, step and, with a curriculum, of what was `seen` before it.
+
+    So a resumed run sees the same episodes.
+    """
     split, algorithm = cfg.env.train, cfg.algorithm
     slots, size = split.total_num_envs, algorithm.group_size
-    groups = _reset_id_stream(cfg, env, step)
+    groups = _reset_id_stream(cfg, env, step, seen)
     waves: list[Wave] = []
     for epoch in range(algorithm.rollout_epoch):
         reset_ids = [groups[(epoch * slots + slot) // size] for slot in range(slots)]
@@ -229,8 +235,10 @@ def _episode_list(cfg: ActingConfig, split: EnvSplit, waves: list[Wave], slots: 
     )
 
 
-def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int) -> list[int]:
+def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
     """Reset ids of the step's groups: walk through seeded permutations, so that every id is visited equally often."""
+    if cfg.algorithm.curriculum or cfg.env.train.task_weights is not None:
+        return _weighted_ids(cfg, env, step, seen)
     ids = np.asarray(selected_reset_ids(env, cfg.env.train))
     count = groups_per_step(cfg)
     stream: list[int] = []
@@ -242,6 +250,28 @@ def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int) -> list[int]:
         order = rng.permutation(len(ids)) if shuffle else np.arange(len(ids))
         stream += ids[order[offset : offset + count - len(stream)]].tolist()
     return stream
+
+
+def _weighted_ids(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
+    """Draw reset ids by the weights of their tasks and by how open their outcome is.
+
+    Tasks, or reset ids where there is one task, are drawn systematically: each appears as often as its weight says, up
+    to one group.
+    """
+    split, tasks = cfg.env.train, selected_tasks(env, cfg.env.train)
+    each = [reset_ids_of(env, split, task) for task in tasks]
+    groups, names = (each, tasks) if len(tasks) > 1 else ([[i] for i in each[0]], list(each[0]))
+    given = np.asarray(split.task_weights or [1.0] * len(groups))
+    if len(given) != len(groups):
+        raise ConfigError(
+            f"env.train.task_weights names {len(given)} weights for {len(groups)} tasks; give one for each."
+        )
+    share, wanted = cfg.algorithm.curriculum, given * np.asarray([openness(seen or {}, name) for name in names])
+    chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
+    rng, count = np.random.default_rng(derive(cfg.seed, "curriculum", step)), groups_per_step(cfg)
+    drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
+    rng.shuffle(drawn)
+    return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
 
 
 def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:

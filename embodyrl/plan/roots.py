@@ -164,6 +164,8 @@ class TrainConfig(EvalConfig):
         lag, certain = self.algorithm.max_staleness, self.runner.deterministic
         yield from staleness_problems(lag, self.actor.fsdp, self.rollout.mode, deterministic=certain)
         yield from _ranks(self)
+        if self.algorithm.curriculum and lag:
+            yield "algorithm.curriculum: steps are planned before the last one is seen; set algorithm.max_staleness=0."
         if self.critic.path is not None and (certain or self.actor.fsdp.size > 1):
             yield (
                 "critic.path: a critic apart works with one actor rank and without runner.deterministic=true. Set "

@@ -59,7 +59,8 @@ class StepRollouts:
         algorithm, cfg = self._algorithm, self._cfg
         for step in range(first, min(last, self._blueprint.total_steps - 1) + 1):
             if step not in self._rollouts:
-                plan = train_episodes(cfg, self._blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
+                counts = algorithm.counts_chunk_steps
+                plan = train_episodes(cfg, self._blueprint.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
                 # A batched simulator moves the slots that wait as well.
                 goes_on = cfg.env.train.continue_episodes and algorithm.counts_chunk_steps
                 goes_on &= not self._blueprint.env.lockstep

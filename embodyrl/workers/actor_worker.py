@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from embodyrl.workers.messages import ScoreRequest, UpdateRequest
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, mean_metrics
+
+_REFERENCE = "reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +84,26 @@ class ActorWorker:
             # Only now: during the update the ratio compares with what these statistics' predecessors have drawn.
             self._policy.take_statistics(read_observation(self._arena, records))
             weights_changed(self._policy.module)
+        interval = self._rules.reference_interval
+        if self._reference is not None and interval and (request.step + 1) % interval == 0:
+            own = self._policy.module.state_dict()
+            with torch.no_grad():
+                for name, weight in self._reference.module.state_dict().items():
+                    weight.copy_(own[name])
+            weights_changed(self._reference.module)
         self._ranks.reshard()
         return result
+
+    def save(self, folder: Path) -> None:
+        """Write a reference that follows the policy below a checkpoint's folder."""
+        if self._reference is not None and self._rules.reference_interval:
+            (folder / _REFERENCE).mkdir()
+            self._reference.save(folder / _REFERENCE)
+
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote, where it did."""
+        if self._reference is not None and self._rules.reference_interval and (folder / _REFERENCE).is_dir():
+            self._reference.load_weights(folder / _REFERENCE)
 
     def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
         warming_up = step < self._algorithm.critic_warmup

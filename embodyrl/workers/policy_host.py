@@ -176,11 +176,11 @@ class PolicyHost:
                 take(request, self.policy.module, self._bucket_arena)
             case SaveRequest() if self._trainer is not None:
                 self._trainer.optimization.save(Path(request.folder), self.policy)
-                if isinstance(self._actor, OffPolicyWorker):
+                if isinstance(self._actor, ActorWorker | OffPolicyWorker):
                     self._actor.save(Path(request.folder))
             case LoadRequest() if self._trainer is not None:
                 self._trainer.optimization.load(Path(request.folder), self.policy)
-                if isinstance(self._actor, OffPolicyWorker):
+                if isinstance(self._actor, ActorWorker | OffPolicyWorker):
                     self._actor.load(Path(request.folder))
             case _:
                 raise AssertionError(f"unknown request {request!r}")

@@ -222,3 +222,37 @@ def test_training_stays_in_the_own_suite_and_evaluation_covers_all(config):
     assert {e.seed for e in chosen if e.task_id == 1} == {e.seed for e in chosen if e.task_id == 5}
     with pytest.raises(ConfigError, match=r"\[2\]: env 'toy' has tasks 0 to 1"):
         selected_reset_ids(env, config("env.eval.task_ids=[2]").env.eval)
+
+
+def test_tasks_are_drawn_by_weight_and_by_how_open_they_are(config):
+    """Twelve groups a step: by weight alone, then half of them where success is neither rare nor certain."""
+    words = ("env.train.total_num_envs=48", "algorithm.group_size=4")
+
+    def groups(cfg: TrainConfig, step: int = 0, seen: dict | None = None) -> Counter[int]:
+        episodes = train_episodes(cfg, ENV, step, counts_chunk_steps=False, seen=seen).episodes
+        return Counter(e.task_id for e in episodes if e.member == 0)
+
+    weighted = config(*words, "env.train.task_weights=[1, 2, 3]")
+    assert groups(weighted) == {0: 2, 1: 4, 2: 6}
+    with pytest.raises(ConfigError, match="2 weights for 3 tasks"):
+        groups(config(*words, "env.train.task_weights=[1, 2]"))
+    open_ones = config(*words, "algorithm.curriculum=1")
+    seen = {"0": [0.0, 14.0], "1": [7.0, 14.0], "2": [14.0, 14.0]}
+    assert groups(open_ones) == {0: 4, 1: 4, 2: 4}
+    assert groups(open_ones, 3, seen)[1] >= 8
+    half = groups(config(*words, "algorithm.curriculum=0.5"), 3, seen)
+    assert 6 <= half[1] <= 7
+    assert min(half[0], half[2]) >= 2
+    assert groups(open_ones, 3, seen) == groups(open_ones, 3, seen)
+
+
+def test_one_task_is_drawn_row_by_row(config):
+    cfg = config(
+        "env.train.total_num_envs=16", "algorithm.group_size=4", "env.train.task_ids=[1]", "algorithm.curriculum=1"
+    )
+    seen = {"4": [0.0, 30.0], "5": [15.0, 30.0], "6": [0.0, 30.0], "7": [30.0, 30.0]}
+    drawn = [
+        e.reset_id for s in range(5) for e in train_episodes(cfg, ENV, s, counts_chunk_steps=False, seen=seen).episodes
+    ]
+    assert drawn.count(5) > len(drawn) / 2
+    assert {*drawn} <= {4, 5, 6, 7}

@@ -42,15 +42,22 @@ def test_replies_that_are_cut_off_count_as_truncated(tmp_path: Path):
 
 @pytest.mark.integration
 def test_grpo_trains_and_resumes_alike(tmp_path: Path):
-    whole = train(text_config(tmp_path, "runner.experiment_name=whole", "runner.deterministic=true")).run
-    half = text_config(tmp_path, "runner.experiment_name=half", "runner.deterministic=true", "runner.save_interval=1")
+    """Also with rows drawn by what was seen of them, and with a reference that follows."""
+    words = ("runner.deterministic=true", "algorithm.curriculum=0.5", "data.kwargs={rows: 40}")
+    words += ("algorithm.kl_beta=0.01", "algorithm.reference_interval=1", "runner.save_interval=1")
+    whole = train(text_config(tmp_path, "runner.experiment_name=whole", *words)).run
     first, second = comparable(whole)
     assert first["train/return"] > 0
     assert first["actor/logprob_gap"] < 1e-5
     assert first["train/reward_errors"] == 0
     assert 0 < first["train/reward_overlap"] < 1
     assert second["actor/grad_norm"] > 0
-    assert comparable(train(half).run) == [first, second]
+    assert second["actor/ref_kl"] == pytest.approx(0, abs=1e-7)
+    half = text_config(tmp_path, "runner.experiment_name=half", *words)
+    went = train(half, on_step=lambda step, _: step == 1).run
+    saved = json.loads((went / "checkpoints" / "step_000001" / "algorithm.json").read_text())["seen"]
+    assert sum(played for _, played in saved.values()) == 8
+    assert comparable(train(half, resume=went).run) == [first, second]
 
 
 @pytest.mark.integration

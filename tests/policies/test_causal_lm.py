@@ -13,8 +13,9 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.causal_lm.sampling import choose, truncate
+from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.settings import LoraSettings, ModelSettings
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
 
 ENV = EnvSpec(
@@ -206,7 +207,7 @@ def test_weights_travel_through_the_public_layout(tmp_path: Path, policy: Causal
 
 
 def test_adapters_train_alone_and_are_restored(tmp_path: Path):
-    cfg = TINY.updated({"is_lora": True, "lora": LoraSettings(r=4, target_modules="q_proj,v_proj")})
+    cfg = TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="q_proj,v_proj")})
     policy = build(cfg)
     trained = [name for name, p in policy.module.named_parameters() if p.requires_grad]
     assert trained
@@ -226,6 +227,32 @@ def test_adapters_train_alone_and_are_restored(tmp_path: Path):
     torch.testing.assert_close(
         merged.score(observe(*PROMPTS), out.tokens).logprob.detach(), wanted, atol=1e-4, rtol=1e-4
     )
+
+
+def test_whole_modules_train_beside_adapters_and_are_restored(tmp_path: Path):
+    lora = TextLoraSettings(r=4, target_modules="q_proj,v_proj", modules_to_save=["lm_head"], lora_dropout=0.5)
+    cfg = TINY.updated({"is_lora": True, "lora": lora})
+    policy = build(cfg)
+    whole = [p for name, p in policy.module.named_parameters() if p.requires_grad and "lora_" not in name]
+    assert [p.numel() for p in whole] == [32 * 128]
+    tokens = policy.act(observe(*PROMPTS), noise=noise(5)).tokens
+    with torch.no_grad():
+        for name, p in policy.module.named_parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))), alpha=0.1)
+    wanted = policy.score(observe(*PROMPTS), tokens).logprob.detach()
+    policy.save(tmp_path)
+    for other in (build(cfg), build()):
+        other.load_weights(tmp_path)
+        found = other.score(observe(*PROMPTS), tokens).logprob.detach()
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    # Inputs of adapters are dropped where answers are imitated, and nowhere else.
+    policy.module.train()
+    replies = tokens[:, :, None].astype(np.float32)
+    dropped = [policy.imitate(observe(*PROMPTS), replies).loss.detach() for _ in range(2)]
+    assert not torch.equal(*dropped)
+    torch.testing.assert_close(policy.score(observe(*PROMPTS), tokens).logprob.detach(), wanted)
+    assert [key for key, _ in cfg.idle_in(ENV)] == ["model.lora.lora_dropout"]
 
 
 def test_gradient_checkpointing_changes_nothing(policy: CausalLMPolicy):

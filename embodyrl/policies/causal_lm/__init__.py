@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, read_picture_sizes, read_sizes
+from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes, read_picture_sizes, read_sizes
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -67,7 +67,7 @@ class CausalLMFactory:
             tokens_per_chunk=cfg.num_action_chunks,
             value_dim=value_dim,
             num_parameters=total,
-            num_trained=adapters if cfg.is_lora else None,
+            num_trained=adapters + _whole(cfg, size) if cfg.is_lora else None,
             num_images=shown,
             activation_bytes=tokens * size.layers * per_token + tower,
             recomputed_bytes=tokens * size.layers * stream * size.width + tower,
@@ -92,6 +92,11 @@ class CausalLMFactory:
         from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
         return CausalLMPolicy(self.spec(cfg, request.env, request.value_dim), cfg, request, sees=self.sees)
+
+
+def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
+    """Parameters of modules that are trained whole beside adapters, as far as they are embeddings or output matrix."""
+    return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 
 def _count(folder: Path | None, *, sees: bool) -> int:

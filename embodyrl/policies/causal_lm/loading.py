@@ -81,7 +81,7 @@ def tiny_vision(seed: int) -> tuple[Any, Any]:
     config = Idefics3Config(
         vision_config=dict(TINY_VISION),  # type: ignore[arg-type]
         text_config=text,  # type: ignore[arg-type]
-        image_token_id=tokenizer.convert_tokens_to_ids(_PICTURE_TOKENS[0]),
+        image_token_id=tokenizer.get_vocab()[_PICTURE_TOKENS[0]],
         scale_factor=1,
         tie_word_embeddings=False,
     )
@@ -154,9 +154,15 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool) ->
         use_rslora=lora.use_rslora,
         target_modules=names,
         init_lora_weights="gaussian" if lora.init_lora_weights == "gaussian" else True,
+        lora_dropout=lora.lora_dropout,
+        modules_to_save=lora.modules_to_save or None,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)  # type: ignore[arg-type]
+    adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+    for name, parameter in adapted.named_parameters():
+        if ".modules_to_save." in name:  # AdamW's steps would be lost in bfloat16
+            parameter.data = parameter.data.float()
+    return adapted
 
 
 def _line(error: BaseException) -> str:

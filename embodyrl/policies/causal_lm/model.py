@@ -127,10 +127,16 @@ def fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
             everything.
     """
     own = module.state_dict()
-    wanted = [name for name in own if ".lora_" in name] or own
-    if odd := sorted(set(wanted) ^ state.keys()):
+    kept = {_saved_name(name): w for name, w in own.items() if ".lora_" in name or ".modules_to_save." in name}
+    own = kept or own
+    if odd := sorted(own.keys() ^ state.keys()):
         raise RuntimeError(f"'{odd[0]}' is on one side only")
     for name, weight in state.items():
         if own[name].shape != weight.shape:
             raise RuntimeError(f"'{name}' has shape {list(weight.shape)}, this model needs {list(own[name].shape)}")
         own[name].copy_(weight)
+
+
+def _saved_name(name: str) -> str:
+    """Of an adapter's weight in its file."""
+    return name.replace(".modules_to_save.default", "").replace(".default.", ".")

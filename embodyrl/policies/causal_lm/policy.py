@@ -44,8 +44,9 @@ class CausalLMPolicy:
         self._device = torch.device(request.device)
         compute = torch.bfloat16 if cfg.precision is Precision.bf16 else torch.float32
         # fp32 master weights are only worth their memory where something is trained.
-        self._autocast = compute if request.trainable and not cfg.is_lora else None
-        dtype = compute if self._autocast is None else torch.float32
+        whole = not cfg.is_lora or cfg.lora.modules_to_save
+        self._autocast = compute if request.trainable and whole else None
+        dtype = compute if self._autocast is None or cfg.is_lora else torch.float32
         # With pictures the processor holds the tokenizer, else it is one.
         model, self.processor = load(cfg, seed=request.seed, dtype=dtype, sees=sees)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
@@ -260,13 +261,15 @@ class CausalLMPolicy:
         logprob, entropy, value, _ = self._score(obs, tokens)
         return PolicyScores(logprob=logprob, entropy=entropy, value=value[:, : self.spec.value_dim])
 
-    def _score(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _score(
+        self, obs: Observation, tokens: IntArray, *, dropout: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probability, entropy, value and whether the token is the most probable one, all [B, K]."""
         replies = [row[row >= 0].tolist() for row in tokens]
         ids, mask, positions, beside = self._inputs(self.read(obs), replies)
         length, longest = on_device([*map(len, replies)], self._device), max(1, *map(len, replies))
         checkpointing = torch.is_grad_enabled() and self._checkpointing
-        self._net.train(checkpointing)  # transformers recomputes in training mode only
+        self._net.train(checkpointing or dropout)  # transformers recomputes in training mode only
         said = ids[:, -longest:]
         with self._precision(keep=not checkpointing):
             if self._plain_head and said.numel() * self._net.vocabulary > CHUNK_LOGITS:
@@ -274,7 +277,7 @@ class CausalLMPolicy:
             else:
                 logits, value = self._net(ids, mask, positions, longest + 1, **beside)
                 parts = (*scores_of(logits[:, :-1], said, self._temperature), value[:, :-1])
-        self._net.eval()
+        self._net.train(dropout)
         # Rows end in the same column, so that none is wider than the longest; the results begin in the same one.
         column = torch.arange(longest, device=self._device) + (longest - length)[:, None]
         real, column = column < longest, column.clamp(max=longest - 1)
@@ -295,7 +298,7 @@ class CausalLMPolicy:
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Mean negative log-probability of each reply's tokens, and the share that would be the most probable one."""
         tokens = actions[:, :, 0].astype(np.int64)
-        logprob, _, _, top = self._score(obs, tokens)
+        logprob, _, _, top = self._score(obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0)
         count = on_device((tokens >= 0).sum(1).clip(min=1), self._device)
         return ImitationScores(loss=-logprob.sum(1) / count, accuracy=top.sum(1) / count)
 
@@ -340,7 +343,7 @@ class CausalLMPolicy:
         try:
             if self._adapted:
                 factors = load_file(adapter / "adapter_model.safetensors")
-                fill(self._net.lm, {name.replace(".weight", ".default.weight"): w for name, w in factors.items()})
+                fill(self._net.lm, factors)
             else:
                 given = self._cfg.updated({"path": str(folder), "lora.path": None})
                 if adapter.is_dir():
