@@ -119,8 +119,8 @@ class PolicyHost:
         own, other = (getattr(policy, "vocabulary", None) for policy in (self.policy, reference))
         if own != other:
             raise ConfigError(
-                f"algorithm.reference_path={path}: its tokenizer is not the policy's, so its probabilities are of "
-                "other tokens. Use a model of the same family."
+                f"algorithm.reference_path={path}: its tokenizer, or the statistics whose bins its action tokens are, "
+                "are not the policy's: its probabilities are of other tokens. Use a model of the same family and data."
             )
         return reference
 

@@ -10,32 +10,34 @@ from embodyrl.commands.sft import sft
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 VIEW = ["env=tabletop", "env.init_params.camera_heights=56", "env.init_params.camera_widths=56"]
-VIEW += ["env.init_params.camera_names=[front]"]
 
 
-@pytest.mark.xfail(reason="after 150 steps the network is no better than the base rate of its 15 held-out episodes")
-def test_reinforcement_learning_on_recognised_success_raises_the_true_one(tmp_path: Path) -> None:
-    """Episodes of the shipped start, frames after success included; a small network learns which ones show it."""
-    quiet = ["runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}", "launcher=inline"]
-    task = ["env.train.task_ids=[0]", "env.train.max_episode_steps=24", "env.train.ignore_terminations=true"]
-    start = ["model=openvla_oft_tiny", "model.path=assets/openvla_oft_tabletop", "model.num_images_in_input=1"]
-    played = ["collect.episodes=150", "collect.filter=all", "eval.sampling_params.do_sample=true"]
-    out = f"collect.out={tmp_path}/demos"
-    collect(load_config("collect", [*VIEW, *task, *start, "model.num_action_chunks=4", out, *played, *quiet]))
+def recognise(folder: Path, episodes: int = 150, steps: int = 250) -> Path:
+    """Train a small network on a clumsy expert's episodes, frames after success included, seen from both cameras."""
+    quiet = ["runner.logger.backends=[jsonl]", f"runner.output_dir={folder}", "launcher=inline"]
+    task = ["env.train.task_ids=[2]", "env.train.max_episode_steps=24", "env.train.ignore_terminations=true"]
+    played = ["model=scripted", "model.expert_noise=1.5", f"collect.episodes={episodes}", "collect.filter=all"]
+    collect(load_config("collect", [*VIEW, *task, f"collect.out={folder}/demos", *played, *quiet]))
 
-    words = ["model=cnn", "objective.name=success", f"data.path={tmp_path}/demos", "data.image_aug=false"]
+    words = ["model=cnn", "objective.name=success", f"data.path={folder}/demos", "data.image_aug=false"]
     sizes = ["actor.global_batch_size=128", "actor.micro_batch_size=128", "actor.optim.lr=1e-3"]
-    steps = ["runner.max_steps=150", "runner.val_check_interval=150"]
-    cfg = load_config("sft", [*words, *sizes, *steps, *quiet])
+    cfg = load_config(
+        "sft", [*words, *sizes, f"runner.max_steps={steps}", f"runner.val_check_interval={steps}", *quiet]
+    )
     check_components(cfg)
     judge = sft(cfg)
-    assert judge.metrics["eval/accuracy"] >= 0.9
+    # Nine frames of ten show no success.
+    assert judge.metrics["eval/accuracy"] >= 0.94
+    return judge.checkpoint / "policy"
 
-    tasks = ("env.train.task_ids=[0]", "env.eval.task_ids=[0]", "eval.episodes=100", "video=none")
-    few = ("runner.max_steps=25", "runner.val_check_interval=25")
-    result = train_gate(tmp_path, f"reward.path={judge.checkpoint}/policy", *tasks, *few, name="rl")
-    before, after = gain(result)
+
+def test_reinforcement_learning_on_recognised_success_raises_the_true_one(tmp_path: Path) -> None:
+    """The policy looks at the front camera, its judge at both; the simulator only counts."""
+    cameras = ("env=tabletop", "env.init_params.camera_names=[front,wrist]", "env.train.task_ids=[2]")
+    few = ("runner.max_steps=7", "runner.val_check_interval=7", "env.eval.task_ids=[2]", "eval.episodes=100")
+    words = (*cameras, *few, "video=none", f"reward.path={recognise(tmp_path)}")
+    before, after = gain(train_gate(tmp_path, *words, name="rl"))
     assert after >= before + 0.2

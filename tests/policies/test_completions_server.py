@@ -1,4 +1,4 @@
-"""Replies by a server in the completions protocol, in a process of its own: a small one, and vLLM's where there is one."""
+"""Replies by a server in the completions protocol, in a process of its own: a small one, and vLLM's."""
 
 from __future__ import annotations
 

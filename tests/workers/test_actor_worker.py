@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 from toy_runs import rows, train_toy
 
+from embodyrl.errors import EmbodyError
 from embodyrl.workers.rollout_worker import even_parts
 from embodyrl.workers.settings import ValueOptimSettings
 from embodyrl.workers.training import Schedule, micro_batches
@@ -55,6 +59,19 @@ def test_the_reference_may_be_another_policy(tmp_path):
     assert away > 1e-6
     assert rows(again)[0]["actor/ref_kl"] == pytest.approx(0, abs=1e-6)
     assert "step_000002/policy" in (again / "config.yaml").read_text()
+
+
+def test_a_reference_whose_tokens_are_other_actions_is_refused(tmp_path):
+    folder = tmp_path / "teacher"
+    saved = train_toy(tmp_path, *WORDS, "runner.max_steps=1", name="first") / "checkpoints" / "step_000001" / "policy"
+    shutil.copytree(saved, folder)
+    file = folder / "dataset_statistics.json"
+    told = json.loads(file.read_text())
+    for entry in told.values():
+        entry["action"] = {k: [2.0 * x for x in v] if k != "mask" else v for k, v in entry["action"].items()}
+    file.write_text(json.dumps(told))
+    with pytest.raises(EmbodyError, match="statistics whose bins"):
+        train_toy(tmp_path, *WORDS, "algorithm.kl_beta=0.01", f"algorithm.reference_path={folder}")
 
 
 @pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])

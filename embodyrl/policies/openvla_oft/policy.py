@@ -35,7 +35,7 @@ from embodyrl.policies.openvla_oft.images import preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.prompt import PromptEncoder
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
-from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, normalise, unnormalise
+from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, Bounds, normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.transfer import on_device
 from embodyrl.types import (
@@ -196,6 +196,11 @@ class OpenVlaOftPolicy:
         self._bounds = statistics.bounds(data_set, "action", kind)
         self._state_bounds = statistics.bounds(data_set, "proprio", kind) if self.spec.uses_state else None
         self._side_files = read_side_files(config.folder)
+
+    @property
+    def vocabulary(self) -> tuple[int, Bounds]:
+        """What action tokens mean: the first one, and the statistics that they are bins of."""
+        return self._config.action_vocab_start, self._bounds
 
     def _run(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor]:
         with self._scoring:
