@@ -40,13 +40,13 @@ class Bug:
 
 BUGS = {
     "a batch stays on the host": Bug(
-        "placement", "embodyrl.workers.actor_worker", "np.ascontiguousarray(array)).to(device)", "array.copy())"
+        "placement", "embodyrl.workers.actor_worker", "on_device(array, device)", "torch.as_tensor(array)"
     ),
     "noise is drawn on the host": Bug(
         "placement",
         "embodyrl.policies.openvla_oft.policy",
-        "torch.tensor(noise, device=self._device)",
-        "torch.tensor(noise)",
+        "on_device(noise, self._device)",
+        "torch.as_tensor(noise)",
     ),
     "the first device instead of its own": Bug(
         "placement",
