@@ -67,9 +67,12 @@ class TextSizes:
         return 24 * w + 8 * m if adapters else 34 * w + 8 * m
 
     def scoring_bytes(self, tokens: int, *, casts: bool) -> int:
-        """What the scores of so many tokens take beside that; `casts`: the output matrix is cast to bfloat16."""
+        """What the scores of so many tokens take beside that; `casts`: the output matrix is cast to bfloat16.
+
+        Its gradient by all chunks is added up in float32 beside what it has from earlier micro-batches.
+        """
         logits = min(tokens * self.vocabulary, CHUNK_LOGITS)
-        return logits * 4 * 6 + (self.vocabulary * self.width * 2 if casts else 0)
+        return logits * 4 * 6 + (self.vocabulary * self.width * (2 + 4) if casts else 0)
 
 
 def read_sizes(folder: Path | None) -> TextSizes:
