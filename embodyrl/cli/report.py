@@ -165,11 +165,16 @@ def replay(args: argparse.Namespace) -> int:
     if len(args.words) != 1 or not (args.step or "1").isdecimal():
         raise ConfigError("embodyrl replay takes one run and a step: embodyrl replay runs/my_run --step 51.")
     run = find_run(args.words[0])
-    from embodyrl.commands.dump import dumped_steps
+    from embodyrl.commands.dump import dumped_steps, read_dump
+
+    step = int(args.step or max(dumped_steps(run), default=1))
+    if step not in dumped_steps(run):
+        read_dump(run, step)  # says what is missing, before torch is loaded
+    if not args.json:
+        print(f"replaying step {step} of {run} ...", flush=True)
     from embodyrl.commands.replay import gap
     from embodyrl.commands.replay import replay as compute
 
-    step = int(args.step or max(dumped_steps(run), default=1))
     result = compute(run, step, overrides=trust)
     columns = {
         "episode": result.episode,

@@ -93,12 +93,12 @@ def read_dump(run: Path, step: int) -> Dump:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    from embodyrl.checkpoint.tensors import load_state
-
     folder = dump_folder(run, step)
     if not folder.is_dir():
         there = ", ".join(map(str, dumped_steps(run))) or "none"
         raise CheckpointError(f"{run}: no dump of step {step}; there are: {there}. rollout.dump=true writes them.")
+    from embodyrl.checkpoint.tensors import load_state
+
     tree = load_state(folder, _FILE)
     greedy = {e.spec.group_id: e for e in _unpack(tree["greedy"], kept=False)}
     collection = RolloutResult(episodes=_unpack(tree["episodes"], kept=True), greedy=greedy)
