@@ -269,6 +269,19 @@ def test_every_algorithm_has_its_formula_and_its_paper() -> None:
     assert [name for name in presets if not re.search(rf"`(?:\w+=)?{name}[`| ]", text)] == []
 
 
+def test_every_metric_is_explained() -> None:
+    """Names as the code writes them."""
+    explained = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    name = r'"((?:actor|train|eval|env|rollout|time)/[a-z_]+)"'
+    code = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "embodyrl").rglob("*.py"))
+    names = set(re.findall(name, code))
+    losses = (SOURCE / "embodyrl/algorithms/policy_gradient.py", SOURCE / "embodyrl/workers/off_policy.py")
+    values = r'"([a-z_]+)": (?:policy_loss,|_mean_share|terms\.|loss\.item|value\.mean|alpha\.item|float\()'
+    names |= {f"actor/{found}" for path in losses for found in re.findall(values, path.read_text(encoding="utf-8"))}
+    assert len(names) > 50
+    assert sorted(found for found in names if f"`{found}`" not in explained) == []
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built without a warning."""
