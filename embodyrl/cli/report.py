@@ -123,6 +123,8 @@ def picture(history: History) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    if not (history.rows or history.evaluations):
+        return Text(f"{history.name}: nothing was measured yet; embodyrl view --follow shows it as it comes.")
     episodes = [e for evaluation in history.evaluations for e in evaluation.episodes]
     names = {e.task_id: printable(e.task) for e in episodes}
     if said := list(sample_lines(_talk(history))):

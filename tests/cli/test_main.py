@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -293,3 +294,7 @@ def test_without_a_name_the_newest_run_is_meant(
     write_run(tmp_path / "runs" / "new")
     assert main(["view"]) == 0
     assert "new" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "runs" / "new" / "eval")
+    (tmp_path / "runs" / "new" / "metrics.jsonl").unlink()
+    assert main(["view"]) == 0
+    assert "nothing was measured yet" in capsys.readouterr().out
