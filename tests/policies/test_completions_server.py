@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def vllm_command(folder: Path, port: int) -> list[str]:
     pytest.importorskip("vllm", reason="vLLM is not installed here")
-    adapters = ["--enable-lora", "--max-lora-rank", "8"]
+    adapters = ["--enable-lora", "--max-lora-rank", "32"]
     sizes = ["--max-model-len", "128", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
     start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
     return [*start, *adapters, *sizes]

@@ -20,6 +20,9 @@ ANSWER_S = 300.0
 CONNECTIONS = 64
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest difference of a log-probability that rounding explains."""
+_ADAPTERS = (
+    "Start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank of model.lora.r or more."
+)
 
 
 class ServerEngine:
@@ -121,7 +124,7 @@ class ServerEngine:
                 text = reply.read().decode()
         except (OSError, urllib.error.URLError) as error:
             said = error.read().decode(errors="replace")[:300] if isinstance(error, urllib.error.HTTPError) else ""
-            hint = " Start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora." if "lora" in path else ""
+            hint = f" {_ADAPTERS}" if "lora" in path else ""
             raise EmbodyError(
                 f"The server at rollout.url={self._url} did not answer {path}: {error} {said}. Is it running, and does "
                 f"its address end in /v1?{hint}"
