@@ -42,6 +42,13 @@ class RowSettings(DataSettings):
 
     kwargs: dict[str, Any] = {}
     """Passed to the function of data.path=package.module:function, which returns rows."""
+    subset: str | None = None
+    """Of a folder or repository: folder of the rows below it, as data sets of the hub name their configurations."""
+    split: str | None = None
+    """Of a folder or repository: files whose names begin with this (train-00000-of-00002.parquet), or in a folder of
+    this name; default: all files."""
+    val_split: str | None = None
+    """The same for validation; default: a share of the rows."""
     prompt_key: str = "prompt"
     """Column of what is asked: text, or a list of messages with role and content."""
     answer_key: str = "answer"
@@ -59,6 +66,18 @@ class RowSettings(DataSettings):
     """Pictures with a longer edge, pixels, are scaled down to this; every sample has room for the largest."""
     max_prompt_length: Count | None = 512
     """Longer prompts, in tokens of the model without its chat template and pictures, are left out; null: all stay."""
+
+    @property
+    def sources(self) -> list[tuple[str, str | None]]:
+        """Path and split of the rows to learn from, and of those for validation where these have one of their own."""
+        val = self.val_path or (self.path if self.val_split else None)
+        return [(path, split) for path, split in ((self.path, self.split), (val, self.val_split)) if path is not None]
+
+    def idle(self):
+        """Name what the other split replaces."""
+        yield from super().idle()
+        if self.val_split is not None:
+            yield "data.val_share", f"data.val_split={self.val_split} names the validation data"
 
 
 class PairSettings(RowSettings):

@@ -43,8 +43,7 @@ class TextRows:
 
     @cached_property
     def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:
-        paths = [self.cfg.path, self.cfg.val_path]
-        return tuple((path, _read(path, self.cfg)) for path in paths if path is not None)
+        return tuple((path, _read(path, split, self.cfg)) for path, split in self.cfg.sources)
 
     def __getstate__(self) -> dict[str, Any]:
         return {f: getattr(self, f) for f in self.__dataclass_fields__}
@@ -96,7 +95,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
         lengths = _lengths([" ".join(m.content for m in conversation) for conversation in conversations], tokenizer)
         keep = keep[lengths <= cfg.max_prompt_length]
     own = len(rows._raw[0][1])
-    held_out = round(cfg.val_share * len(keep)) if cfg.val_path is None else int((keep >= own).sum())
+    held_out = round(cfg.val_share * len(keep)) if len(rows._raw) == 1 else int((keep >= own).sum())
     if len(keep) - held_out < 1:
         raise ConfigError(
             f"data.path={cfg.path}: no row is left for training out of {rows.total}; raise data.max_prompt_length or "
@@ -127,7 +126,7 @@ def _is_function(path: str) -> bool:
     return ":" in path and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
 
 
-def _read(path: str, cfg: RowSettings) -> Sequence[Any]:
+def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
     if _is_function(path):
         try:
             return SOURCES.get(path)(**cfg.kwargs)
@@ -135,10 +134,19 @@ def _read(path: str, cfg: RowSettings) -> Sequence[Any]:
             raise ConfigError(f"data.path={path} refuses data.kwargs={cfg.kwargs}: {error}.") from error
     if cfg.kwargs:
         raise ConfigError(f"data.kwargs={cfg.kwargs}: only a function reads them; data.path={path} is a file.")
-    found = resolve_asset(path)
+    found = resolve_asset(path) / (cfg.subset or "")
     files = sorted(f for f in found.rglob("*") if f.suffix in SUFFIXES) if found.is_dir() else [found]
     if not files or not files[0].is_file():
-        raise ConfigError(f"data.path={path}: no such file, or a folder without {' or '.join(SUFFIXES)} files.")
+        raise ConfigError(
+            f"data.path={path}: no such file, or a folder without {' or '.join(SUFFIXES)} files: {found}."
+        )
+    if split is not None:
+        names = {f: (f.name, *f.relative_to(found).parent.parts) for f in files}
+        parts = {f: {re.split(r"[-._]", name)[0] for name in some} for f, some in names.items()}
+        files = [f for f in files if split in parts[f]]
+        if not files:
+            known = ", ".join(sorted(set().union(*parts.values())))
+            raise ConfigError(f"data.path={path} has no split '{split}'; its files and folders begin with {known}.")
     return [row for file in files for row in _read_file(file)]
 
 

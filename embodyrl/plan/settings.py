@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from embodyrl.cluster.settings import ActingFaults, WorkerTimeouts
-from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Seconds, Settings
+from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Seconds, Settings, Share
 from embodyrl.policies.remote.settings import ConversationSettings
 
 RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
@@ -105,6 +105,30 @@ class RunnerSettings(SupervisedRunSettings, MeasuredRunSettings):
             yield "eval.baseline", "a training compares its own first and last validation; use `embodyrl eval`"
 
 
+class VllmSettings(Settings):
+    """Arguments of the vLLM engine that `rollout.backend=vllm` starts; null: what the plan or vLLM chooses."""
+
+    gpu_memory_utilization: Share | None = None
+    """Share of the GPU's memory; default: all that the run's memory plan leaves."""
+    max_model_len: Count | None = None
+    """Tokens of the longest prompt and reply together; default: the model's own limit."""
+    max_num_seqs: Count | None = None
+    """Replies that are written at the same time."""
+    max_num_batched_tokens: Count | None = None
+    """Tokens of one forward pass."""
+    enable_prefix_caching: bool | None = None
+    """Keep what prompts with the same beginning share."""
+    enable_chunked_prefill: bool | None = None
+    """Read long prompts in parts between tokens of other replies."""
+    enforce_eager: bool | None = None
+    """Without CUDA graphs: less memory, slower."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those that were set, under vLLM's names."""
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+
+
 class ActingRolloutSettings(Settings):
     """How actions are found."""
 
@@ -114,6 +138,7 @@ class ActingRolloutSettings(Settings):
     """server: its address, with /v1."""
     served_model: str | None = None
     """server: name of the model there; default its first."""
+    vllm: VllmSettings = VllmSettings()
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Parts of each env worker's slots that alternate between simulation and inference."""
 
@@ -131,6 +156,9 @@ class ActingRolloutSettings(Settings):
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what only a server needs."""
         yield from super().idle()
+        if self.backend != "vllm":
+            reason = f"rollout.backend is {self.backend}; set it to vllm"
+            yield from ((f"rollout.vllm.{name}", reason) for name in VllmSettings.model_fields)
         if self.backend != "server":
             yield "rollout.url", f"rollout.backend is {self.backend}; set it to server"
             yield "rollout.served_model", f"rollout.backend is {self.backend}; set it to server"

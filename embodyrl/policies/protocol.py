@@ -50,6 +50,8 @@ class PolicyRequest:
     """Of that server."""
     served_model: str | None = None
     """Its name for the model; None: its first."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine that the run sets."""
     engine_share: float = 0.4
     """Of the GPU's memory, which vLLM takes for its weights and its cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)

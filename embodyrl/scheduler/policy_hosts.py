@@ -113,6 +113,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         temperature=cfg.algorithm.sampling_params.temperature,
         sampling=cfg.algorithm.sampling_params,
         backend=cfg.rollout.backend,
+        engine=cfg.rollout.vllm.arguments,
         engine_share=engine_share(blueprint) if cfg.rollout.backend == "vllm" else 0.0,
         url=cfg.rollout.url,
         served_model=cfg.rollout.served_model,

@@ -160,3 +160,18 @@ def test_shuffled_colours_are_of_other_pictures():
     plain, shuffled = tasks.colour(rows=40), tasks.colour(rows=80, shuffled=True)
     assert all(named(plain[i]) for i in range(40))
     assert sum(named(shuffled[i]) for i in range(80)) < 30
+
+
+def test_splits_of_a_data_set_in_the_layout_of_the_hub(tmp_path: Path):
+    for file, answers in (("train-00000-of-00002", "ab"), ("train-00001-of-00002", "c"), ("test-00000-of-00001", "d")):
+        (tmp_path / "main").mkdir(exist_ok=True)
+        rows = pa.Table.from_pylist([{"prompt": "?", "answer": answer} for answer in answers])
+        pq.write_table(rows, tmp_path / "main" / f"{file}.parquet")
+    (tmp_path / "other").mkdir()
+    jsonl(tmp_path / "other" / "train.jsonl", [{"prompt": "?", "answer": "x"}])
+    cfg = RowSettings(path=str(tmp_path), subset="main", split="train", val_split="test")
+    rows = open_rows(cfg, tokenizer=None)
+    assert ([rows[i].reference for i in range(len(rows))], rows.held_out) == (["a", "b", "c", "d"], 1)
+    assert len(open_rows(RowSettings(path=str(tmp_path), split="train", val_share=0.0), tokenizer=None)) == 4
+    with pytest.raises(ConfigError, match=r"no split 'dev'; its files and folders begin with .*test, train"):
+        open_rows(cfg.updated({"split": "dev"}), tokenizer=None)

@@ -52,7 +52,13 @@ def test_every_update_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeGpu(scalar=4.0):  # the longest reply, and the log-probability that the engine is checked against
         policy: Any = POLICIES.get("causal_lm_tiny").build(cfg, request)
         engine = VllmEngine(
-            lambda _: None, dtype="bfloat16", temperature=1.0, sampling=SamplingSettings(), seed=0, gpu_share=0.5
+            lambda _: None,
+            dtype="bfloat16",
+            temperature=1.0,
+            sampling=SamplingSettings(),
+            seed=0,
+            gpu_share=0.5,
+            arguments={},
         )
         policy._engine = engine  # fake weights cannot be saved for vLLM to read
         optimization = Optimization(policy.module, ActorSettings().optim, 10)

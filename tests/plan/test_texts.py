@@ -60,6 +60,18 @@ def test_grpo_trains_and_resumes_alike(tmp_path: Path):
     assert comparable(train(half, resume=went).run) == [first, second]
 
 
+def test_arguments_of_the_engine_are_one_typed_group(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"rollout.vllm.max_model_len .*rollout.backend is hf"):
+        text_config(tmp_path, "rollout.vllm.max_model_len=64")
+    with pytest.raises(ConfigError, match=r"rollout.vllm.max_num_seqs"):
+        load_config(
+            "train", ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "rollout.vllm.max_num_seqs=0"]
+        )
+    words = ("rollout.vllm.max_model_len=64", "rollout.vllm.enable_prefix_caching=false")
+    cfg = load_config("train", ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", *words])
+    assert cfg.rollout.vllm.arguments == {"max_model_len": 64, "enable_prefix_caching": False}
+
+
 @pytest.mark.integration
 def test_pictures_travel_with_their_rows(tmp_path: Path):
     words = ("model=vision_lm_tiny", "runner.max_steps=1", "data.kwargs={rows: 40}")

@@ -3,7 +3,7 @@
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,11 @@ class VllmEngine:
         sampling: SamplingSettings,
         seed: int,
         gpu_share: float,
+        arguments: Mapping[str, Any],
     ) -> None:
         """Build the engine from a folder that `save` writes; on a GPU it takes `gpu_share` of the whole memory.
+
+        `arguments` are vLLM's own and win over all that is chosen here.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
@@ -66,7 +69,7 @@ class VllmEngine:
                 # vLLM's own default is before the temperature.
                 logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
                 disable_log_stats=True,
-                **memory,
+                **memory | dict(arguments),
             )
         self._synced: int | None = None
         self._checked = False

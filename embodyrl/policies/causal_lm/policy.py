@@ -153,6 +153,7 @@ class CausalLMPolicy:
             sampling=self._sampling,
             seed=self._seed,
             gpu_share=request.engine_share,
+            arguments=request.engine,
         )
 
     def _next_logprob(self, prompt: Sequence[int], token: int) -> float:
