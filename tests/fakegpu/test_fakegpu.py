@@ -59,6 +59,14 @@ def test_the_plan_of_every_row_is_within_ten_percent(guard: Path) -> None:
     assert not [row for row in rows if abs(float(row[4].rstrip("%"))) > 10]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_optimizer_step_of_eight_long_replies_takes_25_gib(guard: Path) -> None:
+    done = on_fake_gpu(guard, str(HERE / "rows.py"), "--only", "text, one micro-batch")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[2].split("|")[3]) <= 25.0
+
+
 def on_fake_gpu(guard: Path, *words: str, timeout: float = 560) -> subprocess.CompletedProcess[str]:
     """Run Python with the guard in place."""
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
