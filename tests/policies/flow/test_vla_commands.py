@@ -16,6 +16,7 @@ from embodyrl.commands.sft import sft
 from embodyrl.commands.train import train
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
+from embodyrl.program.acting import load_policy
 
 pytestmark = pytest.mark.integration
 ENV = (
@@ -165,3 +166,12 @@ def test_two_ranks_equal_one(form, more, tmp_path):
         assert a.keys() == b.keys()
         for key in a:
             torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_a_public_folder_is_loaded_as_an_object_without_naming_it_twice(tmp_path):
+    folder = write_checkpoint(tmp_path / "smolvla", "smolvla", state_dim=4, action_dim=7, lerobot_statistics=True)
+    words = [word for word in model_words("smolvla", folder) if not word.startswith("model.path")]
+    policy = load_policy(folder, "env=tabletop", "env.init_params.camera_names=[front]", *words)
+    with policy.make_env() as env:
+        seen, _ = env.reset(seed=0)
+        assert policy.act(seen).shape == (4, 7)
