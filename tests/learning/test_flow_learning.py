@@ -28,6 +28,16 @@ def test_each_likelihood_gains_20_points(way: str, seed: int, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("model", ["pi05_tiny", "smolvla_tiny"])
+def test_published_architectures_gain_30_points(model: str, seed: int, tmp_path: Path) -> None:
+    words = (f"model={model}", f"seed={seed}", "video=none", "runner.val_check_interval=1000", *TEST)
+    before, after = gain(train_gate(tmp_path, *words))
+    assert after >= before + 0.3
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
     few = ("runner.max_steps=8", "runner.val_check_interval=1000", "video=none")
@@ -39,12 +49,11 @@ def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_start_reads_the_instruction(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["flow_small", "pi05_tiny", "smolvla_tiny"])
+def test_the_start_reads_the_instruction(model: str, tmp_path: Path) -> None:
     """The same tables, the same goals, but told of another block: only luck is left."""
     told, lied = (
-        embodyrl.evaluate(
-            embodyrl.compose("eval", "model=flow_small", *TEST, "video=none", *words)
-        ).overall.success_once
+        embodyrl.evaluate(embodyrl.compose("eval", f"model={model}", *TEST, "video=none", *words)).overall.success_once
         for words in (
             (f"runner.output_dir={tmp_path}/told",),
             (f"runner.output_dir={tmp_path}/lied", "env.env_type=tabletop_liar:FACTORY"),

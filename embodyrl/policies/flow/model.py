@@ -17,6 +17,8 @@ from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSp
 
 BACKBONE = ("vision", "projector", "language")
 """Attributes of the vision-language model; everything else is the action expert with its head."""
+QUERY_SCALE = 3.0
+"""How much larger the expert's random queries are than of variance 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +156,9 @@ class FlowModel(nn.Module, ABC):
     def initialise(self, seed: int) -> None:
         """Start all weights anew: normal of variance 1 / inputs; biases and adaptive norms 0, plain norms identity.
 
-        Places of patches start as waves and the tower's blocks add nothing at first, so that where things are reaches
-        the language model at once.
+        What is looked for must be found before anything else can be learned, so that a small model begins ready to
+        look (measured in docs/flow.md): towers as in `SiglipTower.initialise`, open gates behind the expert's adaptive
+        norms, queries of the expert that tell tokens apart and are not of the noise alone.
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -167,7 +170,12 @@ class FlowModel(nn.Module, ABC):
                     scale = "norm" in name and name.endswith("weight") and "dense" not in name
                     offset = not name.startswith("vision") and self.spec.language.gemma
                     parameter.fill_(float(scale and not offset))
-            self.vision.initialise()
+                if name.endswith("norm.dense.bias"):
+                    parameter.view(3, -1)[2] = 1.0
+                elif name.startswith("expert") and "q_proj" in name:
+                    parameter.mul_(QUERY_SCALE)
+            self.action_in_proj.bias.copy_(torch.randn(self.action_in_proj.bias.shape, generator=generator))
+            self.vision.initialise(generator)
 
     def time_mlp(self, x: Tensor) -> Tensor:
         """Two layers, SiLU between them: [..., inputs] to [..., D]."""

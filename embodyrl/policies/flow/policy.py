@@ -58,6 +58,10 @@ class FlowNetwork(Protocol):
 class ActionScale(Protocol):
     """Between the units of actions and those of the flow."""
 
+    varies: FloatArray
+    """[A] 0 for numbers of an action that are constant in the data, else 1. What flows there is nobody's choice, and
+    its log-probability would be noise in every gradient of reinforcement learning."""
+
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
         """Actions [B, K, A] of the executed rows x [B, K, D]."""
         ...
@@ -166,9 +170,9 @@ class FlowPolicy:
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Flow-matching loss of actions [B, H, A]: mean squared error of the velocity over all numbers of a chunk.
 
-        Time is 0.001 + 0.999 Beta(1.5, 1) (pi0, arXiv 2410.24164). Without gradients (validation) noise and time are
-        the same in every call, and `accuracy` is the share of numbers that acting greedily brings within 0.1 of the
-        given ones, of a range of 2; it is not measured while training.
+        Time is 0.001 + 0.999 Beta(`imitated_time`, 1); pi0 (arXiv 2410.24164) has 1.5. Without gradients (validation)
+        noise and time are the same in every call, and `accuracy` is the share of numbers that acting greedily brings
+        within 0.1 of the given ones, of a range of 2; it is not measured while training.
         """
         target = on_device(self._scale.from_actions(actions, obs), self._device)
         velocity = partial(self._velocity, self._prefix(obs))
@@ -186,8 +190,9 @@ class FlowPolicy:
         if torch.is_grad_enabled():
             rows = torch.randint(2**47, (len(target),)).numpy()
         noise = normals(rows, START, self._size, self._device)
-        # If u is uniform, u^(2/3) has the distribution Beta(1.5, 1).
-        t = (0.001 + 0.999 * uniforms(rows, TIMES, 1)[:, 0] ** (2 / 3)).astype(np.float32)
+        # If u is uniform, u^(1/a) has the distribution Beta(a, 1).
+        drawn = uniforms(rows, TIMES, 1)[:, 0] ** (1 / self._cfg.imitated_time)
+        t = (0.001 + 0.999 * drawn).astype(np.float32)
         return flow_matching_error(velocity, target, noise, on_device(t, self._device)).flatten(1).mean(1)
 
     def save(self, folder: Path) -> None:
@@ -237,6 +242,8 @@ class FlowPolicy:
 
     def _spread(self, per_action: Tensor) -> Tensor:
         """[B, L] of [B, K, P]."""
+        if per_action.shape[2] == len(self._scale.varies) and self._cfg.likelihood is not Likelihood.fpo:
+            per_action = per_action * on_device(self._scale.varies, self._device)
         share = self.spec.tokens_per_chunk // self._shape.executed
         return nn.functional.pad(per_action, (0, share - per_action.shape[2])).flatten(1)
 

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from embodyrl.policies.flow.specs import VisionSpec
 
 LAYER_NORM_EPS = 1e-6
+CYCLES, CONTRAST = 4, 3.0
+"""Of random patches: cosines in each direction, and the size of a filter."""
 
 
 class SiglipEmbeddings(nn.Module):
@@ -87,10 +89,11 @@ class SiglipTower(nn.Module):
         self.post_layernorm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
 
     @torch.no_grad()
-    def initialise(self) -> None:
+    def initialise(self, generator: torch.Generator) -> None:
         """Places: sine and cosine of column and row, from a quarter of a wave across the image to the finest of a grid.
 
-        Blocks: nothing is added to what they are given.
+        The longer the wave, the larger it is: a place is mostly read off the long ones. Patches are read by random
+        mixes of their slowest cosines, as colours and slopes; blocks add nothing to what they are given.
         """
         for block in self.encoder["layers"]:  # type: ignore[union-attr]
             assert isinstance(block, SiglipBlock)
@@ -99,10 +102,18 @@ class SiglipTower(nn.Module):
         table = self.embeddings.position_embedding.weight
         side, count = math.isqrt(len(table)), table.shape[1] // 4
         places = torch.arange(side) - (side - 1) / 2
-        angle = places[:, None] * math.pi / 2 * torch.logspace(-1, 0, count, base=float(side))
-        waves = torch.cat([angle.sin(), angle.cos()], 1)
+        finest = torch.logspace(-1, 0, count, base=float(side))
+        angle, size = places[:, None] * math.pi / 2 * finest, 1 / finest
+        waves = torch.cat([angle.sin(), angle.cos()], 1) * (size / size.square().mean().sqrt()).repeat(2)
         both = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, 0)], 1)
         table[:, : both.shape[1]] = both.to(table)
+        patch = self.embeddings.patch_embedding.weight
+        wave = torch.arange(patch.shape[-1])
+        cosines = torch.cos(math.pi * wave[:CYCLES, None] * (wave + 0.5) / len(wave))
+        shares = 1 / (1 + wave[:CYCLES, None] + wave[:CYCLES]) * (wave[:CYCLES, None] + wave[:CYCLES] < CYCLES)
+        drawn = torch.randn((*patch.shape[:2], *shares.shape), generator=generator) * shares
+        mixed = torch.einsum("ocij,ih,jw->ochw", drawn, cosines, cosines)
+        patch.copy_(CONTRAST * mixed / mixed.square().sum((1, 2, 3)).mean().sqrt())
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map [N, 3, S, S] to [N, patches, width]."""

@@ -232,7 +232,7 @@ def test_fresh_weights_are_a_function_of_the_seed(model, name):
     identity = 0.0 if spec.language.gemma else 1.0
     assert (one.language.norm.weight == identity).all()
     assert (one.vision.post_layernorm.weight == 1).all()
-    assert (one.action_in_proj.bias == 0).all()
+    assert one.action_in_proj.bias.std() > 0.5  # queries that are not of the noise alone
     images = inputs_of(recorded(name)).images.flatten(0, 1)
     with torch.no_grad():
         bare = one.vision.post_layernorm(one.vision.embeddings(images))
@@ -240,8 +240,14 @@ def test_fresh_weights_are_a_function_of_the_seed(model, name):
     places = one.vision.embeddings.position_embedding.weight.detach()
     near, far = (places[1] - places[0]).norm(), (places[-1] - places[0]).norm()
     assert 0 < near < far
+    patch = one.vision.embeddings.patch_embedding.weight.detach()
+    colour, chequers = patch.mean((2, 3)).square().sum(), (patch * torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat(
+        patch.shape[2] // 2, patch.shape[3] // 2)).mean((2, 3)).square().sum()  # fmt: skip
+    assert colour > 100 * chequers  # whole colours are seen, single pixels are not
     if name == "pi05":
         assert not one.expert.norm.dense.weight.any()
+        assert (one.expert.norm.dense.bias.unflatten(0, (3, -1)).std(1) == 0).all()
+        assert one.expert.norm.dense.bias.unflatten(0, (3, -1))[:, 0].tolist() == [0.0, 0.0, 1.0]
     data = recorded(name)
     with torch.no_grad():
         actions = sample(one, one.prefix(inputs_of(data)), data["noise"], 2)

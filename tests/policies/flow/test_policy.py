@@ -184,9 +184,10 @@ def test_values_are_a_function_of_the_observation(folder, value_from):
     assert np.abs(first[0] - first[1]).max() > 1e-4
 
 
-def test_imitation_is_flow_matching_with_fixed_draws_in_validation(folder):
-    """x_t = t noise + (1 - t) a, target noise - a, t from 0.001 + 0.999 Beta(1.5, 1)."""
-    policy = build(folder)
+@pytest.mark.parametrize("power", [1.5, 4.0])
+def test_imitation_is_flow_matching_with_fixed_draws_in_validation(folder, power):
+    """x_t = t noise + (1 - t) a, target noise - a, t from 0.001 + 0.999 Beta(power, 1)."""
+    policy = build(folder, **({} if power == 1.5 else {"imitated_time": power}))
     stir(policy)
     obs = observe(8)
     actions = np.random.default_rng(2).uniform([-2, 0, 0.5, -1], [2, 1, 0.5, 1], (8, 3, 4)).astype(np.float32)
@@ -195,12 +196,12 @@ def test_imitation_is_flow_matching_with_fixed_draws_in_validation(folder):
         assert torch.equal(policy.imitate(obs, actions).loss, found.loss)
         a = torch.from_numpy(policy._scale.from_actions(actions, obs))
         noise = normals(np.arange(8), START, (3, 4), torch.device("cpu"))
-        t = torch.from_numpy(uniforms(np.arange(8), TIMES, 1)[:, 0] ** (2 / 3) * 0.999 + 0.001).float()
+        t = torch.from_numpy(uniforms(np.arange(8), TIMES, 1)[:, 0] ** (1 / power) * 0.999 + 0.001).float()
         at = t[:, None, None]
         v, _ = policy._velocity(policy._prefix(obs), at * noise + (1 - at) * a, t)
     torch.testing.assert_close(found.loss, (v - noise + a).square().mean((1, 2)))
-    many = uniforms(np.arange(4000), TIMES, 1)[:, 0] ** (2 / 3)
-    assert many.mean() == pytest.approx(1.5 / 2.5, abs=0.01)  # of Beta(1.5, 1)
+    many = uniforms(np.arange(4000), TIMES, 1)[:, 0] ** (1 / power)
+    assert many.mean() == pytest.approx(power / (power + 1), abs=0.01)  # of Beta(power, 1)
     assert policy.imitate(obs, actions).loss.requires_grad
 
 

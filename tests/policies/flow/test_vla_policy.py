@@ -14,6 +14,7 @@ from golden_flow import sample
 from safetensors.torch import load_file
 from tiny_vla import FORMS, build_model, write_checkpoint
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.blueprint import mismatches
 from embodyrl.plan.config import load_config
@@ -385,3 +386,24 @@ def test_tiny_ones_act_on_the_table_from_random_weights(name):
     )
     assert policy.act(obs, noise=None).actions.shape == (2, 4, 7)
     assert policy.imitate(obs, np.zeros((2, 4, 7), np.float32)).loss.requires_grad
+
+
+@pytest.mark.parametrize("name", ["pi05_tiny", "smolvla_tiny"])
+def test_shipped_starts_are_small_and_read_the_words(name):
+    cfg = load_config("eval", [f"model={name}"]).model
+    folder = resolve_asset(str(cfg.path))
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 6e6
+    env = replace(ENV, image_size=(56, 56), image_rotation_deg=0, state_dim=4, unnorm_key="tabletop")
+    policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=env, device="cpu", seed=0))
+    images = np.full((2, 1, 56, 56, 3), 180, np.uint8)
+    images[:, :, 20:26, 8:14], images[:, :, 20:26, 42:48] = (220, 40, 40), (50, 110, 240)
+    asked = "touch the red block", "touch the blue block"
+    obs = Observation(images=images, state=np.zeros((2, 4), np.float32), instructions=asked)
+    red, blue = policy.act(obs, noise=None).actions[..., :3]
+    assert np.abs(red - blue).max() > 0.1
+    # On the table only x, y and z are anybody's choice: rotations and fingers are constant in the demonstrations.
+    noise = np.random.default_rng(0).random((2, policy.spec.tokens_per_chunk), np.float32)
+    chosen = policy.act(obs, noise=noise)
+    by_number = chosen.logprob.reshape(2, 4, -1)[..., :7] != 0
+    assert by_number.tolist() == np.broadcast_to([1, 1, 1, 0, 0, 0, 0], (2, 4, 7)).tolist()
+    np.testing.assert_allclose(policy.score(obs, chosen.tokens).logprob.detach().numpy(), chosen.logprob, atol=1e-5)

@@ -153,6 +153,7 @@ class SmallFlow(nn.Module):
         self.config, self.shape = config, shape
         self.prefix_width = self.hidden_width = width = config.width
         self._words = words
+        self.varies = np.ones(shape.action_dim, np.float32)
         for name in ("action_low", "action_high", "state_low", "state_high"):
             self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(getattr(units, name))))
         if config.num_images:

@@ -39,6 +39,8 @@ class VlaReader:
     def adopt(self, folder: Path) -> None:
         """Take the statistics of a folder: its weights' numbers mean what they meant where it was trained."""
         self._units = read_units(folder, self._cfg, self._env.state_dim, self._env.action_dim)
+        # Where all data are equal, the scale is what keeps a division from being one by 0.
+        self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
 
     def read(self, obs: Observation) -> FlowInputs:
         """What the model reads of observations: images [B, C, H, W, 3] as stored, states [B, S] in their own units."""
