@@ -25,8 +25,8 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.texts import sampling_problems
 from embodyrl.policies import POLICIES
+from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.protocol import PolicyRequest, weights_changed
-from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import Observation
 
 ASKED = Observation(
@@ -42,7 +42,7 @@ def build(path: Path | None, url: str | None = None, *, lora: bool = False, **mo
         precision="fp32",
         path=None if path is None else str(path),
         is_lora=lora,
-        lora=LoraSettings(r=4, lora_alpha=8),
+        lora=TextLoraSettings(r=4, lora_alpha=8),
     )
     backend = "hf" if url is None else "server"
     return factory.build(
