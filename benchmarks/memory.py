@@ -29,7 +29,7 @@ from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import GIB, plan_memory
 from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
-from embodyrl.workers.messages import InferItem, InferRequest, RankInfo, UpdateRequest
+from embodyrl.workers.messages import InferRequest, RankInfo, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
 SIZES = {"tiny": (128, 352, 3, 4), "100m": (768, 2048, 14, 12), "300m": (1024, 2816, 24, 16)}
@@ -98,8 +98,8 @@ def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Con
         actor = PolicyHost(replace(init, trains=False))
         actor.policy.module.load_state_dict(trainer.policy.module.state_dict())
     tickets = fill(arena, blueprint)
-    items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
-    list(actor.handle(InferRequest(sequence=0, items=items, greedy=False, version=0)))
+    seeds, first = range(len(tickets)), [0] * len(tickets)
+    list(actor.handle(InferRequest(tickets=tickets, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
     acted = peak()
     episode = tuple(range(len(tickets)))
     (done,) = trainer.handle(UpdateRequest(sequence=0, step=0, tickets=tickets, episode=episode))

@@ -376,17 +376,13 @@ class OurVector:
 
     def _order(self, work: dict[int, Any], reuse: bool = False) -> None:
         from embodyrl.types import EpisodeStart
-        from embodyrl.workers.messages import EnvRequest, ResetRequest, StepRequest
+        from embodyrl.workers.messages import EnvRequest, ResetRequest
 
         sent = 0
         targets = self._current if reuse or None in work.values() else self._next
         for worker, slots in self._slots.items():
             mine = {slot: source for slot, source in work.items() if slot in slots}
-            steps = tuple(
-                StepRequest(slot=slot - slots.start, source=source, target=targets[slot])
-                for slot, source in mine.items()
-                if source is not None
-            )
+            stepped = {slot: source for slot, source in mine.items() if source is not None}
             resets = tuple(
                 ResetRequest(
                     slot=slot - slots.start,
@@ -397,7 +393,14 @@ class OurVector:
                 if source is None
             )
             if mine:
-                self._launcher.send(worker, EnvRequest(sequence=0, stage=0, steps=steps, resets=resets), timeout_s=60.0)
+                request = EnvRequest(
+                    stage=0,
+                    slots=[slot - slots.start for slot in stepped],
+                    sources=list(stepped.values()),
+                    targets=[targets[slot] for slot in stepped],
+                    resets=resets,
+                )
+                self._launcher.send(worker, request, timeout_s=60.0)
                 sent += 1
         self._answers(sent)
 

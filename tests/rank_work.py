@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from toy_runs import toy_config
 
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
-from embodyrl.workers.messages import InferItem, InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
+from embodyrl.types import IntArray
+from embodyrl.workers.messages import InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
 RECORDS = 6
@@ -100,7 +101,7 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     host = PolicyHost(replace(policy_init(blueprint, arena, None), rank_info=rank_info))
     tickets = fill(arena, blueprint, host)
     if job.poison:
-        arena[Record.advantage][tickets[0].record] = np.nan
+        arena[Record.advantage][records_of(tickets[0])] = np.nan
     if job.load is not None:
         list(host.handle(LoadRequest(sequence=0, folder=str(job.load))))
     metrics = []
@@ -115,11 +116,11 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     arena.close()
 
 
-def fill(arena: Arena, blueprint: Blueprint, host: PolicyHost, *, drift: float = 0.05) -> tuple[Ticket, ...]:
+def fill(arena: Arena, blueprint: Blueprint, host: PolicyHost, *, drift: float = 0.05) -> IntArray:
     """Records as a rollout would leave them, drawn from one seed; `drift`: how far log-probabilities are moved."""
     rng = np.random.default_rng(0)
-    tickets = tuple(arena.allocate() for _ in range(RECORDS))
-    for ticket in tickets:
+    tickets = arena.allocate_all(RECORDS)
+    for ticket in tickets.tolist():
         with arena.write(ticket) as record:
             arena[Record.images][record] = rng.integers(0, 256, arena[Record.images].shape[1:])
             arena[Record.observed_state][record] = rng.normal(size=arena[Record.observed_state].shape[1:])
@@ -128,7 +129,7 @@ def fill(arena: Arena, blueprint: Blueprint, host: PolicyHost, *, drift: float =
             arena[Record.advantage][record] = rng.normal()
             arena[Record.returns][record] = rng.normal(size=arena[Record.returns].shape[1:])
             arena[Record.valid][record] = rng.random(arena[Record.valid].shape[1:]) < 0.9
-    items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=i) for i, t in enumerate(tickets))
-    list(host.handle(InferRequest(sequence=0, items=items, greedy=False, version=0)))
+    seeds, first = range(RECORDS), [0] * RECORDS
+    list(host.handle(InferRequest(tickets=tickets, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
     arena[Record.logprob][:] += rng.normal(0, drift, arena[Record.logprob].shape)
     return tickets

@@ -129,37 +129,51 @@ def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> 
 def gae(
     reward: npt.ArrayLike,
     value: npt.ArrayLike,
-    bootstrap: float,
+    bootstrap: npt.ArrayLike,
     valid: npt.ArrayLike,
     *,
     gamma: float,
     lam: float,
+    ends: npt.ArrayLike | None = None,
 ) -> tuple[Float64, Float64]:
-    """Generalised advantage estimation of one episode (arXiv 1506.02438); entries that are not valid are skipped.
+    """Generalised advantage estimation of episodes (arXiv 1506.02438); entries that are not valid are skipped.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V.
 
     Args:
         reward: [T] reward of each credited step.
         value: [T] value estimate before each step.
-        bootstrap: value after the last valid step: 0 where the episode terminated, the estimate for its final
+        bootstrap: [E] value after the last valid step: 0 where the episode terminated, the estimate for its final
             observation where it was truncated or cut.
         valid: [T] bool, the step was executed.
         gamma: discount per credited step.
         lam: GAE lambda.
+        ends: [E] where one episode after the other ends; all entries are one episode's without it.
 
     Returns:
         advantages [T] and returns [T]; 0 where not valid.
     """
     reward, value = np.asarray(reward, dtype=np.float64), np.asarray(value, dtype=np.float64)
-    steps = np.flatnonzero(np.asarray(valid, dtype=bool))
+    valid = np.asarray(valid, dtype=bool)
+    steps, stops = np.flatnonzero(valid), np.asarray([len(reward)] if ends is None else ends)
+    # By place among the valid steps; of an episode without any, nothing is left.
+    after: list[float | None] = [None] * (len(steps) + 1)
+    places = np.concatenate([[0], valid.cumsum()])[stops]
+    for place, estimate in zip(places.tolist(), np.ravel(bootstrap).tolist(), strict=True):
+        if after[place] is None:
+            after[place] = estimate
+    # Plain numbers: numpy's own take ten times longer one by one.
+    found: list[float] = []
+    following = running = 0.0
+    for r, v, first in zip(reward[steps][::-1].tolist(), value[steps][::-1].tolist(), after[:0:-1], strict=True):
+        if first is not None:
+            following, running = first, 0.0
+        running = r + gamma * following - v + gamma * lam * running
+        found.append(running)
+        following = v
     advantage, returns = np.zeros_like(reward), np.zeros_like(reward)
-    following, running = float(bootstrap), 0.0
-    for t in steps[::-1]:
-        delta = reward[t] + gamma * following - value[t]
-        running = delta + gamma * lam * running
-        advantage[t], returns[t] = running, running + value[t]
-        following = value[t]
+    advantage[steps] = found[::-1]
+    returns[steps] = advantage[steps] + value[steps]
     return advantage, returns
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -108,10 +108,8 @@ class Algorithm:
             NonFiniteError: a reward, value or advantage is NaN or infinite; names the episode.
         """
         assert episodes, "a step without episodes"
-        for episode in episodes:
-            _require_finite(episode, "reward", episode.reward[episode.valid])
-            _require_finite(episode, "value", episode.value)
-            _require_finite(episode, "bootstrap value", episode.bootstrap_value)
+        for name in ("reward", "value", "bootstrap_value"):
+            _require_finite(episodes, name.replace("_", " "), [getattr(episode, name) for episode in episodes])
         shaped, metrics = self._shape(episodes, scores)
         # The order matters: groups are filtered first, then credited with what their masked members earned, and only
         # then do those leave the batch. Estimators without groups never see them.
@@ -123,27 +121,27 @@ class Algorithm:
             part_weights=scores.part_weights,
         )
         credits = self._estimator.compute(kept, scores, self._cfg) if kept else []
-        for episode, credit in zip(kept, credits, strict=True):
-            _require_finite(episode, "advantage", credit.advantage[episode.valid])
-            _require_finite(episode, "value target", credit.returns)
+        _require_finite(kept, "advantage", [credit.advantage for credit in credits])
+        _require_finite(kept, "value target", [credit.returns for credit in credits])
         if bounds := self._cfg.advantage_clip:
             credits = [replace(c, advantage=c.advantage.clip(min=bounds[0], max=bounds[1])) for c in credits]
         pairs = [pair for pair in zip(kept, credits, strict=True) if not self._is_masked(pair[0])]
         actions = episodes[0].valid.shape[1]
         targets = episodes[0].value.shape[1] if self.needs_values else 0
-        ran = [episode.valid.any(axis=1) for episode, _ in pairs]
 
-        def stack(parts: Sequence[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
-            empty = np.zeros((0, *shape), dtype=dtype)
-            return np.concatenate([empty, *(part[m] for part, m in zip(parts, ran, strict=True))]).astype(dtype)
+        def stack(parts: Iterable[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
+            return np.concatenate([np.zeros((0, *shape), dtype=dtype), *parts]).astype(dtype)
 
+        valid = stack((e.valid for e, _ in pairs), (actions,), np.bool_)
+        advantage = np.where(valid, stack((c.advantage for _, c in pairs), (actions,), np.float32), np.float32(0))
+        ran, ids = valid.any(axis=1), [e.spec.episode_id for e, _ in pairs]
         return PreparedBatch(
-            records=stack([e.records for e, _ in pairs], (), np.int64),
-            episode=stack([np.full(len(e.valid), e.spec.episode_id) for e, _ in pairs], (), np.int64),
-            advantage=stack([np.where(e.valid, c.advantage, 0.0) for e, c in pairs], (actions,), np.float32),
-            returns=stack([c.returns for _, c in pairs], (targets,), np.float32),
-            valid=stack([e.valid for e, _ in pairs], (actions,), np.bool_),
-            has_signal=any(self._has_other_terms or _carries_signal(e, c) for e, c in pairs),
+            records=stack((e.records for e, _ in pairs), (), np.int64)[ran],
+            episode=np.repeat(np.array(ids, np.int64), [len(e.valid) for e, _ in pairs])[ran],
+            advantage=advantage[ran],
+            returns=stack((c.returns for _, c in pairs), (targets,), np.float32)[ran],
+            valid=valid[ran],
+            has_signal=bool(pairs) and (self._has_other_terms or bool(advantage.any())),
             metrics=metrics
             | _metrics(episodes, pairs)
             | (_value_metrics(pairs) if pairs and self.needs_values else {}),
@@ -347,10 +345,17 @@ def _mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (units.mean(2) * per_row).sum()
 
 
-def _require_finite(episode: Episode, what: str, values: FloatArray) -> None:
-    bad = values[~np.isfinite(values)]
-    if not bad.size:
+def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[FloatArray]) -> None:
+    """Look at values of each episode; of those with one for each action, at executed ones."""
+    if not values or np.isfinite(np.concatenate([np.ravel(one) for one in values])).all():
         return
+    for episode, own in zip(episodes, values, strict=True):
+        looked = own[episode.valid] if own.shape == episode.valid.shape else own
+        if (bad := looked[~np.isfinite(looked)]).size:
+            _refuse(episode, what, float(bad[0]))
+
+
+def _refuse(episode: Episode, what: str, bad: float) -> Never:
     spec = episode.spec
     fix = (
         "The simulator returned it: check the environment with `embodyrl check-env`."
@@ -359,7 +364,7 @@ def _require_finite(episode: Episode, what: str, values: FloatArray) -> None:
         "or env.reward_coef."
     )
     raise NonFiniteError(
-        f"{what} is {bad[0]} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
+        f"{what} is {bad} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
         f"{spec.seed}, {episode.length} env steps); the weights were not touched. {fix}"
     )
 

@@ -22,6 +22,9 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[E
     Per action r = reward_scale r; then, on the last executed action, what changes the outcome R = sum r: the bias,
     0 for truncated episodes where asked for, the clip, and the normalisation over the batch or group.
     """
+    as_they_are = (cfg.reward_scale, cfg.reward_bias, cfg.reward_clip, cfg.reward_norm) == (1, 0, None, RewardNorm.none)
+    if as_they_are and cfg.truncated_episodes != TruncatedEpisodes.zero_reward:
+        return list(episodes)
     outcome = np.array([_outcome(episode, cfg) for episode in episodes])
     if cfg.reward_norm != RewardNorm.none and episodes:
         groups = [e.spec.group_id if cfg.reward_norm == RewardNorm.group else 0 for e in episodes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from embodyrl.algorithms.settings import (
 )
 from embodyrl.algorithms.shaping import shape_rewards
 from embodyrl.config.settings import Share
-from embodyrl.types import BoolArray, Episode
+from embodyrl.types import BoolArray, Episode, FloatArray
 
 
 class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
@@ -46,20 +47,37 @@ class RemaxSettings(CreditSettings):
 
 def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
     """Estimate advantages from a value head that predicts the return of each chunk (V = 1) or action (V = K)."""
-    pairs = [_one_episode(episode, cfg) for episode in episodes]
-    advantages = [advantage for advantage, _ in pairs]
+    valid, reward, value = (
+        np.concatenate(part)
+        for part in zip(*((episode.valid, episode.reward, episode.value) for episode in episodes), strict=True)
+    )
+    credited, reward = _credited(valid, cfg), _rewards(valid, reward, cfg)
+    assert value.shape == reward.shape, f"value {value.shape} against rewards {reward.shape}"
+    ends = np.cumsum([len(episode.valid) for episode in episodes])
+    bootstrap = [0.0 if episode.terminated else float(episode.bootstrap_value[0]) for episode in episodes]
+    advantage, returns = (
+        found.reshape(reward.shape)
+        for found in gae(
+            reward.ravel(),
+            value.ravel(),
+            bootstrap,
+            credited.ravel(),
+            gamma=cfg.gamma,
+            lam=cfg.gae_lambda,
+            ends=ends * reward.shape[1],
+        )
+    )
     if cfg.normalize_advantages:
-        _whiten(advantages, [_credited(episode, cfg) for episode in episodes])
-    return [
-        Credit(advantage=np.where(episode.valid, advantage, 0.0).astype(np.float32), returns=returns.astype(np.float32))
-        for episode, (advantage, returns) in zip(episodes, pairs, strict=True)
-    ]
+        _whiten([advantage], [credited])
+    advantage, returns = np.where(valid, advantage, 0.0).astype(np.float32), returns.astype(np.float32)
+    starts = [0, *ends.tolist()]
+    return [Credit(advantage=advantage[a:b], returns=returns[a:b]) for a, b in pairwise(starts)]
 
 
 def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:
     """Whiten discounted returns-to-go over the batch (REINFORCE++, arXiv 2501.03262)."""
     parts = [_to_go(episode, cfg, cfg.gamma) for episode in episodes]
-    return _whitened_credits(episodes, parts, [_credited(episode, cfg) for episode in episodes])
+    return _whitened_credits(episodes, parts, [_credited(episode.valid, cfg) for episode in episodes])
 
 
 def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: RemaxSettings) -> list[Credit]:
@@ -104,36 +122,21 @@ def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> 
 
 
 def _to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> Float64:
-    reward = _rewards(episode, cfg)
-    return discounted(reward.ravel(), _credited(episode, cfg).ravel(), gamma=gamma).reshape(reward.shape)
+    reward = _rewards(episode.valid, episode.reward, cfg)
+    return discounted(reward.ravel(), _credited(episode.valid, cfg).ravel(), gamma=gamma).reshape(reward.shape)
 
 
-def _rewards(episode: Episode, cfg: CreditSettings) -> Float64:
+def _rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> Float64:
     """Return the reward of each credited step, [T, 1] or [T, K]."""
-    reward = np.where(episode.valid, episode.reward, 0.0).astype(np.float64)
-    return reward.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else reward
+    earned = np.where(valid, reward, 0.0).astype(np.float64)
+    return earned.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else earned
 
 
-def _credited(episode: Episode, cfg: CreditSettings) -> BoolArray:
+def _credited(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
     """Return the mask of credited steps: chunks that ran at all [T, 1], or executed actions [T, K]."""
     if cfg.reward_type == RewardLevel.chunk_level:
-        return np.asarray(episode.valid.any(axis=1, keepdims=True))
-    return episode.valid
-
-
-def _one_episode(episode: Episode, cfg: GaeSettings) -> tuple[Float64, Float64]:
-    """Advantages and returns [T, V]."""
-    reward = _rewards(episode, cfg)
-    assert episode.value.shape == reward.shape, f"value {episode.value.shape} against rewards {reward.shape}"
-    advantage, returns = gae(
-        reward.ravel(),
-        episode.value.ravel(),
-        0.0 if episode.terminated else float(episode.bootstrap_value[0]),
-        _credited(episode, cfg).ravel(),
-        gamma=cfg.gamma,
-        lam=cfg.gae_lambda,
-    )
-    return advantage.reshape(reward.shape), returns.reshape(reward.shape)
+        return np.asarray(valid.any(axis=1, keepdims=True))
+    return valid
 
 
 SAC = AdvantageEstimator(compute=sac_credits, settings=ReplaySettings, counts_chunk_steps=True)

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.channels.layout import SEQUENCE, STATE, RecordLayout
+from embodyrl.channels.layout import SEQUENCE, STATE, Record, RecordLayout, decode_instruction
 from embodyrl.errors import EmbodyError, StaleTicketError
 from embodyrl.files import available_bytes
 
@@ -32,13 +32,34 @@ class RecordState(IntEnum):
     READY = 3
 
 
-class Ticket(NamedTuple):
-    """The right to use one record: stale as soon as the record is freed."""
+_RECORD_BITS = 26
+_RECORDS = (1 << _RECORD_BITS) - 1
 
-    record: int
-    """Index of the record in the arena."""
-    sequence: int
-    """How many tickets were handed out before, plus one: no two tickets of an arena have the same."""
+
+class Ticket(int):
+    """The right to use one record: stale as soon as the record is freed. A number, so that many are an array of int64.
+
+    The low bits are the record's index in the arena; above them stands how many tickets were handed out before, plus
+    one: no two tickets of an arena are the same.
+    """
+
+    @property
+    def record(self) -> int:
+        """Index of the record in the arena."""
+        return self & _RECORDS
+
+    @property
+    def sequence(self) -> int:
+        """Number of the ticket."""
+        return self >> _RECORD_BITS
+
+
+Tickets = Sequence[int] | npt.NDArray[np.int64]
+
+
+def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
+    """The records [n] of tickets [n], to index fields with, whether these are valid or not."""
+    return np.asarray(tickets, np.int64) & _RECORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +101,8 @@ class Arena:
             f.name: np.ndarray((capacity, *f.shape), dtype=f.dtype, buffer=buffer, offset=offsets[f.name])
             for f in layout.all_fields
         }
-        # Headers are read and written one number at a time: a memoryview does that many times faster than numpy.
-        self._sequence, self._state = self._fields[SEQUENCE].data, self._fields[STATE].data
-        self._free = list(range(capacity - 1, -1, -1))
+        # A stack: the first `_num_free` are free.
+        self._free, self._num_free = np.arange(capacity - 1, -1, -1), capacity
         self._next_sequence = 1
 
     @classmethod
@@ -94,7 +114,7 @@ class Arena:
         """
         _, size = layout.offsets(capacity)
         available = available_bytes()
-        if size > available:
+        if size > available or capacity > _RECORDS:
             raise EmbodyError(
                 f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "
                 f"{layout.record_bytes / 2**10:.0f} KiB), but only {available / 2**30:.2f} GiB of memory is free. "
@@ -127,7 +147,7 @@ class Arena:
     @property
     def num_free(self) -> int:
         """Records that nobody holds a ticket for (owner only)."""
-        return len(self._free)
+        return self._num_free
 
     def allocate(self) -> Ticket:
         """Take a record from the free list (owner only).
@@ -135,72 +155,82 @@ class Arena:
         Raises:
             ArenaFullError: no record is free.
         """
-        if not self._free:
-            raise ArenaFullError(f"All {self.capacity} records of the arena are in use.")
-        record = self._free.pop()
-        self._state[record] = RecordState.ALLOCATED
-        ticket = Ticket(record, self._next_sequence)
-        self._sequence[record] = ticket.sequence
-        self._next_sequence += 1
-        return ticket
+        return Ticket(self.allocate_all(1)[0])
 
-    def free(self, tickets: Sequence[Ticket]) -> None:
+    def allocate_all(self, count: int) -> npt.NDArray[np.int64]:
+        """As `allocate`, for many records; returns their tickets [count]."""
+        if count > self._num_free:
+            raise ArenaFullError(f"All {self.capacity} records of the arena are in use.")
+        self._num_free -= count
+        records = self._free[self._num_free : self._num_free + count][::-1].copy()
+        sequences = np.arange(self._next_sequence, self._next_sequence + count)
+        self._next_sequence += count
+        self._fields[STATE][records], self._fields[SEQUENCE][records] = RecordState.ALLOCATED, sequences
+        return records | sequences << _RECORD_BITS
+
+    def free(self, tickets: Tickets) -> None:
         """Give records back (owner only); their tickets become stale.
 
         A record whose writer died while writing is freed the same way: the next holder's ticket has another number.
         """
-        for ticket in tickets:
-            self._check(ticket)
-            self._state[ticket.record] = RecordState.FREE
-            self._free.append(ticket.record)
+        records = self._valid(tickets)
+        assert len(np.unique(records)) == len(records), "a record is given back twice"
+        self._fields[STATE][records] = RecordState.FREE
+        self._free[self._num_free : self._num_free + len(records)] = records
+        self._num_free += len(records)
 
     @contextmanager
-    def write(self, ticket: Ticket) -> Iterator[int]:
+    def write(self, ticket: int) -> Iterator[int]:
         """Hold a record while writing its observation; it becomes readable at the end, not if the body raises."""
-        self._check(ticket)
-        self._state[ticket.record] = RecordState.WRITING
-        yield ticket.record
-        self._state[ticket.record] = RecordState.READY
+        with self.write_all([ticket]) as records:
+            yield int(records[0])
 
     @contextmanager
-    def write_all(self, tickets: Sequence[Ticket]) -> Iterator[npt.NDArray[np.int64]]:
+    def write_all(self, tickets: Tickets) -> Iterator[npt.NDArray[np.int64]]:
         """`write` for many records at once."""
         records, state = self._valid(tickets), self._fields[STATE]
         state[records] = RecordState.WRITING
         yield records
         state[records] = RecordState.READY
 
-    def read(self, tickets: Sequence[Ticket]) -> npt.NDArray[np.int64]:
+    def read(self, tickets: Tickets) -> npt.NDArray[np.int64]:
         """Return the record numbers of readable tickets, to index fields with.
 
         Raises:
             StaleTicketError: a record was freed since, or was never completely written.
         """
         records = self._valid(tickets)
-        for index in np.flatnonzero(self._fields[STATE][records] != RecordState.READY)[:1].tolist():
-            state = RecordState(self._state[tickets[index].record]).name
-            raise StaleTicketError(f"{tickets[index]} is not readable: state {state}.")
+        unready = records[self._fields[STATE][records] != RecordState.READY]
+        for record in unready[:1].tolist():
+            state = RecordState(self._fields[STATE][record]).name
+            raise StaleTicketError(f"Record {record} is not readable: state {state}.")
         return records
 
-    def _valid(self, tickets: Sequence[Ticket]) -> npt.NDArray[np.int64]:
+    def _valid(self, tickets: Tickets) -> npt.NDArray[np.int64]:
         """Record numbers of tickets, none of which is stale."""
-        records = np.array([ticket.record for ticket in tickets], dtype=np.int64)
-        wanted = np.array([ticket.sequence for ticket in tickets], dtype=np.uint64)
-        stale = (self._fields[STATE][records] == RecordState.FREE) | (self._fields[SEQUENCE][records] != wanted)
-        for index in np.flatnonzero(stale)[:1].tolist():
-            self._check(tickets[index])
+        numbers = np.asarray(tickets, np.int64)
+        records = numbers & _RECORDS
+        free, now = self._fields[STATE][records] == RecordState.FREE, self._fields[SEQUENCE][records]
+        for i in np.flatnonzero(free | (now != numbers >> _RECORD_BITS))[:1].tolist():
+            what = "free" if free[i] else f"at sequence {now[i]}"
+            raise StaleTicketError(
+                f"The ticket of record {records[i]}, sequence {numbers[i] >> _RECORD_BITS}, is stale: the record is "
+                f"{what}."
+            )
         return records
-
-    def _check(self, ticket: Ticket) -> None:
-        free = self._state[ticket.record] == RecordState.FREE
-        if free or self._sequence[ticket.record] != ticket.sequence:
-            now = "free" if free else f"at sequence {self._sequence[ticket.record]}"
-            raise StaleTicketError(f"{ticket} is stale: the record is {now}.")
 
     def close(self) -> None:
         """Drop this process's mapping; the memory is freed when the last process has done so. Idempotent."""
         self._fields = {}
-        self._sequence = self._state = memoryview(b"")
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[str, ...]:
+    """The instructions [n] of some records."""
+    words = fields[Record.instruction][records]
+    # Mostly one task for all: one comparison is a hundred times cheaper than as many texts.
+    eights = words.view(np.int64)
+    same = len(words) > 0 and bool((eights == eights[0]).all())
+    return (decode_instruction(words[0]),) * len(words) if same else tuple(map(decode_instruction, words))

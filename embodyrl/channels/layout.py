@@ -27,7 +27,7 @@ class Field:
 
 SEQUENCE, STATE = "sequence", "state"
 """The arena's own fields: which ticket is valid, and whether the record may be read."""
-_HEADER = (Field(name=SEQUENCE, dtype="uint64"), Field(name=STATE, dtype="uint8"))
+_HEADER = (Field(name=SEQUENCE, dtype="int64"), Field(name=STATE, dtype="uint8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, RecordState
+from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.layout import SEQUENCE, STATE
 from embodyrl.workers.messages import Request, Use
 
@@ -30,7 +30,7 @@ class Rows:
 
 def copy_in(pools: Pools, request: Request) -> list[Rows]:
     """The rows that the worker of a request reads."""
-    return [_copy(pools[use.pool], use, _records(use), (SEQUENCE, STATE)) for use in request.reads()]
+    return [_copy(pools[use.pool], use, records_of(use.tickets), (SEQUENCE, STATE)) for use in request.reads()]
 
 
 def copy_out(pools: Pools, request: Request) -> list[Rows]:
@@ -41,7 +41,7 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
     """
     rows = []
     for use in request.writes():
-        records = _records(use)
+        records = records_of(use.tickets)
         rows.append(_copy(pools[use.pool], use, records[pools[use.pool][STATE][records] == RecordState.READY]))
     return rows
 
@@ -51,10 +51,6 @@ def paste(pools: Pools, rows: Sequence[Rows]) -> None:
     for part in rows:
         for name, values in part.fields.items():
             pools[part.pool][name][part.records] = values
-
-
-def _records(use: Use) -> np.ndarray:
-    return np.fromiter((ticket.record for ticket in use.tickets), dtype=np.int64, count=len(use.tickets))
 
 
 def _copy(arena: Arena, use: Use, records: np.ndarray, header: tuple[str, ...] = ()) -> Rows:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from embodyrl.channels.arena import Arena
+from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.files import write_atomically
 from embodyrl.workers.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, UpdateRequest
@@ -68,8 +68,8 @@ class Timeline:
         name, size = _describe(request)
         self._open.setdefault(worker, deque()).append((name, self._now(), size))
         if isinstance(request, UpdateRequest):
-            version = self._arena[Record.version]
-            self._staleness.update(request.step - int(version[ticket.record]) for ticket in request.tickets)
+            versions = self._arena[Record.version][records_of(request.tickets)]
+            self._staleness.update((request.step - versions).tolist())
 
     def answered(self, worker: str, message: Reply) -> None:
         """A worker replied to its oldest request (or said something that no request asked for)."""
@@ -150,9 +150,9 @@ class Timeline:
 def _describe(request: Request) -> tuple[str, int]:
     """Name and size of a request: new kinds of requests get their class's name."""
     if isinstance(request, EnvRequest):
-        return "chunk" if request.steps else "reset", len(request.steps) + len(request.resets)
+        return "chunk" if len(request.slots) else "reset", len(request.slots) + len(request.resets)
     if isinstance(request, InferRequest):
-        return "infer", len(request.items)
+        return "infer", len(request.tickets)
     return type(request).__name__.removesuffix("Request").lower(), sum(len(use.tickets) for use in request.reads())
 
 

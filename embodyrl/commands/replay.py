@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from embodyrl.channels.arena import Arena, RecordState, Ticket
+from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.layout import STATE, Record
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import LauncherSettings
@@ -135,16 +135,16 @@ def _alone(cfg: TrainConfig) -> TrainConfig:
     return cfg.updated({"launcher": launcher, "rollout": rollout, "actor.fsdp": one_rank})
 
 
-def _refill(blueprint: Blueprint, dump: Dump) -> tuple[Arena, list[Ticket]]:
+def _refill(blueprint: Blueprint, dump: Dump) -> tuple[Arena, IntArray]:
     """An arena whose records are the rows of the dump."""
     count = sum(len(episode.records) for episode in dump.collection.episodes)
     shapes = {f.name: (count, *f.shape) for f in blueprint.layout.fields}
     if shapes != {name: values.shape for name, values in dump.fields.items()}:
         raise CheckpointError(f"The dump of step {dump.step} does not fit the run's config.yaml; was that changed?")
     arena = Arena.create(blueprint.layout, count)
-    tickets = [arena.allocate() for _ in range(count)]
+    tickets = arena.allocate_all(count)
     for name, values in dump.fields.items():
-        arena[name][[ticket.record for ticket in tickets]] = values
+        arena[name][records_of(tickets)] = values
     arena[STATE][:] = RecordState.READY
     arena[Record.advantage][dump.batch.records] = dump.batch.advantage
     arena[Record.returns][dump.batch.records] = dump.batch.returns
@@ -172,11 +172,11 @@ def _logprobs(host: PolicyHost, arena: Arena, records: IntArray, size: int) -> F
     return np.concatenate([np.zeros((0, arena[Record.tokens].shape[1]), np.float32), *parts])
 
 
-def _update(host: PolicyHost, dump: Dump, tickets: list[Ticket]) -> dict[str, float]:
+def _update(host: PolicyHost, dump: Dump, tickets: IntArray) -> dict[str, float]:
     request = UpdateRequest(
         step=dump.step - 1,
-        tickets=tuple(tickets[record] for record in dump.batch.records),
-        episode=tuple(int(e) for e in dump.batch.episode),
+        tickets=tickets[dump.batch.records],
+        episode=dump.batch.episode,
     )
     (done,) = host.handle(request)
     return done.metrics

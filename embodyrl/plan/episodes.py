@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 
 from embodyrl.algorithms.shaping import Outcomes, openness
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, TextTask, TrainConfig
 from embodyrl.plan.seeds import derive, derive_small
-from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
+from embodyrl.types import EnvSpec, EpisodeSpec, IntArray, PolicySpec
 
 _EVAL_SEED = 1000
 
@@ -71,8 +72,12 @@ def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -
     Raises:
         ConfigError: a task id or initial state does not exist.
     """
-    tasks = selected_tasks(env, split, across=across)
-    return [reset_id for task in tasks for reset_id in reset_ids_of(env, split, task)]
+    return _reset_ids(env, split, across=across).tolist()
+
+
+def _reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArray:
+    ids = (reset_ids_of(env, split, task) for task in selected_tasks(env, split, across=across))
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(own.start, own.stop) for own in ids)])
 
 
 def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
@@ -128,9 +133,8 @@ def train_episodes(
         if counts_chunk_steps:
             waves.append(_quota_wave(cfg, env, step, epoch, reset_ids))
         else:
-            first = epoch * slots
-            queue = [_train_episode(cfg, env, step, first + s, (first + s) // size, reset_ids[s]) for s in range(slots)]
-            waves.append(Wave(queues=(tuple(queue),)))
+            index = epoch * slots + np.arange(slots)
+            waves.append(Wave(queues=(tuple(_train_episodes(cfg, env, step, index, index // size, reset_ids)),)))
     if not counts_chunk_steps and split.auto_reset:
         waves = [Wave(queues=(tuple(e for wave in waves for e in wave.queues[0]),))]
     return _episode_list(cfg, split, waves, slots)
@@ -138,13 +142,11 @@ def train_episodes(
 
 def refill_episodes(cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, groups: int) -> EpisodeList:
     """Plan further groups for training step `step`, in place of those that were filtered out."""
-    ids, size = selected_reset_ids(env, cfg.env.train), cfg.algorithm.group_size
+    ids, size = _reset_ids(env, cfg.env.train), cfg.algorithm.group_size
     first = (attempt + 1) * groups_per_step(cfg)
-    episodes = []
-    for group in range(first, first + groups):
-        reset_id = ids[derive(cfg.seed, "refill", step, group) % len(ids)]
-        episodes += [_train_episode(cfg, env, step, group * size + m, group, reset_id) for m in range(size)]
-    return _one_wave(cfg, cfg.env.train, episodes)
+    index = np.arange(first * size, (first + groups) * size)
+    chosen = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
+    return _one_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, chosen))
 
 
 def greedy_episodes(cfg: TrainConfig, plan: EpisodeList) -> EpisodeList:
@@ -239,7 +241,7 @@ def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes |
     """Reset ids of the step's groups: walk through seeded permutations, so that every id is visited equally often."""
     if cfg.algorithm.curriculum or cfg.env.train.task_weights is not None:
         return _weighted_ids(cfg, env, step, seen)
-    ids = np.asarray(selected_reset_ids(env, cfg.env.train))
+    ids = _reset_ids(env, cfg.env.train)
     count = groups_per_step(cfg)
     stream: list[int] = []
     position = step * count
@@ -281,15 +283,23 @@ def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids
     quota = -(-steps // cfg.model.num_action_chunks)
     per_slot = quota if split.auto_reset else 1
     fixed_ids = split.use_fixed_reset_state_ids and not split.continue_episodes
-    choices = () if fixed_ids else selected_reset_ids(env, split)
+    choices = None if fixed_ids else _reset_ids(env, split)
+    members = epoch * len(reset_ids) + np.arange(len(reset_ids))
 
-    def episode(member: int, fixed: int, nth: int) -> EpisodeSpec:
-        reset_id = choices[derive(cfg.seed, "free-reset", step, member, nth) % len(choices)] if choices else fixed
-        return _train_episode(cfg, env, step, member * per_slot + nth, member // size, reset_id)
+    @cache
+    def specs(nth: int) -> list[EpisodeSpec]:
+        """The episodes at one place of all queues: thousands at once cost as much as ten one by one."""
+        ids = np.asarray(reset_ids)
+        if choices is not None:
+            ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, nth)) % len(choices)]
+        return _train_episodes(cfg, env, step, members * per_slot + nth, members // size, ids)
 
-    first = epoch * len(reset_ids)
-    queues = (_LazyEpisodes(partial(episode, first + slot, fixed), per_slot) for slot, fixed in enumerate(reset_ids))
+    queues = (_LazyEpisodes(partial(_nth_of, specs, slot), per_slot) for slot in range(len(reset_ids)))
     return Wave(queues=tuple(queues), quota_chunks=quota)
+
+
+def _nth_of(specs: Callable[[int], list[EpisodeSpec]], slot: int, nth: int) -> EpisodeSpec:
+    return specs(nth)[slot]
 
 
 class _LazyEpisodes(Sequence[EpisodeSpec]):
@@ -306,16 +316,23 @@ class _LazyEpisodes(Sequence[EpisodeSpec]):
         return self._make(range(self._length)[index])
 
 
-def _train_episode(cfg: TrainConfig, env: EnvSpec, step: int, index: int, group: int, reset_id: int) -> EpisodeSpec:
-    return EpisodeSpec(
-        episode_id=index,
-        reset_id=reset_id,
-        task_id=env.task_of(reset_id)[0],
-        group_id=group,
-        member=index % cfg.algorithm.group_size,
-        seed=derive_small(cfg.seed, "env", step, group),
-        noise_seed=derive(cfg.seed, "noise", step, index),
-    )
+def _train_episodes(
+    cfg: TrainConfig, env: EnvSpec, step: int, index: IntArray, group: IntArray, reset_id: npt.ArrayLike
+) -> list[EpisodeSpec]:
+    seeds, noise = derive_small(cfg.seed, "env", step, group), derive(cfg.seed, "noise", step, index)
+    columns = (np.asarray(column).tolist() for column in (index, reset_id, group, seeds, noise))
+    return [
+        EpisodeSpec(
+            episode_id=i,
+            reset_id=reset,
+            task_id=env.task_of(reset)[0],
+            group_id=g,
+            member=i % cfg.algorithm.group_size,
+            seed=seed,
+            noise_seed=n,
+        )
+        for i, reset, g, seed, n in zip(*columns, strict=True)
+    ]
 
 
 def _deal(wave: Wave, slots: int) -> Wave:

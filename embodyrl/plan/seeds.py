@@ -1,17 +1,72 @@
 """Every random stream is derived from the one seed by name, never from worker counts or arrival order."""
 
 import zlib
+from itertools import accumulate, repeat
+from typing import overload
 
 import numpy as np
+import numpy.typing as npt
+
+_MASK = 2**32 - 1
+_POOL = 4
 
 
-def derive(seed: int, *path: int | str) -> int:
-    """Return a 63-bit seed for a named stream, e.g. `derive(seed, "noise", step, episode)`."""
-    key = [zlib.crc32(p.encode()) if isinstance(p, str) else int(p) for p in path]
-    high, low = np.random.SeedSequence([seed, *key]).generate_state(2, np.uint32)
-    return (int(high) << 31 | int(low) >> 1) & (2**63 - 1)
+def _constants(first: int, factor: int, count: int) -> list[int]:
+    return list(accumulate(repeat(factor, count), lambda value, f: value * f & _MASK, initial=first))
 
 
-def derive_small(seed: int, *path: int | str) -> int:
+_MIXING, _DRAWING = _constants(0x43B0D7E5, 0x931E8875, 64), _constants(0x8B51F9DD, 0x58F38DED, 2)
+
+
+@overload
+def derive(seed: int, *path: int | str) -> int: ...
+@overload
+def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> int | npt.NDArray[np.int64]:
+    """Return a 63-bit seed for a named stream, e.g. `derive(seed, "noise", step, episode)`.
+
+    Of arrays of numbers below 2**32, all of one shape, one seed for each. The numbers are those of numpy's
+    `SeedSequence([seed, *path]).generate_state(2)`, which does not know arrays.
+    """
+    key = [zlib.crc32(p.encode()) if isinstance(p, str) else p for p in path]
+    words = [word for number in (seed, *key) for word in _words(number)]
+    words += [0] * (_POOL - len(words))
+    constants = iter(_MIXING)
+    before = next(constants)
+
+    def mixed(value):  # type: ignore[no-untyped-def]
+        nonlocal before
+        value, before = value ^ before, next(constants)
+        value = value * before & _MASK
+        return value ^ value >> 16
+
+    def joined(x, y):  # type: ignore[no-untyped-def]
+        value = (0xCA01F9DD * x & _MASK) - (0x4973F715 * y & _MASK) & _MASK
+        return value ^ value >> 16
+
+    pool = [mixed(word) for word in words[:_POOL]]
+    for source in range(_POOL):
+        for target in range(_POOL):
+            if source != target:
+                pool[target] = joined(pool[target], mixed(pool[source]))
+    for word in words[_POOL:]:
+        pool = [joined(value, mixed(word)) for value in pool]
+    high, low = ((pool[i] ^ _DRAWING[i]) * _DRAWING[i + 1] & _MASK for i in range(2))
+    high, low = high ^ high >> 16, low ^ low >> 16
+    return (high << 31 | low >> 1) & (2**63 - 1)
+
+
+def _words(number: int | npt.NDArray[np.int64]) -> list[int | npt.NDArray[np.int64]]:
+    """The 32 bits at a time of a number, lowest first."""
+    if not isinstance(number, int):
+        return [number]
+    return [number >> shift & _MASK for shift in range(0, max(number.bit_length(), 1), 32)]
+
+
+@overload
+def derive_small(seed: int, *path: int | str) -> int: ...
+@overload
+def derive_small(seed: int, *path: int | str | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
+def derive_small(seed: int, *path: int | str | npt.NDArray[np.int64]) -> int | npt.NDArray[np.int64]:
     """Like `derive`, but below 2**31: what simulators accept as a seed."""
     return derive(seed, *path) % (2**31)

@@ -8,7 +8,7 @@ import numpy as np
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.rollout import RolloutResult
@@ -38,10 +38,8 @@ class Actors:
     def score(self, collection: RolloutResult) -> Scores:
         """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""
         if self._algorithm.needs_reference and collection.episodes:
-            tickets = tuple(
-                t for e in collection.episodes for t in collection.tickets[e.spec.episode_id][: len(e.records)]
-            )
-            self._loop.call(ScoreRequest(tickets=tickets))
+            held = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
+            self._loop.call(ScoreRequest(tickets=np.concatenate(held)))
         return gather_scores(self._algorithm, self._arena, collection, self._part_weights)
 
     def update(self, step: int, collection: RolloutResult, batch: PreparedBatch) -> dict[str, float]:
@@ -50,16 +48,15 @@ class Actors:
             return {"loss": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0, "seconds": 0.0}
         self._arena[Record.advantage][batch.records] = batch.advantage
         self._arena[Record.returns][batch.records] = batch.returns
-        by_record: dict[int, Ticket] = {t.record: t for tickets in collection.tickets.values() for t in tickets}
+        by_record = np.zeros(self._arena.capacity, np.int64)
+        held = np.concatenate(list(collection.tickets.values()))
+        by_record[records_of(held)] = held
+        finals = [e for e in collection.episodes if e.final_record >= 0] if self._algorithm.needs_replay else []
         request = UpdateRequest(
             step=step,
-            tickets=tuple(by_record[int(record)] for record in batch.records),
-            episode=tuple(int(e) for e in batch.episode),
-            finals=tuple(
-                (e.spec.episode_id, by_record[e.final_record]) for e in collection.episodes if e.final_record >= 0
-            )
-            if self._algorithm.needs_replay
-            else (),
+            tickets=by_record[batch.records],
+            episode=batch.episode,
+            finals=tuple((e.spec.episode_id, int(by_record[e.final_record])) for e in finals),
             in_parts=self._in_parts,
         )
         done = self._loop.call(request)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
 
-from embodyrl.channels.arena import Ticket
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.episodes import EpisodeList
-from embodyrl.types import Episode, EpisodeSpec, FloatArray
+from embodyrl.types import Episode, EpisodeSpec, FloatArray, IntArray
 
+NO_QUOTA = 2**62
+"""Chunk steps that are left where there is no quota."""
 _REASONS = 10
 """Different reasons that are said in a run."""
 
@@ -46,7 +46,7 @@ class RolloutResult:
     """What a rollout produced."""
 
     episodes: list[Episode] = field(default_factory=list)
-    tickets: dict[int, list[Ticket]] = field(default_factory=dict)
+    tickets: dict[int, IntArray] = field(default_factory=dict)
     """Records of each episode by episode id; empty if they were not kept."""
     dropped: int = 0
     """Episodes of the plan that were given up, because they took their env worker with them again and again."""
@@ -85,21 +85,30 @@ class RolloutResult:
 class Queue:
     """Episodes in order; each is made when somebody looks at it."""
 
-    def __init__(self, specs: Iterable[EpisodeSpec]) -> None:
-        self._remaining = iter(specs)
-        self.head = next(self._remaining, None)
+    def __init__(self, specs: Sequence[EpisodeSpec]) -> None:
+        self._specs, self._next = specs, 0
+        self._back: list[EpisodeSpec] = []
+
+    def __len__(self) -> int:
+        return len(self._back) + len(self._specs) - self._next
+
+    @property
+    def head(self) -> EpisodeSpec:
+        """The next episode; there must be one."""
+        return self._back[-1] if self._back else self._specs[self._next]
 
     def pop(self) -> EpisodeSpec:
-        """Take the next episode; there must be one."""
+        """Take the next episode."""
         spec = self.head
-        assert spec is not None, "the queue is empty"
-        self.head = next(self._remaining, None)
+        if self._back:
+            self._back.pop()
+        else:
+            self._next += 1
         return spec
 
     def put_back(self, spec: EpisodeSpec) -> None:
         """Make an episode the next one again."""
-        self._remaining = chain([] if self.head is None else [self.head], self._remaining)
-        self.head = spec
+        self._back.append(spec)
 
 
 @dataclass
@@ -138,10 +147,14 @@ class Rollout:
         """Inferences of one batch have the same mode."""
         return self.greedy, self.temperature
 
+    def has_next(self, slot: int) -> bool:
+        """Whether this slot has an episode to start."""
+        return bool(self._queue_of(slot)) and self.left(slot) > 0
+
     def upcoming(self, slot: int) -> EpisodeSpec | None:
         """The episode that this slot would start next."""
         queue = self._queue_of(slot)
-        return None if queue is None or self.left(slot) == 0 else queue.head
+        return queue.head if queue and self.left(slot) > 0 else None
 
     def take(self, slot: int) -> EpisodeSpec:
         """Start that episode."""
@@ -150,21 +163,19 @@ class Rollout:
         self._running += 1
         return queue.pop()
 
-    def lose(self, slot: int, spec: EpisodeSpec, chunks: int, *, again: bool) -> None:
+    def lose(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
         """An attempt at an episode is lost, as if its chunk steps had never been; `again`: it is the next to start."""
-        self._spent[slot] -= chunks
         queue = self._queue_of(slot)
         if again and queue is not None:
             queue.put_back(spec)
 
-    def count_chunk(self, slot: int) -> bool:
-        """Count one chunk step of a slot; returns whether the quota is used up."""
-        self._spent[slot] += 1
-        return self.left(slot) == 0
+    def spend(self, slot: int, chunks: int) -> None:
+        """Count the chunk steps of an episode that ended."""
+        self._spent[slot] += chunks
 
-    def left(self, slot: int) -> int | None:
-        """Chunk steps that the slot has left in this wave; None: no quota."""
-        return None if self._quota is None else self._quota - self._spent[slot]
+    def left(self, slot: int) -> int:
+        """Chunk steps that an idle slot has left in this wave; `NO_QUOTA`: as many as it wants."""
+        return NO_QUOTA if self._quota is None else self._quota - self._spent[slot]
 
     def ended(self) -> None:
         """An episode of this rollout ended or was lost; the next wave starts when the last one of this has."""
@@ -179,7 +190,7 @@ class Rollout:
 
     @property
     def _exhausted(self) -> bool:
-        return not self._running and all(self.upcoming(slot) is None for slot in range(self.plan.num_slots))
+        return not self._running and not any(map(self.has_next, range(self.plan.num_slots)))
 
     def _queue_of(self, slot: int) -> Queue | None:
         if len(self._queues) == 1:

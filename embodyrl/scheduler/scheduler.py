@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import OBSERVATION, Record, decode_instruction
+from embodyrl.channels.arena import Arena, read_instructions, records_of
+from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_films
@@ -20,22 +20,21 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop
 from embodyrl.scheduler.policy_client import PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
-from embodyrl.scheduler.slot import Open, Phase, Slot
-from embodyrl.types import Episode, EpisodeSpec, EpisodeStart
+from embodyrl.scheduler.slot import Open, Phase, Slots
+from embodyrl.types import BoolArray, Episode, EpisodeSpec, EpisodeStart, IntArray
 from embodyrl.workers.messages import (
     Done,
     EnvReport,
     EnvRequest,
-    InferItem,
     InferRequest,
     Recording,
     ResetRequest,
-    StepRequest,
     ValueRequest,
     WorkerReady,
 )
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
+_ENDS = (Record.terminated, Record.truncated)
 _SUSPICIOUS = 2
 """Deaths of env workers at an episode after which it runs alone in its worker."""
 
@@ -56,14 +55,12 @@ class RolloutScheduler(EventLoop):
         self._lockstep = blueprint.env.lockstep
         # Matrix products may round differently for other batch shapes: a deterministic run has one shape.
         self._padded_size = blueprint.num_slots if cfg.runner.deterministic else 0
-        self._slots: list[Slot] = []
-        self._stages: dict[tuple[str, int], list[Slot]] = {}
+        self._slots = Slots(blueprint.num_slots, arena)
+        self._stages: dict[tuple[str, int], IntArray] = {}
+        self._first = {worker.name: worker.slots[0] for worker in blueprint.env_workers}
         for worker in blueprint.env_workers:
-            stages = min(self._num_stages, len(worker.slots))
-            for local, index in enumerate(worker.slots):
-                slot = Slot(worker=worker.name, local=local, stage=local * stages // len(worker.slots), index=index)
-                self._slots.append(slot)
-                self._stages.setdefault((worker.name, slot.stage), []).append(slot)
+            for stage, rows in enumerate(np.array_split(worker.slots, min(self._num_stages, len(worker.slots)))):
+                self._stages[worker.name, stage] = rows
         self._busy: dict[tuple[str, int], EnvRequest] = {}
         self._task_limits: dict[str, int | None] = {}
         self._sequence = 0
@@ -117,13 +114,13 @@ class RolloutScheduler(EventLoop):
         self._repeat_actions()
         self._dispatch_env()
         self._dispatch_inference()
-        waits_for_batch = not self._policy.busy and any(self._may_act(s) for s in self._slots)
+        waits_for_batch = not self._policy.busy and self._may_act.any()
         return _SHORT_WAIT_S if waits_for_batch else PATIENCE_S
 
     @property
     def pending(self) -> bool:
         """Whether somebody is at work, or the policy could be."""
-        return super().pending or bool(self._busy) or any(self._may_act(s) for s in self._slots)
+        return super().pending or bool(self._busy) or bool(self._may_act.any())
 
     def abandon(self) -> None:
         """Send no more requests: the run is about to end."""
@@ -132,8 +129,8 @@ class RolloutScheduler(EventLoop):
     def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
         """Give the records of a collection, or of some of its episodes, back to the arena."""
         chosen = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
-        for episode_id in chosen:
-            self._arena.free(collection.tickets.pop(episode_id))
+        if chosen:
+            self._arena.free(np.concatenate([collection.tickets.pop(episode_id) for episode_id in chosen]))
 
     def on_message(self, worker: str, message: Message) -> None:
         """Callback for `Supervisor`: reports and deaths of env workers."""
@@ -148,56 +145,73 @@ class RolloutScheduler(EventLoop):
 
     def _dispatch_env(self) -> None:
         """Send each idle stage its work: a stage steps as a whole, but resets do not wait for inference."""
-        for key, slots in self._stages.items():
+        may_act = self._may_act
+        for key, rows in self._stages.items():
             if key in self._busy or key[0] in self._supervisor.starting:
                 continue
-            acted = [s for s in slots if s.phase is Phase.ACTED]
-            if acted and any(s.phase is Phase.INFERRING or self._may_act(s) for s in slots):
-                acted = []
-            steps = tuple(self._step_request(s) for s in acted)
-            resets = tuple(self._reset_requests([s for s in slots if s.phase is Phase.IDLE]))
-            if not steps and not resets:
+            phase = self._slots.phase[rows]
+            acted = rows[phase == Phase.ACTED]
+            if len(acted) and ((phase == Phase.INFERRING) | may_act[rows]).any():
+                acted = acted[:0]
+            resets = self._reset_requests(key[0], rows[phase == Phase.IDLE])
+            if not len(acted) and not resets:
                 continue
+            self._slots.step(acted)
             self._sequence += 1
-            request = EnvRequest(sequence=self._sequence, stage=key[1], steps=steps, resets=resets)
+            request = EnvRequest(
+                sequence=self._sequence,
+                stage=key[1],
+                slots=(acted - self._first[key[0]]).tolist(),
+                sources=self._slots.current[acted],
+                targets=self._slots.target[acted],
+                resets=resets,
+            )
             self._busy[key] = request
-            timeout = self._step_timeout_s * (len(steps) + len(resets))
-            self._supervisor.send(key[0], request, timeout_s=timeout)
+            self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
-    def _reset_requests(self, slots: Sequence[Slot]) -> Iterator[ResetRequest]:
+    def _reset_requests(self, worker: str, rows: IntArray) -> tuple[ResetRequest, ...]:
         """Let slots begin their next episodes; those that go on with a cut one need no reset."""
-        for slot in slots:
-            rollout = self._next_rollout(slot)
+        fresh: list[int] = []
+        going_on: list[int] = []
+        for row in rows.tolist():
+            rollout = self._next_rollout(worker, row)
             if rollout is None:
                 continue
-            if rollout.continues and slot.open is not None:
-                slot.begin(rollout, self._arena.allocate())
-                slot.go_on(self._arena)
-            else:
+            slot = self._slots.each[row]
+            if not rollout.continues:
                 slot.open = None
-                yield self._reset_request(slot, rollout)
+            (fresh if slot.open is None else going_on).append(row)
+            self._slots.assign(row, rollout)
+        if not fresh and not going_on:
+            return ()
+        self._slots.begin(np.array(fresh + going_on))
+        self._slots.go_on(np.array(going_on, np.int64))
+        first = self._first[worker]
+        return tuple(self._reset_request(row, first) for row in fresh)
 
-    def _next_rollout(self, slot: Slot) -> Rollout | None:
+    def _next_rollout(self, worker: str, row: int) -> Rollout | None:
         """The first rollout whose next episode this slot can run now.
 
         A worker that holds few simulators takes few tasks at once; it then waits rather than take a later rollout's.
         """
-        limit = self._task_limits.get(slot.worker)
+        limit = self._task_limits.get(worker)
         if limit is None and not any(rollout.fatal for rollout in self._rollouts):
             # Nobody else matters; to look at them all for each of thousands of slots would take quadratic time.
-            return next((rollout for rollout in self._rollouts if rollout.upcoming(slot.index) is not None), None)
-        running = [s for s in self._slots if s.worker == slot.worker and s.episode is not None]
+            return next((rollout for rollout in self._rollouts if rollout.has_next(row)), None)
+        running = [r for r in self._rows_of(worker) if self._slots.each[r].episode is not None]
         # What waits for new weights may wait for the end of this rollout, so it is in nobody's way.
-        moving = [] if self._lockstep else [s for s in running if s.phase is not Phase.READY or self._may_act(s)]
-        if any(self._suspicious(s.rollout, s.episode) for s in moving):
+        may_act, phase = self._may_act, self._slots.phase
+        moving = [] if self._lockstep else [r for r in running if phase[r] != Phase.READY or may_act[r]]
+        slots = [self._slots.each[r] for r in moving]
+        if any(self._suspicious(slot.rollout, slot.episode) for slot in slots):
             return None
         for rollout in self._rollouts:
-            spec = rollout.upcoming(slot.index)
+            spec = rollout.upcoming(row)
             if spec is None:
                 continue
             if moving and self._suspicious(rollout, spec):
                 return None
-            active = {s.episode.task_id for s in running if s.episode is not None}
+            active = {e.task_id for r in running if (e := self._slots.each[r].episode) is not None}
             return rollout if limit is None or len(active | {spec.task_id}) <= limit else None
         return None
 
@@ -205,88 +219,86 @@ class RolloutScheduler(EventLoop):
         """Whether two workers died at this episode: it has one for itself then, so that no other is given up for it."""
         return rollout is not None and spec is not None and rollout.fatal[spec.episode_id] >= _SUSPICIOUS
 
-    def _may_act(self, slot: Slot) -> bool:
-        """Whether the policy may look at the slot's observation with the present weights."""
-        return slot.phase is Phase.READY and slot.rollout is not None and slot.rollout.not_before <= self._version
+    @property
+    def _may_act(self) -> BoolArray:
+        """[N] the policy may look at the slot's observation with the present weights."""
+        return self._slots.may_act(self._version)
 
-    def _step_request(self, slot: Slot) -> StepRequest:
-        assert slot.current is not None
-        slot.target = self._arena.allocate()
-        slot.phase = Phase.STEPPING
-        return StepRequest(slot=slot.local, source=slot.current, target=slot.target)
-
-    def _reset_request(self, slot: Slot, rollout: Rollout) -> ResetRequest:
-        target = self._arena.allocate()
-        spec = slot.begin(rollout, target)
+    def _reset_request(self, row: int, first: int) -> ResetRequest:
+        slot = self._slots.each[row]
+        rollout, spec = slot.rollout, slot.episode
+        assert rollout is not None and spec is not None
         choice = rollout.video(spec) if rollout.video is not None else None
         return ResetRequest(
-            slot=slot.local,
+            slot=row - first,
             start=EpisodeStart(
                 reset_id=spec.reset_id,
                 seed=spec.seed,
                 max_episode_steps=rollout.plan.max_episode_steps,
                 ignore_terminations=rollout.plan.ignore_terminations,
             ),
-            target=target,
+            target=int(self._slots.target[row]),
             video_stem=choice[0] if choice else None,
             keep_video=choice[1] if choice else "all",
         )
 
     def _repeat_actions(self) -> None:
         """Where a rollout repeats episodes, their actions take the policy's place."""
-        for slot in self._slots:
-            if slot.rollout is None or slot.rollout.replayed is None or not self._may_act(slot):
+        if all(rollout.replayed is None for rollout in self._rollouts):
+            return
+        for row in np.flatnonzero(self._may_act).tolist():
+            slot = self._slots.each[row]
+            if slot.rollout is None or slot.rollout.replayed is None:
                 continue
-            assert slot.episode is not None and slot.current is not None
+            assert slot.episode is not None
             chunks = slot.rollout.replayed[slot.episode.episode_id]
             # A simulator that does not repeat itself may go on for longer than it did.
-            self._arena[Record.action][slot.current.record] = chunks[min(slot.chunks, len(chunks) - 1)]
-            slot.phase = Phase.ACTED
+            chunk = chunks[min(int(self._slots.chunks[row]), len(chunks) - 1)]
+            self._arena[Record.action][records_of(self._slots.current[row])] = chunk
+            self._slots.phase[row] = Phase.ACTED
 
     def _dispatch_inference(self) -> None:
         """Batch whatever is ready: at the target size, after a short wait, or when nothing else can arrive."""
-        ready = [s for s in self._slots if self._may_act(s)]
-        if not ready:
+        slots = self._slots
+        ready = np.flatnonzero(self._may_act)
+        if not len(ready):
             self._ready_since = 0.0
-        if not ready or self._policy.busy:
+        if not len(ready) or self._policy.busy:
             return
         now = time.monotonic()
         self._ready_since = self._ready_since or now
-        running = sum(s.phase is not Phase.IDLE for s in self._slots)
-        target = max(1, running // self._num_stages)
+        target = max(1, int(np.count_nonzero(slots.phase)) // self._num_stages)
         if len(ready) < target and self._busy and now - self._ready_since < _SHORT_WAIT_S:
             return
         self._ready_since = 0.0
-        rollout = ready[0].rollout
+        rollout = slots.each[ready[0]].rollout
         assert rollout is not None
-        batch = [s for s in ready if s.rollout is not None and s.rollout.mode == rollout.mode]
-        for slot in batch:
-            slot.phase = Phase.INFERRING
+        if len({one.mode for one in self._rollouts}) > 1:
+            modes = [(other := slots.each[row].rollout) and other.mode for row in ready]
+            ready = ready[[mode == rollout.mode for mode in modes]]
+        slots.phase[ready] = Phase.INFERRING
         request = InferRequest(
-            items=tuple(self._infer_item(s) for s in batch),
+            tickets=slots.current[ready],
+            noise_seeds=slots.noise_seed[ready],
+            chunks=slots.chunks[ready],
             greedy=rollout.greedy,
             temperature=rollout.temperature,
             version=self._version,
             padded_size=self._padded_size,
+            rows=ready,
         )
-        self._policy.submit(request, partial(self._on_inferred, batch))
-
-    def _infer_item(self, slot: Slot) -> InferItem:
-        assert slot.current is not None and slot.episode is not None
-        row = slot.index if self._padded_size else -1
-        return InferItem(ticket=slot.current, noise_seed=slot.episode.noise_seed, chunk=slot.chunks, row=row)
+        self._policy.submit(request, partial(self._on_inferred, ready))
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
-    def _on_inferred(self, slots: Sequence[Slot], done: Done) -> None:
+    def _on_inferred(self, rows: IntArray, done: Done) -> None:
         self._tally.infer_s += done.seconds
         self._tally.inferences += 1
-        self._tally.inferred += len(slots)
-        for slot in slots:
-            if slot.stale:
-                self._arena.free(slot.drop())
-            else:
-                slot.phase = Phase.ACTED
+        self._tally.inferred += len(rows)
+        stale = [row for row in rows.tolist() if self._slots.each[row].stale]
+        self._slots.phase[rows] = Phase.ACTED
+        for row in stale:
+            self._arena.free(self._slots.drop(row))
 
     def _on_report(self, worker: str, report: EnvReport) -> None:
         key = (worker, report.stage)
@@ -296,80 +308,72 @@ class RolloutScheduler(EventLoop):
         self._tally.sim_s += report.sim_s
         self._tally.render_s += report.render_s
         self._tally.reset_s += report.reset_s
-        slots = {s.local: s for s in self._stages[key]}
-        recordings = {r.slot: r for r in report.recordings}
-        for recording in report.recordings:
-            rollout = slots[recording.slot].rollout
+        first = self._first[worker]
+        recordings = {first + r.slot: r for r in report.recordings}
+        for row, recording in recordings.items():
+            rollout = self._slots.each[row].rollout
             if recording.problem and rollout is not None:
                 rollout.out.video_problems.append(recording.problem)
         for local, why in report.unjudged:
-            if (rollout := slots[local].rollout) is not None:
+            if (rollout := self._slots.each[first + local].rollout) is not None:
                 rollout.out.unjudged.append(why)
-        if request.steps:
-            rows = [step.source.record for step in request.steps]
-            terminated = np.asarray(self._arena[Record.terminated][rows].any(axis=1))
-            truncated = np.asarray(self._arena[Record.truncated][rows].any(axis=1))
-            for step, ended, cut in zip(request.steps, terminated.tolist(), truncated.tolist(), strict=True):
-                self._on_stepped(slots[step.slot], ended, cut, recordings.get(step.slot))
-        for reset in request.resets:
-            slots[reset.slot].advance()
+        if len(request.slots):
+            self._on_stepped(np.asarray(request.slots) + first, records_of(request.sources), recordings)
+        if request.resets:
+            self._slots.advance(np.array([first + reset.slot for reset in request.resets]))
 
-    def _on_stepped(self, slot: Slot, terminated: bool, truncated: bool, recording: Recording | None) -> None:
-        rollout = slot.rollout
-        assert rollout is not None
-        spent = slot.take_chunk(self._arena)
-        if not (terminated or truncated or spent):
-            slot.advance()
+    def _on_stepped(self, rows: IntArray, records: IntArray, recordings: Mapping[int, Recording]) -> None:
+        terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _ENDS)
+        over = self._slots.take_chunks(rows) | terminated | truncated
+        self._slots.advance(rows[~over])
+        if not over.any():
             return
-        final, slot.target = slot.target, None
-        assert final is not None
-        instruction = decode_instruction(self._arena[Record.instruction][final.record])
-        episode, tickets = slot.finish(
-            self._arena,
-            instruction,
-            self._value_dim,
-            terminated=terminated,
-            truncated=truncated,
-            cut=not (terminated or truncated),
-            video=recording.path if recording else None,
-        )
-        if rollout.keep and self._needs_finals and not terminated:
+        rows, terminated, truncated = rows[over], terminated[over], truncated[over]
+        finals = self._slots.target[rows]
+        videos = [recording.path if (recording := recordings.get(row)) else None for row in rows.tolist()]
+        instructions = read_instructions(self._arena, records_of(finals))
+        rollouts = [self._slots.each[row].rollout for row in rows.tolist()]
+        found = self._slots.finish(rows, terminated, truncated, instructions, videos, self._value_dim)
+        spare = np.zeros(len(rows), np.bool_)
+        for i, (row, rollout, (episode, tickets)) in enumerate(zip(rows.tolist(), rollouts, found, strict=True)):
+            assert rollout is not None
             # The observation after a time limit or a cut is not an action's: it is kept for its value.
-            tickets.append(final)
-            episode = replace(episode, final_record=final.record)
-        else:
-            self._arena.free([final])
-        if rollout.continues and episode.cut:
-            seen = {str(name): self._arena[name][final.record].copy() for name in OBSERVATION}
-            slot.open = Open(so_far=episode.whole, observation=seen)
-        # Of lost attempts nothing counts, or a crash would show in the numbers of a deterministic run.
-        self._tally.env_steps += episode.length
-        rollout.out.episodes.append(episode)
-        if rollout.keep:
-            rollout.out.tickets[episode.spec.episode_id] = tickets
-        if rollout.on_episode is not None:
-            rollout.on_episode(episode)
+            spare[i] = not (rollout.keep and self._needs_finals and not episode.terminated)
+            if not spare[i]:
+                tickets = np.append(tickets, finals[i])
+                episode = replace(episode, final_record=int(records_of(finals[i])))
+            if rollout.continues and episode.cut:
+                seen = {str(name): self._arena[name][records_of(finals[i])].copy() for name in OBSERVATION}
+                self._slots.each[row].open = Open(so_far=episode.whole, observation=seen)
+            # Of lost attempts nothing counts, or a crash would show in the numbers of a deterministic run.
+            self._tally.env_steps += episode.length
+            rollout.out.episodes.append(episode)
+            if rollout.keep:
+                rollout.out.tickets[episode.spec.episode_id] = tickets
+            if rollout.on_episode is not None:
+                rollout.on_episode(episode)
+        self._arena.free(finals[spare])
 
     def _on_death(self, worker: str) -> None:
         """Play the running episodes of a dead worker again; the policy may still be reading some of their records."""
         self._busy = {key: request for key, request in self._busy.items() if key[0] != worker}
-        for slot in self._slots:
-            if slot.worker == worker:
-                slot.open = None
-            if slot.worker != worker or slot.rollout is None or slot.stale:
+        for row in self._rows_of(worker):
+            slot = self._slots.each[row]
+            slot.open = None
+            if slot.rollout is None or slot.stale:
                 continue
-            if slot.phase is Phase.INFERRING:
+            if self._slots.phase[row] == Phase.INFERRING:
                 slot.stale = True
             else:
-                self._lose(slot, slot.rollout)
+                self._lose(row, slot.rollout)
 
-    def _lose(self, slot: Slot, rollout: Rollout) -> None:
+    def _lose(self, row: int, rollout: Rollout) -> None:
         """Put the slot's episode back into its queue, or give it up if it is what kills the workers."""
-        spec = slot.episode
+        spec = self._slots.each[row].episode
         assert spec is not None
-        rollout.fatal[spec.episode_id] += (at_work := slot.phase in (Phase.RESETTING, Phase.STEPPING))
+        rollout.fatal[spec.episode_id] += (at_work := self._slots.phase[row] in (Phase.RESETTING, Phase.STEPPING))
         hopeless = at_work and rollout.fatal[spec.episode_id] >= self._max_attempts
-        self._arena.free(slot.drop(again=not hopeless))
+        self._arena.free(self._slots.drop(row, again=not hopeless))
         if hopeless:
             rollout.out.dropped += 1
             if rollout.video is not None and (choice := rollout.video(spec)) is not None:
@@ -383,12 +387,14 @@ class RolloutScheduler(EventLoop):
 
     def _bootstrap(self, out: RolloutResult) -> None:
         """Fetch the values of the observations after truncated and cut episodes."""
-        pending = [(i, e) for i, e in enumerate(out.episodes) if e.final_record >= 0]
+        pending = [e for e in out.episodes if e.final_record >= 0]
         if not pending:
             return
-        tickets = tuple(out.tickets[e.spec.episode_id][-1] for _, e in pending)
+        tickets = np.array([out.tickets[e.spec.episode_id][-1] for e in pending])
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
         self.run_until(self._policy.ask_acting(request).complete)
-        for (i, episode), ticket in zip(pending, tickets, strict=True):
-            value = self._arena[Record.value][ticket.record].copy()
-            out.episodes[i] = replace(episode, bootstrap_value=value)
+        for episode, value in zip(pending, self._arena[Record.value][records_of(tickets)], strict=True):
+            episode.bootstrap_value[:] = value
+
+    def _rows_of(self, worker: str) -> list[int]:
+        return [row for (name, _), rows in self._stages.items() if name == worker for row in rows.tolist()]

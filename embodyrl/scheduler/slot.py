@@ -1,36 +1,40 @@
-"""One env slot as the scheduler sees it."""
+"""The env slots as the scheduler sees them: what changes with every chunk as arrays, the rest slot by slot."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
-from embodyrl.scheduler.rollout import Rollout
-from embodyrl.types import EarlierPart, Episode, EpisodeSpec
+from embodyrl.scheduler.rollout import NO_QUOTA, Rollout
+from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, IntArray
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """What a slot waits for."""
 
-    IDLE = "nothing, or its next episode"
-    RESETTING = "its first observation"
-    READY = "inference"
-    INFERRING = "its action"
-    ACTED = "simulation"
-    STEPPING = "its next observation"
+    IDLE = 0
+    """Nothing, or its next episode."""
+    RESETTING = 1
+    """Its first observation."""
+    READY = 2
+    """Inference."""
+    INFERRING = 3
+    """Its action."""
+    ACTED = 4
+    """Simulation."""
+    STEPPING = 5
+    """Its next observation."""
 
 
 KEPT: tuple[str, ...] = (
     *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action),
 )
 """What an `Episode` keeps of each of its chunks, under the same names."""
-
-ChunkFields = Mapping[str, np.ndarray]
-"""`KEPT` of one chunk, copied out of the arena."""
 
 
 @dataclass(frozen=True)
@@ -43,31 +47,18 @@ class Open:
 
 @dataclass
 class Slot:
-    """State of one slot within a rollout."""
+    """What one slot plays."""
 
-    worker: str
-    local: int
-    """Index within its worker."""
-    stage: int
     index: int
     """Index over all workers."""
-    phase: Phase = Phase.IDLE
     rollout: Rollout | None = None
     """What the running episode belongs to."""
     episode: EpisodeSpec | None = None
-    current: Ticket | None = None
-    """Record of the current observation."""
-    target: Ticket | None = None
-    """Record the next observation is being written to."""
-    taken: list[Ticket] = field(default_factory=list)
-    """Records of the chunks taken so far, if they are kept."""
-    chunks: int = 0
-    """Chunks taken so far."""
-    copies: list[ChunkFields] = field(default_factory=list)
-    """What is kept of them, if their records are not."""
+    copies: list[Mapping[str, np.ndarray]] = field(default_factory=list)
+    """`KEPT` of the chunks taken so far, if their records are not kept."""
     started: float = 0.0
-    room: int | None = None
-    """Chunk steps of the quota that were left when the episode began; None: no quota."""
+    room: int = NO_QUOTA
+    """Chunk steps of the quota that were left when the episode began."""
     open: Open | None = None
     """The cut episode that its simulator still holds; only while idle."""
     earlier: EarlierPart | None = None
@@ -75,107 +66,145 @@ class Slot:
     stale: bool = False
     """Its worker died while the policy was reading its record."""
 
-    def begin(self, rollout: Rollout, target: Ticket) -> EpisodeSpec:
-        """Take the rollout's next episode."""
-        assert self.phase is Phase.IDLE
-        self.rollout = rollout
-        self.room = rollout.left(self.index)
-        self.episode = rollout.take(self.index)
-        self.target = target
-        self.taken, self.copies, self.chunks = [], [], 0
-        self.started = time.perf_counter()
-        self.phase = Phase.RESETTING
-        self.earlier = self.open.so_far if self.open is not None and rollout.continues else None
-        if self.earlier is not None:
-            began = self.earlier.spec
-            self.episode = replace(self.episode, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
-        return self.episode
 
-    def go_on(self, arena: Arena) -> None:
-        """Show the running episode, a cut one that goes on, to the policy: nothing is simulated for that."""
-        assert self.open is not None and self.target is not None
-        with arena.write(self.target) as record:
-            for name, value in self.open.observation.items():
-                arena[name][record] = value
-        self.open = None
-        self.advance()
+class Slots:
+    """All slots [N]. Methods take indices of slots, each at most once."""
 
-    def advance(self) -> None:
-        """The observation in `target` is complete."""
-        self.current, self.target = self.target, None
-        self.phase = Phase.READY
+    def __init__(self, count: int, arena: Arena) -> None:
+        self.each = [Slot(index) for index in range(count)]
+        self._arena = arena
+        self.phase = np.zeros(count, np.int8)
+        self.not_before, self.noise_seed, self.chunks, self._left = np.zeros((4, count), np.int64)
+        # `not_before`: version of the weights from which on the policy may act; `chunks`: taken so far.
+        self._keeps = np.ones(count, np.bool_)
+        self.current, self.target = np.zeros((2, count), np.int64)
+        # Tickets: of the present observation, and of the one that is being written.
+        self._taken = np.zeros((count, 32), np.int64)
 
-    def take_chunk(self, arena: Arena) -> bool:
-        """Take the results of the chunk that was just executed; return whether the quota is used up."""
-        assert self.current is not None and self.rollout is not None
-        self.chunks += 1
-        if self.rollout.keep:
-            self.taken.append(self.current)
-        else:
-            self.copies.append({name: arena[name][self.current.record].copy() for name in KEPT})
-            arena.free([self.current])
-        self.current = None
-        return self.rollout.count_chunk(self.index)
+    def may_act(self, version: int) -> BoolArray:
+        """[N] the policy may look at the slot's observation with these weights."""
+        return (self.phase == Phase.READY) & (self.not_before <= version)
+
+    def assign(self, row: int, rollout: Rollout) -> None:
+        """Let a slot take the rollout's next episode; `begin` does what is left."""
+        slot = self.each[row]
+        slot.rollout, slot.room, slot.episode = rollout, rollout.left(row), rollout.take(row)
+        slot.earlier = slot.open.so_far if slot.open is not None and rollout.continues else None
+        if slot.earlier is not None:
+            began = slot.earlier.spec
+            slot.episode = replace(slot.episode, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
+
+    def begin(self, rows: IntArray) -> None:
+        """The slots begin the episodes that they were assigned; the first observations go to `target`."""
+        now = time.perf_counter()
+        facts = np.zeros((4, len(rows)), np.int64)
+        for i, row in enumerate(rows.tolist()):
+            slot = self.each[row]
+            assert slot.rollout is not None and slot.episode is not None
+            slot.started = now
+            facts[:, i] = slot.rollout.not_before, slot.episode.noise_seed, slot.room, slot.rollout.keep
+        self.not_before[rows], self.noise_seed[rows], self._left[rows], self._keeps[rows] = facts
+        self.phase[rows], self.chunks[rows] = Phase.RESETTING, 0
+        self.target[rows] = self._arena.allocate_all(len(rows))
+
+    def go_on(self, rows: IntArray) -> None:
+        """Show running episodes, cut ones that go on, to the policy: nothing is simulated for that."""
+        for row in rows.tolist():
+            held = self.each[row].open
+            assert held is not None
+            with self._arena.write(int(self.target[row])) as record:
+                for name, value in held.observation.items():
+                    self._arena[name][record] = value
+            self.each[row].open = None
+        self.advance(rows)
+
+    def advance(self, rows: IntArray) -> None:
+        """The observations in `target` are complete."""
+        self.current[rows], self.phase[rows] = self.target[rows], Phase.READY
+
+    def step(self, rows: IntArray) -> None:
+        """Their next observations are to be written."""
+        self.target[rows], self.phase[rows] = self._arena.allocate_all(len(rows)), Phase.STEPPING
+
+    def take_chunks(self, rows: IntArray) -> BoolArray:
+        """Take the results of the chunks that were just executed; return [n] whether the quota is used up."""
+        if self.chunks[rows].max() == self._taken.shape[1]:
+            self._taken = np.concatenate([self._taken, np.zeros_like(self._taken)], axis=1)
+        self._taken[rows, self.chunks[rows]] = self.current[rows]
+        self.chunks[rows] += 1
+        self._left[rows] -= 1
+        for row in rows[~self._keeps[rows]].tolist():
+            record = records_of(self.current[row])
+            self.each[row].copies.append({name: self._arena[name][record].copy() for name in KEPT})
+            self._arena.free(self.current[row : row + 1])
+        return np.asarray(self._left[rows] == 0)
 
     def finish(
         self,
-        arena: Arena,
-        instruction: str,
+        rows: IntArray,
+        terminated: BoolArray,
+        truncated: BoolArray,
+        instructions: Sequence[str],
+        videos: Sequence[str | None],
         value_dim: int,
-        *,
-        terminated: bool,
-        truncated: bool,
-        cut: bool,
-        video: str | None,
-    ) -> tuple[Episode, list[Ticket]]:
-        """Close the episode; returns it and the tickets of its records."""
-        assert self.episode is not None and self.rollout is not None
-        records = np.asarray([t.record for t in self.taken], dtype=np.int64)
+    ) -> list[tuple[Episode, IntArray]]:
+        """Close the episodes of slots; returns them and the tickets of their records. `target` is left to the caller.
 
-        def stack(name: str) -> np.ndarray:
-            if self.copies:
-                return np.stack([chunk[name] for chunk in self.copies])
-            return arena[name][records]
+        Those of `terminated` and `truncated` [n] came to their end, all others are cut.
+        """
+        now, lengths = time.perf_counter(), self.chunks[rows]
+        keeps = self._keeps[rows].tolist()
+        taken = [self._taken[row, :n].copy() for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
+        kept = [own for own, keep in zip(taken, keeps, strict=True) if keep]
+        records = records_of(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
+        columns: dict[str, Any] = {name: self._arena[name][records] for name in KEPT}
+        found, place = [], 0
+        for i, row in enumerate(rows.tolist()):
+            slot = self.each[row]
+            rollout, spec = slot.rollout, slot.episode
+            assert rollout is not None and spec is not None
+            if keeps[i]:
+                own = slice(place, place := place + len(taken[i]))
+                fields = {name: column[own] for name, column in columns.items()}
+            else:
+                own = slice(0, 0)
+                fields: dict[str, Any] = {name: np.stack([chunk[name] for chunk in slot.copies]) for name in KEPT}
+            cut = not (terminated[i] or truncated[i])
+            whole = slot.room * fields[Record.valid].shape[1] >= rollout.plan.max_episode_steps
+            episode = Episode(
+                spec=spec,
+                records=records[own],
+                **fields,
+                bootstrap_value=np.zeros(value_dim, dtype=np.float32),
+                terminated=bool(terminated[i]),
+                truncated=bool(truncated[i]) or cut,
+                cut=cut,
+                counted=not cut if rollout.continues else whole,
+                earlier=slot.earlier,
+                instruction=instructions[i],
+                duration_s=now - slot.started,
+                video=videos[i],
+            )
+            found.append((episode, taken[i] if keeps[i] else taken[i][:0]))
+            rollout.spend(slot.index, len(taken[i]))
+            self._become_idle(slot)
+        return found
 
-        valid = stack(Record.valid)
-
-        episode = Episode(
-            spec=self.episode,
-            records=records,
-            reward=stack(Record.reward),
-            valid=valid,
-            success=stack(Record.success),
-            value=stack(Record.value),
-            components=stack(Record.components),
-            action=stack(Record.action),
-            bootstrap_value=np.zeros(value_dim, dtype=np.float32),
-            terminated=terminated,
-            truncated=truncated or cut,
-            cut=cut,
-            counted=not cut
-            if self.rollout.continues
-            else self.room is None or self.room * valid.shape[1] >= self.rollout.plan.max_episode_steps,
-            earlier=self.earlier,
-            instruction=instruction,
-            duration_s=time.perf_counter() - self.started,
-            video=video,
-        )
-        tickets, self.taken, self.copies = self.taken, [], []
-        self._become_idle()
-        return episode, tickets
-
-    def drop(self, *, again: bool = True) -> list[Ticket]:
-        """Forget this attempt at the episode, which may start `again`; returns the tickets to free."""
-        assert self.episode is not None and self.rollout is not None
-        self.rollout.lose(self.index, self.episode, self.chunks, again=again)
-        tickets = [t for t in (self.current, self.target) if t is not None] + self.taken
-        self.current = self.target = None
-        self.taken, self.copies = [], []
-        self.stale = False
-        self._become_idle()
+    def drop(self, row: int, *, again: bool = True) -> list[int]:
+        """Forget this attempt at the slot's episode, which may start `again`; returns the tickets to free."""
+        slot, phase = self.each[row], self.phase[row]
+        assert slot.episode is not None and slot.rollout is not None
+        slot.rollout.lose(slot.index, slot.episode, again=again)
+        tickets = self._taken[row, : self.chunks[row] if self._keeps[row] else 0].tolist()
+        tickets += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
+        tickets += [self.target[row]] * (phase in (Phase.RESETTING, Phase.STEPPING))
+        slot.stale = False
+        self._become_idle(slot)
         return tickets
 
-    def _become_idle(self) -> None:
-        assert self.rollout is not None
-        rollout, self.rollout, self.episode, self.phase = self.rollout, None, None, Phase.IDLE
+    def _become_idle(self, slot: Slot) -> None:
+        rollout = slot.rollout
+        assert rollout is not None
+        slot.rollout, slot.episode, slot.copies = None, None, []
+        self.phase[slot.index] = Phase.IDLE
         rollout.ended()

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import RecordLayout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.settings import ActingFaults
@@ -53,12 +53,12 @@ class SupervisedActors:
         self.loop.call(SaveRequest(folder=str(folder)))
 
     @contextmanager
-    def holding(self, samples: Samples, rows: IntArray) -> Iterator[tuple[Ticket, ...]]:
+    def holding(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
         """Put the samples `rows` into records for as long as the body runs."""
-        tickets = tuple(self.arena.allocate() for _ in rows)
-        for ticket, row in zip(tickets, rows, strict=True):
-            with self.arena.write(ticket) as record:
-                samples.write(self.arena, record, int(row))
+        tickets = self.arena.allocate_all(len(rows))
+        with self.arena.write_all(tickets) as records:
+            for record, row in zip(records.tolist(), rows.tolist(), strict=True):
+                samples.write(self.arena, record, row)
         yield tickets
         self.arena.free(tickets)
 

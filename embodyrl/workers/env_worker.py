@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from embodyrl.channels.arena import Ticket
+from embodyrl.channels.arena import Tickets
 from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, encode_instruction
 from embodyrl.envs.protocol import ENVS, BatchEnv, Env, EnvContext, TextEnv
 from embodyrl.envs.settings import EnvSettings
@@ -16,7 +16,7 @@ from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import ByteArray, FloatArray, ObservationOut
 from embodyrl.workers.lifecycle import WorkerInit
-from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, StepRequest, WorkerReady
+from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class EnvWorker:
         """Run the chunks, then the resets, of one stage."""
         self._render_s = 0.0
         started = time.perf_counter()
-        recordings = self._step(request.steps) if request.steps else []
+        recordings = self._step(request) if len(request.slots) else []
         stepped = time.perf_counter()
         step_render_s = self._render_s
         if request.resets:
@@ -77,13 +77,12 @@ class EnvWorker:
             render_s=self._render_s,
             reset_s=ended - stepped - (self._render_s - step_render_s),
             recordings=tuple(recordings + self._take_problems()),
-            unjudged=tuple(self._unjudged.items()) if request.steps else (),
+            unjudged=tuple(self._unjudged.items()) if len(request.slots) else (),
         )
 
-    def _step(self, requests: tuple[StepRequest, ...]) -> list[Recording]:
-        arena = self._arena
-        slots = [o.slot for o in requests]
-        records = arena.read([o.source for o in requests])
+    def _step(self, request: EnvRequest) -> list[Recording]:
+        arena, slots = self._arena, list(request.slots)
+        records = arena.read(request.sources)
         film = self._film if self._open_recordings else None
         length = 1 if self._init.single_step else arena[Record.action].shape[1]
         if self._init.scripted or self._init.labelled:
@@ -102,7 +101,9 @@ class EnvWorker:
             arena[name][records, length:] = 0
         self._unjudged = result.unjudged
         arena[Record.components][records] = 0 if result.components is None else result.components
-        self._observe(slots, [o.target for o in requests])
+        self._observe(slots, request.targets)
+        if not self._open_recordings:
+            return []
         return [
             self._end_recording(slot)
             for slot, done in zip(slots, result.done, strict=True)
@@ -120,7 +121,7 @@ class EnvWorker:
                 self._start_recording(request)
         self._observe(slots, [o.target for o in requests])
 
-    def _observe_batch(self, env: BatchEnv, slots: list[int], targets: list[Ticket]) -> None:
+    def _observe_batch(self, env: BatchEnv, slots: list[int], targets: Tickets) -> None:
         """As `_observe`, without a loop over slots."""
         arena, count = self._arena, len(slots)
         images = np.empty((count, *arena[Record.images].shape[1:]), np.uint8)
@@ -137,7 +138,7 @@ class EnvWorker:
                 self._instructions = np.stack([encode_instruction(task, width) for task in env.spec.tasks])
             arena[Record.instruction][records] = self._instructions[env.tasks_of(np.asarray(slots))]
 
-    def _observe(self, slots: list[int], targets: list[Ticket]) -> None:
+    def _observe(self, slots: list[int], targets: Tickets) -> None:
         """Render into the records. A record stays unreadable until its observation is complete."""
         arena = self._arena
         started = time.perf_counter()
@@ -145,7 +146,7 @@ class EnvWorker:
             self._observe_batch(self._env, slots, targets)
             self._render_s += time.perf_counter() - started
             return
-        for slot, target in zip(slots, targets, strict=True):
+        for slot, target in zip(slots, np.asarray(targets).tolist(), strict=True):
             with arena.write(target) as record:
                 out = ObservationOut(images=arena[Record.images][record], state=arena[Record.observed_state][record])
                 self._env.observe([slot], [out])

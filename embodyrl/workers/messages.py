@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from embodyrl.channels.arena import Ticket
+import numpy as np
+
+from embodyrl.channels.arena import Tickets
 from embodyrl.channels.buckets import BUCKET, WeightInfo, WeightPart
 from embodyrl.channels.layout import DECISION, OBSERVATION, STATE, STEP_RESULT, Record
-from embodyrl.types import EpisodeStart
+from embodyrl.types import EpisodeStart, IntArray
 
 POLICY_FOLDER = "policy"
 """Where a SaveRequest puts the policy below its folder."""
@@ -35,21 +37,13 @@ class WorkerFailed:
     exit_code: int = 1
 
 
-class StepRequest(NamedTuple):
-    """Run the chunk in `source` on a slot; the observation after it goes to `target`."""
-
-    slot: int
-    source: Ticket
-    target: Ticket
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResetRequest:
     """Begin an episode on a slot; its first observation goes to `target`."""
 
     slot: int
     start: EpisodeStart
-    target: Ticket
+    target: int
     video_stem: str | None = None
     """Record every env step to <stem>_<outcome>_<steps>steps.mp4."""
     keep_video: str = "all"
@@ -59,7 +53,7 @@ class ResetRequest:
 class Use(NamedTuple):
     """Fields of some records that a request is about."""
 
-    tickets: Sequence[Ticket]
+    tickets: Tickets
     fields: tuple[str, ...] | None = ()
     """None: all."""
     pool: int = 0
@@ -88,29 +82,28 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvRequest(Request):
-    """Work for one stage of an env worker."""
+    """Work for one stage of an env worker: steps, then resets."""
 
     stage: int
-    steps: tuple[StepRequest, ...] = ()
+    slots: Sequence[int] = ()
+    """[n] slots that run a chunk: the one in the record of `sources`; what they see after it goes to `targets`."""
+    sources: Tickets = ()
+    targets: Tickets = ()
     resets: tuple[ResetRequest, ...] = ()
 
     def reads(self) -> tuple[Use, ...]:
         """See `Request.reads`."""
-        return Use(self._acted, (Record.action, Record.reply, Record.cut_off)), Use(self._observed)
+        return Use(self.sources, (Record.action, Record.reply, Record.cut_off)), Use(self._observed)
 
     def writes(self) -> tuple[Use, ...]:
         """See `Request.writes`."""
         # An expert acts in the simulator: its actions are a result.
         results = (Record.action, *STEP_RESULT, Record.components)
-        return Use(self._acted, results), Use(self._observed, (*OBSERVATION, STATE))
+        return Use(self.sources, results), Use(self._observed, (*OBSERVATION, STATE))
 
     @property
-    def _acted(self) -> list[Ticket]:
-        return [step.source for step in self.steps]
-
-    @property
-    def _observed(self) -> list[Ticket]:
-        return [one.target for one in (*self.steps, *self.resets)]
+    def _observed(self) -> Tickets:
+        return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,42 +129,38 @@ class EnvReport:
     """Slots whose reward is not known, and why."""
 
 
-class InferItem(NamedTuple):
-    """One observation that wants an action."""
-
-    ticket: Ticket
-    noise_seed: int
-    chunk: int
-    row: int
-    """Row of the padded batch (deterministic mode); -1: any."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class InferRequest(Request):
     """Choose actions for a batch; they are written beside the observations."""
 
-    items: tuple[InferItem, ...]
+    tickets: Tickets
+    """[n] records of the observations; arrays of the same length say more of each."""
+    noise_seeds: Sequence[int] | IntArray
+    chunks: Sequence[int] | IntArray
+    """How many chunks of the episode came before."""
     greedy: bool
     version: int
     temperature: float | None = None
     """Sampling temperature; None: the one of training."""
     padded_size: int = 0
-    """Fixed batch size; 0: as many rows as items."""
+    """Fixed batch size; 0: as many rows as tickets."""
+    rows: Sequence[int] | IntArray = ()
+    """Their rows of the batch of fixed size."""
 
     def reads(self) -> tuple[Use, ...]:
         """See `Request.reads`."""
-        return (Use([item.ticket for item in self.items], OBSERVATION),)
+        return (Use(self.tickets, OBSERVATION),)
 
     def writes(self) -> tuple[Use, ...]:
         """See `Request.writes`."""
-        return (Use([item.ticket for item in self.items], DECISION),)
+        return (Use(self.tickets, DECISION),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRequest(Request):
     """Write the value of each observation into its record."""
 
-    tickets: tuple[Ticket, ...]
+    tickets: Tickets
     padded_size: int = 0
 
     def reads(self) -> tuple[Use, ...]:
@@ -187,7 +176,7 @@ class ValueRequest(Request):
 class ScoreRequest(Request):
     """Write the reference policy's log-probabilities into each record."""
 
-    tickets: tuple[Ticket, ...]
+    tickets: Tickets
 
     def reads(self) -> tuple[Use, ...]:
         """See `Request.reads`."""
@@ -203,10 +192,10 @@ class UpdateRequest(Request):
     """Train on a replay batch whose advantages lie in the records."""
 
     step: int
-    tickets: tuple[Ticket, ...]
-    episode: tuple[int, ...]
+    tickets: Tickets
+    episode: Sequence[int] | IntArray
     """Episode id of each ticket."""
-    finals: tuple[tuple[int, Ticket], ...] = ()
+    finals: tuple[tuple[int, int], ...] = ()
     """Off-policy: what was seen after the last chunk, by episode id, of those that did not terminate."""
     in_parts: bool = False
     """Reply after each micro-batch and wait for a ContinueRequest, so that inferences get their turn."""
@@ -221,7 +210,7 @@ class ImitateRequest(Request):
     """Train by supervision on records that hold an observation and the actions, or the replies, to learn from."""
 
     step: int
-    tickets: tuple[Ticket, ...]
+    tickets: Tickets
     augment: tuple[int, ...] = ()
     """Seeds of random changes of images, one for every `actor.micro_batch_size` samples; empty: no changes."""
     learn: bool = True
@@ -255,7 +244,7 @@ class LoadRequest(Request):
 class PublishRequest(Request):
     """Write parts of the trained weights into a bucket."""
 
-    ticket: Ticket
+    ticket: int
     parts: tuple[WeightPart, ...]
 
     def reads(self) -> tuple[Use, ...]:
@@ -271,7 +260,7 @@ class PublishRequest(Request):
 class LoadWeightsRequest(Request):
     """Act with the parts in a bucket from now on."""
 
-    ticket: Ticket
+    ticket: int
     parts: tuple[WeightPart, ...]
 
     def reads(self) -> tuple[Use, ...]:

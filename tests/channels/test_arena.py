@@ -47,7 +47,7 @@ def test_a_ticket_is_stale_once_its_record_was_freed(arena):
     reused = next(t for t in tickets if t.record == old.record)
     assert reused.sequence > old.sequence
     with pytest.raises(StaleTicketError):
-        arena.read([Ticket(old.record, old.sequence)])
+        arena.read([Ticket(int(old))])
 
 
 def test_an_old_ticket_is_refused_once_its_record_was_written_again(arena):

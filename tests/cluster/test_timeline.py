@@ -8,21 +8,17 @@ from itertools import pairwise
 import pytest
 from toy_runs import rows, train_toy
 
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Field, RecordLayout
 from embodyrl.cluster.timeline import CLOCK_METRICS, Timeline
 from embodyrl.workers.messages import (
     Done,
     EnvReport,
     EnvRequest,
-    InferItem,
     InferRequest,
     ResetRequest,
-    StepRequest,
     UpdateRequest,
 )
-
-NONE = Ticket(0, 0)
 
 
 class Clock:
@@ -40,12 +36,12 @@ def arena():
 
 
 def chunks(count):
-    return EnvRequest(sequence=1, stage=0, steps=(StepRequest(0, NONE, NONE),) * count)
+    return EnvRequest(sequence=1, stage=0, slots=[0] * count, sources=[0] * count, targets=[0] * count)
 
 
 def inference(count):
-    items = (InferItem(ticket=NONE, noise_seed=0, chunk=0, row=0),) * count
-    return InferRequest(sequence=1, items=items, greedy=False, version=0)
+    none = [0] * count
+    return InferRequest(sequence=1, tickets=none, noise_seeds=none, chunks=none, greedy=False, version=0)
 
 
 REPORT = EnvReport(sequence=1, stage=0, sim_s=1.0, render_s=0.5, reset_s=0.0)
@@ -96,7 +92,7 @@ def test_shares_of_a_step(arena):
 def test_staleness_is_counted_when_chunks_are_trained_on(arena):
     timeline = Timeline(num_slots=1, env_workers=["env_0"], arena=arena, keep=False)
     arena["version"][:] = [5, 4, 5, 3]
-    tickets = tuple(Ticket(record, 1) for record in range(4))
+    tickets = arena.allocate_all(4)
     timeline.sent("policy", UpdateRequest(sequence=1, step=5, tickets=tickets, episode=(0, 0, 0, 0)))
     assert timeline.metrics() == {
         "rollout/staleness/0": 0.5,

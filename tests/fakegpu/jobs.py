@@ -249,7 +249,7 @@ def run(job: Job, folder: Path) -> Result:
 def _live(job: Job, blueprint: Any, arena: Any, init: Any, result: Result, folder: Path) -> None:
     from fakegpu import FakeGpu
 
-    from embodyrl.workers.messages import InferItem, InferRequest, LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
+    from embodyrl.workers.messages import InferRequest, LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
     from embodyrl.workers.policy_host import PolicyHost
 
     with FakeGpu(scalar=1.0) as gpu:
@@ -280,11 +280,11 @@ def _live(job: Job, blueprint: Any, arena: Any, init: Any, result: Result, folde
         tickets = fill(arena, max(job.act, job.train), policy, blueprint.env.tasks[0])
         gpu.scalar = 0.0 if text else 1.0  # no reply has ended
         if init.acts and job.act:
-            items = tuple(InferItem(ticket=t, noise_seed=i, chunk=0, row=-1) for i, t in enumerate(tickets[: job.act]))
+            wanted = {"tickets": tickets[: job.act], "noise_seeds": range(job.act), "chunks": [0] * job.act}
             # Where forward passes are recorded, the second one is a replay.
             for name in ("act", "act again")[: 1 + blueprint.cfg.model.recorded]:
                 with phase(name):
-                    list(host.handle(InferRequest(items=items, greedy=False, version=0)))
+                    list(host.handle(InferRequest(**wanted, greedy=False, version=0)))
         fill_again(arena, policy)
         gpu.scalar = float(policy.spec.num_action_chunks) if text else 1.0  # tokens of the longest reply
         if job.train:

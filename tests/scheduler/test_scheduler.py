@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from toy_runs import Stage, running_crew
 
+from embodyrl.channels.arena import records_of
 from embodyrl.channels.layout import Record
 from embodyrl.errors import WorkerError
 from embodyrl.plan.episodes import train_episodes
@@ -44,7 +45,7 @@ def test_all_planned_episodes_come_back_in_order_and_their_records_are_freed(tmp
             assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
             assert rollout.dropped == 0
             assert rollout.tally.env_steps == sum(e.length for e in rollout.episodes)
-            held = [t.record for tickets in rollout.tickets.values() for t in tickets]
+            held = records_of(np.concatenate(list(rollout.tickets.values()))).tolist()
             assert sorted(held) == sorted(r for e in rollout.episodes for r in e.records)
             assert len(set(held)) == len(held)
             assert stage.workers.arena.num_free == stage.workers.arena.capacity - len(held)
@@ -154,7 +155,7 @@ def test_a_small_task_limit_is_never_exceeded(tmp_path):
     with running_crew(tmp_path, *words) as stage:
         running: dict[int, int] = {}
         together: list[set[int]] = []
-        slots = stage.workers.scheduler._slots
+        slots = stage.workers.scheduler._slots.each
 
         def look(_):
             running.clear()

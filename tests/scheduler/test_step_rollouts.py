@@ -7,6 +7,7 @@ import pytest
 from toy_runs import Stage, rows, running_crew, toy_config, train_toy
 
 from embodyrl.algorithms.protocol import Scores
+from embodyrl.channels.arena import records_of
 from embodyrl.channels.layout import Record
 from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.errors import ConfigError
@@ -61,7 +62,7 @@ def test_the_next_rollout_resets_early_but_acts_with_the_new_weights(tmp_path):
         first = collect(stage, sampler, 0)
         sampler.ahead(1)
         stage.workers.scheduler.run_until(lambda: not stage.workers.scheduler._busy)
-        assert {s.phase for s in slots} == {Phase.READY}, "reset, and waiting for version 1"
+        assert set(slots.phase.tolist()) == {Phase.READY}, "reset, and waiting for version 1"
         stage.workers.scheduler.release(first)
         second = collect(stage, sampler, 1)
         assert [e.spec for e in second.episodes] == planned(stage, 1)
@@ -84,7 +85,7 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
         kept = {rollout.episodes[i].spec.group_id for i in algorithm.select(rollout.episodes)}
         assert kept & set(range(4, 4 + rollout.refills)), "a further group has a signal"
         batch = algorithm.prepare(rollout.episodes, Scores())
-        held = {t.record for tickets in rollout.tickets.values() for t in tickets}
+        held = set(records_of(np.concatenate(list(rollout.tickets.values()))).tolist())
         assert set(batch.records.tolist()) <= held
         stage.workers.scheduler.release(rollout)
         assert stage.workers.arena.num_free == stage.workers.arena.capacity

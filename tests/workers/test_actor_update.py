@@ -12,10 +12,11 @@ import torch
 from rank_work import RECORDS, fill
 from toy_runs import toy_config
 
-from embodyrl.channels.arena import Arena, Ticket
+from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.scheduler.policy_hosts import policy_init
+from embodyrl.types import IntArray
 from embodyrl.workers.actor_worker import _shuffle
 from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
@@ -27,10 +28,10 @@ from embodyrl.workers.training import Optimization, mean_metrics
 class Actor:
     host: PolicyHost
     arena: Arena
-    tickets: tuple[Ticket, ...]
+    tickets: IntArray
 
     def __setitem__(self, field: str, values: object) -> None:
-        self.arena[field][[ticket.record for ticket in self.tickets]] = values
+        self.arena[field][records_of(self.tickets)] = values
 
     def update(self, step: int = 0) -> dict[str, float]:
         """Train on the records, each an episode."""
