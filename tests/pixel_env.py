@@ -51,3 +51,11 @@ class PointingEnv(PixelEnv):
     def step(self, action):
         distance = float(np.abs(np.asarray(action) - (2 * self._dot / self._size - 1)).sum())
         return self._draw(), -distance, False, False, {}
+
+
+class Dial(PixelEnv):
+    """The same picture for real-valued actions."""
+
+    def __init__(self, size: int = 8) -> None:
+        super().__init__(size)
+        self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)

@@ -275,6 +275,8 @@ class ReplaySettings(AlgorithmSettings, DiscountSettings):
     """Weight of the entropy at first; it is learned."""
     target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
     """Entropy of a chunk, nat, that the weight is learned for; default: minus the number of action dimensions."""
+    image_shift: Annotated[int, Field(ge=0, le=64)] = 4
+    """Policies that read cameras: pixels, at most, by which pictures are shifted at random for an update; 0: none."""
     demonstrations: list[Path] = []
     """Folders of demonstrations of this environment, with its rewards, that are learned from as well."""
     demonstration_share: Share = 0.5

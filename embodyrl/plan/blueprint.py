@@ -181,6 +181,8 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
             "with real-valued actions; for others algorithm=ppo."
         )
+    if cfg.sources.get("algorithm.image_shift") == COMMAND_LINE and not policy.num_images:
+        problems.append(f"algorithm.image_shift has no effect: model '{policy.name}' reads no image; leave it out.")
     for folder in cfg.algorithm.demonstrations if isinstance(cfg.algorithm, ReplaySettings) else ():
         shown = read_card(resolve_asset(folder)).env
         if not is_ours(resolve_asset(folder)):

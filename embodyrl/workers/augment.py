@@ -46,16 +46,16 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
     return (coloured * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1).reshape(images.shape).cpu().numpy()
 
 
-def shift(frames: Tensor, down: Tensor, right: Tensor) -> Tensor:
-    """Shift frames [N, H, W, 3] by whole pixels inside the margin of the crop; edges repeat their last pixels.
+def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None) -> Tensor:
+    """Shift frames [N, H, W, 3] by whole pixels, at most `pixels` to each side; edges repeat their last pixels.
 
-    `down` and `right` [N] are uniform in [0, 1).
+    `down` and `right` [N] are uniform in [0, 1). Without `pixels`: inside the margin of the crop.
     """
     count, height, width, _ = frames.shape
     margin = (1.0 - math.sqrt(CROP_AREA)) / 2.0
 
     def sources(size: int, draw: Tensor) -> Tensor:
-        reach = int(margin * size)
+        reach = int(margin * size) if pixels is None else pixels
         offset = (draw * (2 * reach + 1)).floor().long() - reach
         return (torch.arange(size, device=frames.device) + offset[:, None]).clamp_(0, size - 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
 from embodyrl.policies.transfer import on_device
-from embodyrl.types import IntArray
+from embodyrl.types import IntArray, Observation
+from embodyrl.workers.augment import shift
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer
 from embodyrl.workers.rollout_worker import read_observation
@@ -97,8 +99,8 @@ class OffPolicyWorker:
 
         Without `acting` temperature and actor stay as they are.
         """
-        seen = [read_observation(buffer, places) for buffer, places in chosen]
-        then = [read_observation(buffer, buffer.after(places)) for buffer, places in chosen]
+        seen = [self._look(buffer, places) for buffer, places in chosen]
+        then = [self._look(buffer, buffer.after(places)) for buffer, places in chosen]
         features = torch.cat([self._policy.features(one) for one in seen])
         action = torch.cat([self._policy.normalise(buffer["action"][places]) for buffer, places in chosen])
         reward, discount = (
@@ -135,6 +137,16 @@ class OffPolicyWorker:
             for kept, own in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
                 kept.lerp_(own, self._rules.tau)
         return numbers | {"alpha": alpha.item()}
+
+    def _look(self, buffer: ReplayBuffer, places: IntArray) -> Observation:
+        """Observations whose pictures are shifted at random, all of one observation alike (DrQ, arXiv 2004.13649)."""
+        seen = read_observation(buffer, places)
+        pixels, (count, cameras) = self._rules.image_shift, seen.images.shape[:2]
+        if not (pixels and seen.images.size and self._policy.spec.num_images):
+            return seen
+        down, right = torch.rand(2, count).repeat_interleave(cameras, dim=1)
+        moved = shift(torch.from_numpy(seen.images).flatten(0, 1), down, right, pixels)
+        return replace(seen, images=moved.unflatten(0, (count, cameras)).numpy())
 
     def _descend(self, name: str, loss: Tensor) -> None:
         optimizer = self._optimizers[name]

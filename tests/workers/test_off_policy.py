@@ -204,6 +204,23 @@ def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
         other.load(tmp_path / "saved")
 
 
+def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
+    pixels, count = 2, 40
+    _, actor = make("env.id=pixel_env:Dial", "model=cnn", f"algorithm.image_shift={pixels}")
+    images = np.random.default_rng(0).integers(0, 256, (count, 1, 8, 8, 3), np.uint8)
+    many = frames(count, terminated=True, final=False)
+    seen = {"images": images, "observed_state": np.zeros((count, 0), np.float32)}
+    arrays = {name: getattr(many, name) for name in ("action", "reward", "acted", "terminated", "episode")}
+    actor._replay.add(Frames(seen=seen | {"instruction": np.zeros((count, 64), np.uint8)}, **arrays))
+    wide = np.pad(images[:, 0], ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)), mode="edge")
+    found = set()
+    for padded, picture in zip(wide, actor._look(actor._replay, np.arange(count)).images[:, 0], strict=True):
+        crops = {(d, r): padded[d : d + 8, r : r + 8] for d in range(5) for r in range(5)}
+        (place,) = [place for place, crop in crops.items() if np.array_equal(crop, picture)]
+        found.add(place)
+    assert {d for d, _ in found} == {r for _, r in found} == set(range(5))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -218,6 +235,7 @@ def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
         (["algorithm.kl_beta=0.1"], "algorithm.kl_beta has no effect"),
         (["algorithm.clip_ratio_low=0.1"], "clip_ratio_low"),
         (["algorithm.demonstration_share=0.4"], "algorithm.demonstrations"),
+        (["algorithm.image_shift=2"], "algorithm.image_shift has no effect"),
         (["actor.micro_batch_size=4"], "actor.micro_batch_size has no effect"),
     ],
 )
