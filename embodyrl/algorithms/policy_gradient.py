@@ -134,10 +134,11 @@ class Algorithm:
 
         valid = stack((e.valid for e, _ in pairs), (actions,), np.bool_)
         advantage = np.where(valid, stack((c.advantage for _, c in pairs), (actions,), np.float32), np.float32(0))
-        ran, ids = valid.any(axis=1), [e.spec.episode_id for e, _ in pairs]
+        ran = valid.any(axis=1)
+        ids, lengths = np.array([(e.spec.episode_id, len(e.valid)) for e, _ in pairs], np.int64).reshape(-1, 2).T
         return PreparedBatch(
             records=stack((e.records for e, _ in pairs), (), np.int64)[ran],
-            episode=np.repeat(np.array(ids, np.int64), [len(e.valid) for e, _ in pairs])[ran],
+            episode=np.repeat(ids, lengths)[ran],
             advantage=advantage[ran],
             returns=stack((c.returns for _, c in pairs), (targets,), np.float32)[ran],
             valid=valid[ran],
@@ -369,14 +370,10 @@ def _refuse(episode: Episode, what: str, bad: float) -> Never:
     )
 
 
-def _carries_signal(episode: Episode, credit: Credit) -> bool:
-    return bool((credit.advantage[episode.valid] != 0).any())
-
-
 def _metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
     groups = {episode.spec.group_id for episode in episodes}
     kept = {episode.spec.group_id for episode, _ in pairs}
-    loud = {episode.spec.group_id for episode, credit in pairs if _carries_signal(episode, credit)}
+    loud = {episode.spec.group_id for episode, credit in pairs if credit.advantage[episode.valid].any()}
     metrics = {
         "train/groups_without_signal": 1.0 - len(loud) / len(groups),
         "train/groups_filtered": 1.0 - len(kept) / len(groups),
