@@ -161,7 +161,7 @@ def test_actor_critic(sizes: tuple[int, ...], pixels: bool, gpu: FakeGpu) -> Non
 def test_text(lora: bool, precision: Precision, gpu: FakeGpu) -> None:
     env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
     sampling = SamplingSettings(top_k=5, top_p=0.9, repetition_penalty=1.1)
-    model = {"precision": precision, "num_action_chunks": 4, "is_lora": lora, "lora": LoraSettings(r=4, lora_alpha=4)}
+    model = {"precision": precision, "num_action_chunks": 4, "is_lora": lora, "lora": {"r": 4, "lora_alpha": 4}}
     policy = build("causal_lm_tiny", model, env, value_dim=4, sampling=sampling, gradient_checkpointing=not lora)
     asked = Observation(
         images=np.zeros((3, 0), np.uint8), state=np.zeros((3, 0), np.float32), instructions=("1+2=", "a=", "1+2=")

@@ -8,12 +8,12 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from embodyrl.policies.causal_lm import model, policy
 from embodyrl.policies.causal_lm.model import LanguageModel
-from embodyrl.policies.settings import LoraSettings
+from embodyrl.policies.causal_lm.settings import TextLoraSettings
 
 
 @pytest.mark.parametrize("is_lora", [False, True])
 def test_chunks_change_no_score_and_no_gradient(is_lora, monkeypatch):
-    cfg = model_of(**dict(TINY) | {"is_lora": is_lora, "lora": LoraSettings(r=2, lora_alpha=2)})
+    cfg = model_of(**dict(TINY) | {"is_lora": is_lora, "lora": TextLoraSettings(r=2, lora_alpha=2)})
     tested = build(cfg, value_dim=6, temperature=0.7, trainable=True)
     torch.nn.init.normal_(tested.module.value_head.weight)
     out = tested.act(observe(*PROMPTS), noise=noise(5))
