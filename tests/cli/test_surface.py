@@ -77,7 +77,8 @@ def test_every_key_of_the_schema_is_read_by_some_code() -> None:
     read = read_names()
     assert "group_size" in read
     assert "total_num_envz" not in read
-    unread = [name for name in all_keys() if name.split(".")[-1] not in read]
+    whole = "rollout.vllm."  # handed to the engine as they are, by VllmSettings.arguments
+    unread = [name for name in all_keys() if name.split(".")[-1] not in read and not name.startswith(whole)]
     assert unread == []
 
 
