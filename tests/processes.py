@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -135,6 +134,12 @@ class Command:
             self.process.wait()
 
 
+def heed_signals() -> None:
+    """Tests in the background or below nohup inherit ignored signals; a terminal's commands do not."""
+    for signum in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+
+
 def start_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Command:
     """Start `embodyrl ARGS` in a process group of its own; its output goes to files below `cwd`."""
     environment = command_environment(cwd, env)
@@ -148,8 +153,7 @@ def start_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Co
             stdout=out_file,
             stderr=err_file,
             start_new_session=True,
-            # Tests that a shell runs in the background inherit an ignored Ctrl-C; a terminal's commands do not.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=heed_signals,
         )
     return Command(process, out, err)
 

@@ -110,7 +110,7 @@ def test_programs_and_pickles_stay_there(hub: Hub, capsys, tmp_path: Path) -> No
     files = hub.repositories["model", "me/flow"].commits[hub.repositories["model", "me/flow"].refs["main"]]
     files |= {"modeling_evil.py": b"raise SystemExit", "pytorch_model.bin": b"cos\nsystem\n", "x.pkl": b"."}
     folder = resolve_asset(load_config("eval", [*FLOW, "model.path=me/flow"]).model.path)
-    assert {file.name for file in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    assert {file.name for file in folder.iterdir()} == {file.name for file in POLICY.iterdir()}
 
 
 def test_demonstrations_go_out_and_come_back(hub: Hub, tmp_path: Path, capsys) -> None:

@@ -119,7 +119,7 @@ def word(rng: random.Random) -> str:
         name = rng.choice(["+", "++", "~", "@", "."]) + name
     elif kind < 0.4:
         name = name.rpartition(".")[0] or "env"
-    elif kind < 0.5:  # what the key is anyway; where the command reads it, that is fine
+    elif kind < 0.6:  # what the key is anyway; where the command reads it, that is fine
         return f"{name}={spell(all_keys()[name].default)}"
     return f"{name}={rng.choice(VALUES)}"
 

@@ -21,7 +21,7 @@ from embodyrl.datasets.text import open_rows
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import newest_values, read_history
 from embodyrl.plan.config import load_config, load_saved_config, save_config
-from embodyrl.policies.settings import LoraSettings
+from embodyrl.policies.causal_lm.settings import TextLoraSettings
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
 
@@ -264,7 +264,7 @@ def test_a_folder_without_weights_does_not_lead_to_the_hub(tmp_path):
     loading = pytest.importorskip("embodyrl.policies.causal_lm.loading")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
-        loading.add_adapters(None, model_of("causal_lm", lora=LoraSettings(path=str(tmp_path))), trainable=False)
+        loading.add_adapters(None, model_of("causal_lm", lora=TextLoraSettings(path=str(tmp_path))), trainable=False)
     (tmp_path / "config.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "gpt2"):
         with pytest.raises(CheckpointError, match="no folder of a whole model"):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import Command, command_environment, listening, start_cli, wait_until, workers_of
+from processes import Command, command_environment, heed_signals, listening, start_cli, wait_until, workers_of
 from toy_gates import GATE
 from toy_runs import rows, toy_words
 
@@ -297,7 +297,7 @@ def test_a_lost_terminal_saves_a_checkpoint_and_ends_like_a_request_to_terminate
     child = subprocess.Popen(
         [sys.executable, "-m", "embodyrl.cli.main", "train", *words],
         **streams, cwd=tmp_path, env=command_environment(tmp_path, None), start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=lambda: (heed_signals(), fcntl.ioctl(0, termios.TIOCSCTTY, 0)),
     )  # fmt: skip
     os.close(ours)
     reader = threading.Thread(target=_drain, args=(terminal, gate))
