@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from gates import gain, learn
+from text_runs import ASKING
 from toy_runs import rows
 
 from embodyrl.commands.sft import sft
@@ -12,6 +13,8 @@ from embodyrl.commands.train import train
 from embodyrl.conversation import Message, TextRow
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.sandbox import calculate
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -85,6 +88,25 @@ def test_a_student_reaches_its_teacher_on_its_own_replies(tmp_path: Path):
     taught = gain(learn(tmp_path / "check", "copy", f"ckpt={teacher}", "runner.max_steps=1", "actor.optim.lr=0"))[0]
     assert before <= taught - 0.1
     assert after >= taught - 0.03 >= 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_critic_apart_learns_what_ppo_needs(tmp_path: Path):
+    """PPO whose values are those of a second model, which starts from the policy's random weights."""
+    factory = POLICIES.get("causal_lm_tiny")
+    model = factory.settings(model_type="causal_lm_tiny", num_action_chunks=7, precision="fp32")
+    (tmp_path / "critic").mkdir()
+    factory.build(model, PolicyRequest(env=ASKING, device="cpu", seed=0)).save(tmp_path / "critic")
+    critic = (f"critic.path={tmp_path}/critic", "actor.optim.value_lr=1e-3", "launcher=inline")
+    result = learn(
+        tmp_path, "length", "algorithm=ppo", "algorithm.reward_type=action_level", "algorithm.update_epoch=1", *critic
+    )
+    before, after = gain(result)
+    assert before < 0.1
+    assert after >= 0.8
+    explained = [row["train/explained_variance"] for row in rows(result.run) if "train/explained_variance" in row]
+    assert max(explained[5:]) > 0.3
 
 
 @pytest.mark.slow
