@@ -68,8 +68,3 @@ class _GatedFactory:
 
 
 GATED_OFT = _GatedFactory()
-
-
-def nothing(step: object) -> float:
-    """A reward that teaches nothing."""
-    return 0.0

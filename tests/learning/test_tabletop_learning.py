@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 from toy_runs import resume_toy, rows, weights
 
 import embodyrl
-from embodyrl.config.paths import resolve_asset
 
 
 def words_for(folder: Path, *words: str) -> list[str]:
@@ -67,43 +63,6 @@ def test_the_default_run_gains_25_points(tmp_path: Path, seed: int) -> None:
 def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
     found = validations(default_run(tmp_path, "runner.max_steps=20", "algorithm.adv_type=toy_gates:NEGATED_GRPO"))
     assert found[-1] <= found[0] - 0.1
-
-
-def without_the_last_layer(folder: Path) -> Path:
-    """The shipped checkpoint with two of its three layers: what it knew is mostly gone."""
-    shutil.copytree(resolve_asset("assets/openvla_oft_tabletop"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    layers = config["text_config"]["num_hidden_layers"] = config["text_config"]["num_hidden_layers"] - 1
-    (folder / "config.json").write_text(json.dumps(config))
-    kept = {n: w for n, w in load_file(folder / "model.safetensors").items() if f".layers.{layers}." not in n}
-    save_file(kept, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-def test_a_small_student_reaches_its_larger_teacher_on_what_it_sees(tmp_path: Path) -> None:
-    """On-policy distillation: no reward, only the KL to the teacher of each action token, where the student went."""
-    student = without_the_last_layer(tmp_path / "student")
-    taught = (
-        "algorithm.reference_path=assets/openvla_oft_tabletop",
-        "algorithm.kl_beta=1",
-        "reward.path=toy_gates:nothing",
-    )
-    tokens = ("algorithm.kl_penalty_type=k2", "algorithm.logprob_type=token_level")
-    task = ("env.train.task_ids=[0]", "env.eval.task_ids=[0]", "video=none")
-    steps = (
-        "runner.max_steps=20",
-        "runner.val_check_interval=20",
-        "actor.optim.lr=1e-4",
-        "algorithm.rollout_epoch=1",
-        "env.train.max_episode_steps=12",
-        "eval.episodes=100",
-    )
-    found = validations(default_run(tmp_path, f"model.path={student}", *taught, *tokens, *task, *steps))
-    teacher = greedy(tmp_path / "teacher", "env.eval.task_ids=[0]", "eval.episodes=100")
-    assert found[0] <= teacher - 0.3
-    assert found[-1] >= teacher - 0.03
 
 
 @pytest.mark.slow
