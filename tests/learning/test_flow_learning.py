@@ -30,10 +30,10 @@ def test_each_likelihood_gains_20_points(way: str, seed: int, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_pi05s_architecture_gains_10_points(seed: int, tmp_path: Path) -> None:
+def test_pi05s_architecture_gains_20_points(seed: int, tmp_path: Path) -> None:
     words = ("model=pi05_tiny", f"seed={seed}", "video=none", "runner.val_check_interval=1000", *TEST)
     before, after = gain(train_gate(tmp_path, *words))
-    assert after >= before + 0.1
+    assert after >= before + 0.2
 
 
 @pytest.mark.slow
