@@ -5,26 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from doubles import PANDA
 from settings import env_of
 
 from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill.factory import FACTORY
-from embodyrl.envs.maniskill.install import Description
 from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
 from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, INSTRUCTIONS, instruction
 from embodyrl.envs.settings import InitParams
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
-
-PANDA = Description(
-    control_mode="pd_ee_delta_pose",
-    action_low=(-1.0,) * 7,
-    action_high=(1.0,) * 7,
-    has_gripper=True,
-    state_dim=16,
-    cameras=("base_camera", "hand_camera"),
-    max_episode_steps=50,
-)
 
 
 def config(**changes):

@@ -11,13 +11,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from doubles import PANDA
 
 from embodyrl.commands import facts as command_facts
 from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import assets_dir
 from embodyrl.envs import memory as env_memory
 from embodyrl.envs.maniskill import factory as maniskill
-from embodyrl.envs.maniskill.install import Description
 from embodyrl.errors import ConfigError
 from embodyrl.plan import blueprint, memory, rates
 from embodyrl.plan.config import load_config
@@ -27,15 +27,6 @@ GOLDEN = Path(__file__).parent / "dry_runs"
 GPUS = {"1gpu": "0", "8gpu": "0,1,2,3,4,5,6,7"}
 H100_MIB = 81559
 STATISTICS = {"libero": "libero_10_no_noops", "maniskill": "maniskill"}
-PICK_CUBE = Description(
-    control_mode="pd_ee_delta_pose",
-    action_low=(-1.0,) * 7,
-    action_high=(1.0,) * 7,
-    has_gripper=True,
-    state_dim=16,
-    cameras=("base_camera", "hand_camera"),
-    max_episode_steps=50,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +95,7 @@ def test_the_dry_run_of_a_preset_is_as_recorded(preset, tmp_path, monkeypatch):
     if preset.startswith("libero"):
         pytest.importorskip("libero")
     # ManiSkill would build the task on a GPU; this is what it says on a CPU.
-    monkeypatch.setattr(maniskill, "describe_apart", lambda cfg: PICK_CUBE)
+    monkeypatch.setattr(maniskill, "describe_apart", lambda cfg: PANDA)
     folder = tmp_path / "model"
     folder.mkdir()
     said = dry_run(preset, folder, monkeypatch)
