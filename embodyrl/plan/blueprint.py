@@ -175,6 +175,7 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     if typed and (env.lockstep or not algorithm.counts_chunk_steps):
         reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
+    problems += _ignored_weights(cfg, algorithm)
     if algorithm.needs_replay and not policy.draws_with_gradients:
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
@@ -215,6 +216,20 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
             "reset id; set it to true."
         )
     return problems
+
+
+def _ignored_weights(cfg: TrainConfig, algorithm: Algorithm) -> list[str]:
+    """Keys that choose among initial states, where each slot takes whatever comes next."""
+    split = cfg.env.train
+    if not algorithm.counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
+        return []
+    given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
+    return [
+        f"{key} has no effect: the slots change their initial states freely; set "
+        "env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or leave it out."
+        for key, value in given.items()
+        if value
+    ]
 
 
 def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:

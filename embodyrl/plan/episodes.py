@@ -140,12 +140,18 @@ def train_episodes(
     return _episode_list(cfg, split, waves, slots)
 
 
-def refill_episodes(cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, groups: int) -> EpisodeList:
+def refill_episodes(
+    cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, groups: int, *, seen: Outcomes | None = None
+) -> EpisodeList:
     """Plan further groups for training step `step`, in place of those that were filtered out."""
-    ids, size = _reset_ids(env, cfg.env.train), cfg.algorithm.group_size
-    first = (attempt + 1) * groups_per_step(cfg)
+    size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
     index = np.arange(first * size, (first + groups) * size)
-    chosen = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
+    if _is_weighted(cfg):
+        rng = np.random.default_rng(derive(cfg.seed, "curriculum-refill", step, attempt))
+        chosen = np.repeat(_weighted_ids(cfg, env, groups, seen, rng), size)
+    else:
+        ids = _reset_ids(env, cfg.env.train)
+        chosen = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
     return _one_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, chosen))
 
 
@@ -239,10 +245,10 @@ def _episode_list(cfg: ActingConfig, split: EnvSplit, waves: list[Wave], slots: 
 
 def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
     """Reset ids of the step's groups: walk through seeded permutations, so that every id is visited equally often."""
-    if cfg.algorithm.curriculum or cfg.env.train.task_weights is not None:
-        return _weighted_ids(cfg, env, step, seen)
-    ids = _reset_ids(env, cfg.env.train)
     count = groups_per_step(cfg)
+    if _is_weighted(cfg):
+        return _weighted_ids(cfg, env, count, seen, np.random.default_rng(derive(cfg.seed, "curriculum", step)))
+    ids = _reset_ids(env, cfg.env.train)
     stream: list[int] = []
     position = step * count
     while len(stream) < count:
@@ -254,8 +260,14 @@ def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes |
     return stream
 
 
-def _weighted_ids(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
-    """Draw reset ids by the weights of their tasks and by how open their outcome is.
+def _is_weighted(cfg: TrainConfig) -> bool:
+    return bool(cfg.algorithm.curriculum) or cfg.env.train.task_weights is not None
+
+
+def _weighted_ids(
+    cfg: TrainConfig, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator
+) -> list[int]:
+    """Draw the reset ids of `count` groups by the weights of their tasks and by how open their outcome is.
 
     Tasks, or reset ids where there is one task, are drawn systematically: each appears as often as its weight says, up
     to one group.
@@ -270,7 +282,6 @@ def _weighted_ids(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes | No
         )
     share, wanted = cfg.algorithm.curriculum, given * np.asarray([openness(seen or {}, name) for name in names])
     chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
-    rng, count = np.random.default_rng(derive(cfg.seed, "curriculum", step)), groups_per_step(cfg)
     drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
     rng.shuffle(drawn)
     return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]

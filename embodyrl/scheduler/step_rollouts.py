@@ -74,7 +74,8 @@ class StepRollouts:
         self._scheduler.release(collection, filtered)
         collection.filtered += filtered
         collection.episodes = list(kept)
-        more = self._scheduler.collect(Rollout(refill_episodes(self._cfg, self._blueprint.env, step, attempt, missing)))
+        plan = refill_episodes(self._cfg, self._blueprint.env, step, attempt, missing, seen=self._algorithm.seen)
+        more = self._scheduler.collect(Rollout(plan))
         collection.episodes += more.episodes
         collection.tickets |= more.tickets
         collection.dropped += more.dropped

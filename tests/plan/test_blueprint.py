@@ -24,6 +24,16 @@ def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
     assert blueprint("model=scripted").env.cameras == ("front", "wrist")
 
 
+@pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
+def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
+    """Typed and ignored is impossible: there each episode of a slot has a state of its own."""
+    ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
+    blueprint(*ppo, training=True)
+    free = "env.train.use_fixed_reset_state_ids=false"
+    with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} has no effect: the slots"):
+        blueprint(*ppo, free, training=True)
+
+
 @pytest.mark.parametrize("model", ["scripted", "random"])
 def test_rl_refuses_policies_without_probabilities(model):
     with pytest.raises(ConfigError, match=rf"model '{model}' cannot be trained: it has no weights"):

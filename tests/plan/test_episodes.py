@@ -14,7 +14,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
-from embodyrl.plan.episodes import EpisodeList, eval_episodes, selected_reset_ids, train_episodes
+from embodyrl.plan.episodes import EpisodeList, eval_episodes, refill_episodes, selected_reset_ids, train_episodes
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.policies import POLICIES
 from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
@@ -244,6 +244,19 @@ def test_tasks_are_drawn_by_weight_and_by_how_open_they_are(config):
     assert 6 <= half[1] <= 7
     assert min(half[0], half[2]) >= 2
     assert groups(open_ones, 3, seen) == groups(open_ones, 3, seen)
+
+
+def test_groups_in_place_of_filtered_ones_are_drawn_by_the_same_weights(config):
+    cfg = config("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.task_weights=[1, 2, 3]")
+    first, again = (list(refill_episodes(cfg, ENV, 0, attempt, 6).episodes) for attempt in (0, 1))
+    for episodes in (first, again):
+        assert Counter(e.task_id for e in episodes) == {0: 4, 1: 8, 2: 12}
+        assert all(len({e.reset_id for e in episodes if e.group_id == g}) == 1 for g in {e.group_id for e in episodes})
+    assert [e.reset_id for e in first] != [e.reset_id for e in again]
+    wide = config("env.train.total_num_envs=48", "algorithm.group_size=4", "algorithm.curriculum=1")
+    seen = {"0": [0.0, 30.0], "1": [15.0, 30.0], "2": [30.0, 30.0]}
+    drawn = Counter(e.task_id for e in refill_episodes(wide, ENV, 0, 0, 6, seen=seen).episodes)
+    assert drawn[1] >= 16
 
 
 def test_one_task_is_drawn_row_by_row(config):

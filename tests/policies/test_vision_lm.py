@@ -10,9 +10,10 @@ import transformers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from embodyrl.conversation import Message, join_messages, place_pictures
+from embodyrl.datasets import tasks
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
-from embodyrl.policies.causal_lm.loading import tiny_tokenizer
+from embodyrl.policies.causal_lm.loading import COLOURS, tiny_tokenizer
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation, picture_names
@@ -182,3 +183,7 @@ def test_a_reply_never_says_that_there_is_a_picture():
         policy.module.lm.lm_head.weight *= 1e-3
     drawn = policy.act(obs, noise=np.random.default_rng(2).random((4, 6), dtype=np.float32))
     assert (drawn.tokens != picture).all()
+
+
+def test_the_small_model_has_a_word_for_each_colour_of_its_task() -> None:
+    assert tuple(tasks.COLOURS) == COLOURS
