@@ -160,12 +160,14 @@ def gae(
     after: list[float | None] = [None] * (len(steps) + 1)
     places = np.concatenate([[0], valid.cumsum()])[stops]
     for place, estimate in zip(places.tolist(), np.ravel(bootstrap).tolist(), strict=True):
+        # Of several episodes that end at one place all but the first are without a valid step.
         if after[place] is None:
             after[place] = estimate
     # Plain numbers: numpy's own take ten times longer one by one.
     found: list[float] = []
     following = running = 0.0
     for r, v, first in zip(reward[steps][::-1].tolist(), value[steps][::-1].tolist(), after[:0:-1], strict=True):
+        # The last step of an episode: what is carried back belongs to the one after it.
         if first is not None:
             following, running = first, 0.0
         running = r + gamma * following - v + gamma * lam * running

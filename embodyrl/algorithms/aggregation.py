@@ -1,23 +1,68 @@
-"""`loss_agg_func` as linear weights over a whole optimizer step: micro-batch losses add up exactly.
+"""What each unit counts: `loss_agg_func` as linear weights over a whole optimizer step, and corrections for older data.
 
 A unit is what carries one probability ratio: a token, an action or a chunk (`logprob_type`). A sequence is an episode,
-or the part of it that falls into the optimizer step. Only executed actions count.
+or the part of it that falls into the optimizer step. Only executed actions count. The weights are linear, so that the
+losses of micro-batches add up exactly.
+
+Corrections are pure functions without gradient on units [B, ...]: log w = log pi_proximal - log pi_behaviour, the
+policy at the start of the update against the one that acted. What they remove stays in the denominator of the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodyrl.algorithms.settings import AggregationMode, TokenLevel
+from embodyrl.algorithms.policy_losses import bounded_ratio
+from embodyrl.algorithms.settings import AggregationMode, TokenLevel, WeightLevel, WeightMode
 from embodyrl.types import BoolArray, FloatArray, IntArray
+
+if TYPE_CHECKING:
+    import torch
+
 
 SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
 """Modes that add the tokens of an action; the others average them."""
 WEIGHT_SUM = "weight_sum"
 MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
 """Weighted sums that are divided by the summed weights, so that they stay means under every `loss_agg_func`."""
+
+
+def to_units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid."""
+    batch, actions = valid.shape
+    assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
+    # `where` and not a product: what the policy says about actions that never ran may be anything, NaN included.
+    grid = token_values.reshape(batch, actions, -1)
+    grid = grid.where(valid[:, :, None], grid.new_zeros(()))
+    if level == TokenLevel.token_level:
+        return grid
+    return grid.sum(2, keepdim=True) if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
+
+
+def unit_mask(valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Valid units [B, K, 1] or [B, 1, 1]."""
+    return valid.any(1)[:, None, None] if level == TokenLevel.chunk_level else valid[:, :, None]
+
+
+def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Advantage [B, K] as [B, K, 1], or [B, 1, 1] at chunk level, where the executed actions share one value."""
+    if level != TokenLevel.chunk_level:
+        return advantage[:, :, None]
+    return ((advantage * valid).sum(1) / valid.sum(1))[:, None, None]
+
+
+def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over actions (or chunks) of the mean over the tokens of each."""
+    per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
+    return (units.mean(2) * per_row).sum()
+
+
+def equal_shares(mask: BoolArray) -> FloatArray:
+    """Equal weights that sum to 1 where the mask holds, 0 elsewhere."""
+    return (mask / max(int(mask.sum()), 1)).astype(np.float32)
 
 
 def action_weights(
@@ -41,6 +86,7 @@ def action_weights(
         [B, K] float32, 0 where not valid.
     """
     assert valid.any(axis=1).all(), "a sample without an executed action"
+    # In double precision: a batch may hold millions of units, and the weights have to sum to 1.
     unit = valid.astype(np.float64)
     if level == TokenLevel.chunk_level:
         unit /= unit.sum(axis=1, keepdims=True)
@@ -79,3 +125,63 @@ def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
                 merged[name] = merged.get(name, 0.0) + value
     total = merged.pop(WEIGHT_SUM, 0.0)
     return {name: value / total if name in MEANS and total else value for name, value in merged.items()}
+
+
+def importance_weights(
+    log_weight: torch.Tensor, valid: torch.Tensor, *, cap: float, mode: WeightMode, level: WeightLevel
+) -> torch.Tensor:
+    """Return w where w <= cap; above it 0 (mask; decoupled PPO, arXiv 2505.24298) or the cap (truncate; TIS).
+
+    Args:
+        log_weight: [B, ...] log w of each unit.
+        valid: bool, same shape.
+        cap: upper bound of w.
+        mode: what happens above it.
+        level: one w per unit, or one per sample: the product over its units (sequence) or their geometric mean.
+    """
+    kept = log_weight.where(valid, log_weight.new_zeros(()))
+    if level != WeightLevel.token:
+        total = kept.flatten(1).sum(1)
+        count = valid.flatten(1).sum(1) if level == WeightLevel.geometric else 1
+        kept = (total / count).reshape(-1, *[1] * (kept.dim() - 1)).expand_as(kept)
+    weight = bounded_ratio(kept)
+    if mode == WeightMode.truncate:
+        return weight.clamp(max=cap)
+    return weight.where(weight <= cap, weight.new_zeros(()))
+
+
+def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, threshold: float) -> torch.Tensor:
+    """Drop the units with the largest (log w)^2 until the mean of the rest is below the threshold (arXiv 2510.01161).
+
+    At least one unit stays.
+
+    Returns:
+        bool, same shape.
+    """
+    moment, order = log_weight.square()[valid].sort(descending=True, stable=True)
+    count = len(moment)
+    # rest[i]: mean of moment[i] and all smaller ones. It falls with i, so the units to drop come first.
+    rest = moment.flip(0).cumsum(0).flip(0) / moment.new_ones(count).cumsum(0).flip(0)
+    dropped = int((rest >= threshold).sum().clamp(max=count - 1))
+    kept = valid.new_ones(count)
+    kept[order[:dropped]] = False
+    mask = valid.clone()
+    mask[valid] = kept
+    return mask
+
+
+def off_policy_mask(log_ratio_mean: torch.Tensor, advantage: torch.Tensor, *, delta: float) -> torch.Tensor:
+    """Keep a unit unless A < 0 and its sequence's mean of log pi_behaviour - log pi exceeds delta.
+
+    The paper (arXiv 2512.02556, 3.1) takes the probabilities of the engine that sampled, so that what differs between
+    engine and trainer counts as off-policy too; recomputed ones would hide it.
+
+    Args:
+        log_ratio_mean: [B, 1, 1] mean of log pi_behaviour - log pi over the sequence.
+        advantage: [B, K, 1] or [B, 1, 1].
+        delta: bound of the mean.
+
+    Returns:
+        bool, shape of `advantage`.
+    """
+    return ~((advantage < 0) & (log_ratio_mean > delta))

@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from embodyrl.algorithms.aggregation import SUM_MODES, WEIGHT_SUM, action_weights
-from embodyrl.algorithms.correction import importance_weights, off_policy_mask, second_moment_mask
-from embodyrl.algorithms.losses import IMPORTANCE_WEIGHTED, MAX_KL, bounded_ratio, kl, value_loss
+from embodyrl.algorithms.aggregation import (
+    SUM_MODES,
+    WEIGHT_SUM,
+    action_weights,
+    equal_shares,
+    importance_weights,
+    mean_share,
+    off_policy_mask,
+    second_moment_mask,
+    to_units,
+    unit_advantage,
+    unit_mask,
+)
+from embodyrl.algorithms.policy_losses import IMPORTANCE_WEIGHTED, MAX_KL, bounded_ratio, kl, value_loss
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Scores, Units
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
@@ -113,6 +124,7 @@ class Algorithm:
         shaped, metrics = self._shape(episodes, scores)
         # The order matters: groups are filtered first, then credited with what their masked members earned, and only
         # then do those leave the batch. Estimators without groups never see them.
+        # Filters see what the environment gave, the unshaped episodes.
         keep = [i for i in self.select(episodes) if self._estimator.needs_groups or not self._is_masked(shaped[i])]
         kept = [shaped[i] for i in keep]
         scores = Scores(
@@ -180,8 +192,11 @@ class Algorithm:
             longest_episode=self._longest_episode,
         )
         targets = batch.returns.shape[1]
+        # A target per action counts where the action ran; one per chunk always does, for empty chunks left the batch.
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
-        return LossWeights(policy=weight, value=_share(counted), positive=_share(valid & (batch.advantage[rows] > 0)))
+        return LossWeights(
+            policy=weight, value=equal_shares(counted), positive=equal_shares(valid & (batch.advantage[rows] > 0))
+        )
 
     def correct(
         self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
@@ -195,11 +210,11 @@ class Algorithm:
 
         Returns:
             Factors without gradient on the policy loss of each unit, [B, K, D], [B, K, 1] or [B, 1, 1] by
-            `logprob_type`, or None (see `correction`); and metrics.
+            `logprob_type`, or None; and metrics.
         """
         cfg = self._cfg
-        log_weight = _units(proximal - behaviour, valid, cfg.logprob_type)
-        mask = _unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
+        log_weight = to_units(proximal - behaviour, valid, cfg.logprob_type)
+        mask = unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
         gap = log_weight[mask]
         metrics = {"behaviour_gap": float(gap.abs().mean()), "behaviour_ratio_max": float(gap.exp().max())}
         factors = None
@@ -226,39 +241,39 @@ class Algorithm:
         cfg, valid = self._cfg, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
-        new = _units(scores.logprob, valid, cfg.logprob_type)
-        old = _units(inputs.old_logprob, valid, cfg.logprob_type)
+        new = to_units(scores.logprob, valid, cfg.logprob_type)
+        old = to_units(inputs.old_logprob, valid, cfg.logprob_type)
         units = Units(
             logprob=new,
             old_logprob=old,
-            advantage=_unit_advantage(inputs.advantage, valid, cfg.logprob_type),
-            valid=_unit_mask(valid, cfg.logprob_type),
+            advantage=unit_advantage(inputs.advantage, valid, cfg.logprob_type),
+            valid=unit_mask(valid, cfg.logprob_type),
         )
         terms = self._loss.compute(units, cfg)
-        entropy = _units(scores.entropy, valid, cfg.entropy_type)
+        entropy = to_units(scores.entropy, valid, cfg.entropy_type)
         policy_loss = self._aggregate(terms.loss * self._factors(units, inputs), inputs.weight)
         loss = policy_loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
         if cfg.positive_nll_coef:  # weights of its own: a mean over the actions with a positive advantage
-            loss = loss - cfg.positive_nll_coef * _mean_share(new, inputs.positive_weight)
-        gap = _units((scores.logprob - inputs.old_logprob).abs(), valid, TokenLevel.token_level)
+            loss = loss - cfg.positive_nll_coef * mean_share(new, inputs.positive_weight)
+        gap = to_units((scores.logprob - inputs.old_logprob).abs(), valid, TokenLevel.token_level)
         metrics = {
             "policy_loss": policy_loss,
-            "kl": _mean_share(kl(old, new, "low_var_kl"), inputs.weight),
-            "entropy": _mean_share(entropy, inputs.weight),
-            "ratio": _mean_share(terms.ratio, inputs.weight),
+            "kl": mean_share(kl(old, new, "low_var_kl"), inputs.weight),
+            "entropy": mean_share(entropy, inputs.weight),
+            "ratio": mean_share(terms.ratio, inputs.weight),
             "ratio_max": terms.ratio.amax(),
-            "clip_fraction": _mean_share(terms.clipped.to(new.dtype), inputs.weight),
-            "logprob_gap": _mean_share(gap, inputs.weight),
+            "clip_fraction": mean_share(terms.clipped.to(new.dtype), inputs.weight),
+            "logprob_gap": mean_share(gap, inputs.weight),
             WEIGHT_SUM: inputs.weight.sum(),
         }
         if self.needs_reference:
             assert inputs.ref_logprob is not None, "kl_beta > 0 without reference log-probabilities"
-            ref_kl = kl(new, _units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
+            ref_kl = kl(new, to_units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
             if cfg.kl_penalty_type in IMPORTANCE_WEIGHTED:
                 ref_kl = (bounded_ratio(new - old) * ref_kl).clamp(-MAX_KL, MAX_KL)
             if not cfg.kl_in_reward:
                 loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
-            metrics["ref_kl"] = _mean_share(ref_kl, inputs.weight)
+            metrics["ref_kl"] = mean_share(ref_kl, inputs.weight)
         if isinstance(cfg, ValueSettings):
             value = _value_loss(cfg, scores, inputs)
             loss = loss + cfg.value_coef * value
@@ -271,13 +286,15 @@ class Algorithm:
         if self._cfg.off_policy_masking_delta is None:
             return factors
         acted = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
-        acted = _units(acted, inputs.valid, self._cfg.logprob_type)
+        acted = to_units(acted, inputs.valid, self._cfg.logprob_type)
+        # Detached: the mask is a decision, not a term of the loss.
         drift = units.mean(acted - units.logprob.detach())
         return factors * off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
 
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Weighted sum of units [B, K, D], [B, K, 1] or [B, 1, 1]."""
-        share = _mean_share(units, weight)
+        share = mean_share(units, weight)
+        # `mean_share` has divided by the tokens of an action; the sums take that back.
         return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
@@ -293,6 +310,7 @@ class Algorithm:
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
         """Return [B] samples whose gradient is exactly zero; the actor spares their forward and backward pass."""
+        # A value loss or a KL teaches from samples whose advantage is 0 as well.
         if self._has_other_terms or self._loss.needs_all_samples:
             return np.zeros(len(batch.records), dtype=np.bool_)
         return ~((batch.advantage != 0) & batch.valid).any(axis=1)
@@ -309,41 +327,6 @@ def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) ->
     assert scores.value.shape == inputs.returns.shape == inputs.old_value.shape == inputs.value_weight.shape
     error = value_loss(scores.value, inputs.old_value, inputs.returns, clip=cfg.value_clip, huber_delta=cfg.huber_delta)
     return (error * inputs.value_weight).sum()
-
-
-def _units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid."""
-    batch, actions = valid.shape
-    assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
-    # `where` and not a product: what the policy says about actions that never ran may be anything, NaN included.
-    grid = token_values.reshape(batch, actions, -1)
-    grid = grid.where(valid[:, :, None], grid.new_zeros(()))
-    if level == TokenLevel.token_level:
-        return grid
-    return grid.sum(2, keepdim=True) if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
-
-
-def _unit_mask(valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Valid units [B, K, 1] or [B, 1, 1]."""
-    return valid.any(1)[:, None, None] if level == TokenLevel.chunk_level else valid[:, :, None]
-
-
-def _share(mask: BoolArray) -> FloatArray:
-    """Equal weights that sum to 1 where the mask holds, 0 elsewhere."""
-    return (mask / max(int(mask.sum()), 1)).astype(np.float32)
-
-
-def _unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Advantage [B, K] as [B, K, 1], or [B, 1, 1] at chunk level, where the executed actions share one value."""
-    if level != TokenLevel.chunk_level:
-        return advantage[:, :, None]
-    return ((advantage * valid).sum(1) / valid.sum(1))[:, None, None]
-
-
-def _mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over actions (or chunks) of the mean over the tokens of each."""
-    per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
-    return (units.mean(2) * per_row).sum()
 
 
 def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[FloatArray]) -> None:

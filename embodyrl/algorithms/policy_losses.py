@@ -1,4 +1,6 @@
-"""Policy losses: what `loss_type` names. Tensor methods only, so that declaring one needs no torch import.
+"""Policy losses, which `loss_type` names, and the other terms of a loss: value, KL, preference.
+
+Tensor methods only, so that declaring a loss needs no torch import.
 
 A advantage, r = pi / pi_old, d = log r; all losses are minimised. Sequence-level methods (gspo, gmpo) take one sample,
 a chunk of actions or a text response, for the sequence.
@@ -6,16 +8,117 @@ a chunk of actions or a text response, for the sequence.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 from pydantic import AfterValidator, Field
 
-from embodyrl.algorithms.losses import MAX_LOG_RATIO, bounded_ratio
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
+from embodyrl.algorithms.settings import rising
 from embodyrl.config.settings import Positive, Says, Settings, Weight
 
 if TYPE_CHECKING:
     import torch
+
+
+MAX_LOG_RATIO = 20.0
+"""exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
+MAX_KL = 10.0
+"""Bound of a sampled KL, so that one improbable token cannot outweigh its batch."""
+
+
+def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(d) with d = log pi - log pi_old within +-`MAX_LOG_RATIO`."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def value_loss(
+    value: torch.Tensor,
+    old_value: torch.Tensor,
+    returns: torch.Tensor,
+    *,
+    clip: float | None,
+    huber_delta: float | None,
+) -> torch.Tensor:
+    """Half squared error, or Huber, of the worse of the value and the value clipped around the old one.
+
+    1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2); shapes are equal.
+    """
+
+    def error(estimate: torch.Tensor) -> torch.Tensor:
+        gap = estimate - returns
+        square = 0.5 * gap.square()
+        if huber_delta is None:
+            return square
+        return square.where(gap.abs() <= huber_delta, huber_delta * (gap.abs() - 0.5 * huber_delta))
+
+    plain = error(value)
+    if clip is None:
+        return plain
+    return plain.maximum(error(old_value + (value - old_value).clamp(-clip, clip)))
+
+
+def preference_loss(better: torch.Tensor, worse: torch.Tensor, *, smoothing: float = 0.0) -> torch.Tensor:
+    """-(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B]: Bradley and Terry (1952).
+
+    Of scores it trains a reward model; of beta (log pi - log pi_ref), summed over an answer's tokens, it is DPO (arXiv
+    2305.18290), with smoothing s the conservative form.
+    """
+    gap = better - worse
+    # -log sigmoid(x) = log(1 + exp(-x)), which must not overflow.
+    return (-gap).clamp(min=0) + (-gap.abs()).exp().log1p() + smoothing * gap
+
+
+def k1(gap: Any) -> Any:
+    """d: unbiased, of large variance; its expected gradient is 0."""
+    return gap
+
+
+def absolute(gap: Any) -> Any:
+    """|d|"""
+    return abs(gap)
+
+
+def k2(gap: Any) -> Any:
+    """d^2 / 2: biased, but its gradient is that of the true KL."""
+    return 0.5 * gap**2
+
+
+def k3(gap: Any) -> Any:
+    """exp(-d) + d - 1 within +-`MAX_KL`: unbiased, never negative, of low variance."""
+    gap = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    inverse_ratio = np.exp(-gap) if isinstance(gap, np.ndarray) else (-gap).exp()
+    return (inverse_ratio + gap - 1.0).clip(-MAX_KL, MAX_KL)
+
+
+def k3_with_gradient_of_k2(gap: torch.Tensor) -> torch.Tensor:
+    """The value of k3 and the gradient of k2."""
+    return k2(gap) + (k3(gap) - k2(gap)).detach()
+
+
+KL_ESTIMATORS: dict[str, Callable[[Any], Any]] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "low_var_kl": k3,
+    "k3": k3,
+    "k3+": k3_with_gradient_of_k2,
+    "k3_unbiased": k3,
+}
+"""By `kl_penalty_type`: estimators of KL(p || q) from d = log p - log q at samples of p.
+
+They work on each entry of a torch tensor (for the loss) or of a numpy array (for rewards, but for k3+, which is all
+gradient). Source: joschu.net/blog/kl-approx.html.
+"""
+IMPORTANCE_WEIGHTED = frozenset({"k3_unbiased"})
+"""Estimators that are multiplied by the probability ratio new / old, gradient included (arXiv 2512.02556)."""
+
+
+def kl(logprob: torch.Tensor, other_logprob: torch.Tensor, kind: str) -> torch.Tensor:
+    """Estimate KL(policy || other) per entry, by one of `KL_ESTIMATORS`."""
+    return KL_ESTIMATORS[kind](logprob - other_logprob)
+
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
 """Bound of the mean log-ratio of a sequence (gspo)."""
@@ -67,16 +170,10 @@ class CovarianceSettings(Settings):
     """clip_cov, kl_cov: share of the tokens that is held back."""
 
 
-def _rising(value: list[float]) -> list[float]:
-    if len(value) != 2 or value[0] >= value[1]:
-        raise ValueError
-    return value
-
-
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
     """Clip-Cov."""
 
-    cov_bounds: Annotated[list[float], AfterValidator(_rising), Says("[low,high] with low < high")] = [1.0, 5.0]
+    cov_bounds: Annotated[list[float], AfterValidator(rising), Says("[low,high] with low < high")] = [1.0, 5.0]
     """clip_cov: [low, high] covariance of advantage and log-probability of the tokens to choose from."""
 
 
@@ -100,6 +197,7 @@ def _surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) 
 
 
 def _unclipped(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
+    # All False, on the ratio's device and in its shape.
     return LossTerms(loss=loss, ratio=ratio, clipped=ratio != ratio)
 
 
@@ -118,6 +216,7 @@ def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
 
 def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
     """PPO clip on the sequence ratio exp(mean d), shared by all units of the sequence (arXiv 2507.18071)."""
+    # Bounded upwards only: far below, exp is 0 and does no harm.
     ratio = u.mean(_log_ratio(u)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     return _surrogate(u.advantage, ratio.expand_as(u.logprob), cfg)
 
@@ -198,6 +297,7 @@ def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
     terms = ppo_clip(u, cfg)
     covariance, mask = _covariance(u)
     low, high = cfg.cov_bounds
+    # What the clip has silenced already is no choice.
     able = torch.nonzero(((covariance > low) & (covariance < high) & mask & ~terms.clipped).flatten()).flatten()
     drop = torch.zeros_like(mask).flatten()
     drop[able[torch.randperm(len(able))[: max(1, int(cfg.cov_share * int(mask.sum())))]]] = True

@@ -170,21 +170,11 @@ LOSSES: Registry[PolicyLoss] = Registry(
     "loss_type", group="embodyrl.losses", wants="a PolicyLoss", fits=lambda found: isinstance(found, PolicyLoss)
 )
 
-for _name, _attr in {
-    "grpo": "outcome:GRPO",
-    "rloo": "outcome:RLOO",
-    "opo": "outcome:OPO",
-    "gpg": "outcome:GPG",
-    "pass_at_k": "outcome:PASS_AT_K",
-    "gdpo": "outcome:GDPO",
-    "gigpo": "outcome:GIGPO",
-    "gae": "stepwise:GAE",
-    "remax": "stepwise:REMAX",
-    "reinforce_pp": "stepwise:REINFORCE_PP",
-    "reinforce_pp_baseline": "stepwise:REINFORCE_PP_BASELINE",
-    "sac": "stepwise:SAC",
-}.items():
-    ADVANTAGES.add(_name, f"embodyrl.algorithms.{_attr}")
+for _name in (
+    *("grpo", "rloo", "opo", "gpg", "pass_at_k", "gdpo", "gigpo"),
+    *("gae", "remax", "reinforce_pp", "reinforce_pp_baseline", "sac"),
+):
+    ADVANTAGES.add(_name, f"embodyrl.algorithms.estimators:{_name.upper()}")
 for _name in (
     *("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "pg", "aipo", "aipo_ratio", "topr", "dro", "clip_cov", "kl_cov"),
 ):

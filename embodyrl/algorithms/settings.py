@@ -30,7 +30,8 @@ def _around_zero(value: list[float]) -> list[float]:
     return value
 
 
-def _rising(value: list[float]) -> list[float]:
+def rising(value: list[float]) -> list[float]:
+    """Let two numbers [low, high] with low < high pass."""
     if len(value) != 2 or value[0] >= value[1]:
         raise ValueError
     return value
@@ -173,7 +174,7 @@ class GroupSettings(AlgorithmSettings):
     ) = None
     """[low, high]: groups whose mean success lies outside do not enter the update."""
     filter_returns: (
-        Annotated[list[float], AfterValidator(_rising), Says("two numbers [low,high] with low < high")] | None
+        Annotated[list[float], AfterValidator(rising), Says("two numbers [low,high] with low < high")] | None
     ) = None
     """[low, high]: groups whose mean return (before algorithm.reward_scale) lies outside do not enter the update; for
     rewards that are not success."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from embodyrl.algorithms.advantages import Float64, grpo
-from embodyrl.algorithms.losses import KL_ESTIMATORS, MAX_LOG_RATIO
+from embodyrl.algorithms.policy_losses import KL_ESTIMATORS, MAX_LOG_RATIO
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.types import Episode
@@ -23,6 +23,7 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[E
     0 for truncated episodes where asked for, the clip, and the normalisation over the batch or group.
     """
     as_they_are = (cfg.reward_scale, cfg.reward_bias, cfg.reward_clip, cfg.reward_norm) == (1, 0, None, RewardNorm.none)
+    # The usual case keeps the very arrays: nothing is copied and nothing rounds.
     if as_they_are and cfg.truncated_episodes != TruncatedEpisodes.zero_reward:
         return list(episodes)
     outcome = np.array([_outcome(episode, cfg) for episode in episodes])
@@ -46,6 +47,7 @@ def _outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
 def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> Episode:
     reward = np.where(episode.valid, episode.reward * cfg.reward_scale, 0.0).astype(np.float32)
     last = np.flatnonzero(episode.valid)[-1:]
+    # On the last executed action, so that the sum is the outcome; an episode without one has no place for it.
     reward.flat[last] += outcome - reward.sum()
     return replace(episode, reward=reward)
 
@@ -100,6 +102,7 @@ class ReturnScale:
     def _take(self, values: Float64) -> None:
         if not values.size:
             return
+        # Two samples joined (Chan et al., 1979); `_spread` is the sum of squared deviations from the mean.
         total = self._count + values.size
         delta = float(values.mean()) - self._mean
         self._spread += float(values.var()) * values.size + delta**2 * self._count * values.size / total
@@ -142,6 +145,7 @@ def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool)
         found[1] += 1
     for name, (won, played) in now.items():
         before = seen.get(name, [0.0, 0.0])
+        # Only tasks that were played again forget; the others keep what was found of them.
         seen[name] = [_MEMORY * before[0] + won, _MEMORY * before[1] + played]
 
 

@@ -48,6 +48,7 @@ class Actors:
             return {"loss": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0, "seconds": 0.0}
         self._arena[Record.advantage][batch.records] = batch.advantage
         self._arena[Record.returns][batch.records] = batch.returns
+        # A batch names records, a request the tickets that prove they are still the same ones.
         by_record = np.zeros(self._arena.capacity, np.int64)
         held = np.concatenate(list(collection.tickets.values()))
         by_record[records_of(held)] = held

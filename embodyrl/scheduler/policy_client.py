@@ -90,6 +90,7 @@ class PolicyClient:
         """
         if (arena := self._bucket_arena) is None:
             return
+        # Makes the acting processes busy: no inference may run between two buckets, with half of the new weights.
         self._publishing = True
         under_way: list[tuple[Ticket, Replies]] = []
         for parts in self._buckets(arena):
@@ -105,6 +106,7 @@ class PolicyClient:
         held = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
         wanted = self._weights[self._acting[0]]
         assert all(weight.name in held for weight in wanted), "rollout and actor were built differently"
+        # Frozen weights are sent once: nobody changes them afterwards.
         chosen = [weight for weight in wanted if held[weight.name] or not self._published]
         return fill_buckets(chosen, bucket_arena[BUCKET].shape[1])
 
@@ -125,6 +127,7 @@ class PolicyClient:
 
     def _send(self, worker: str, request: Request, on_done: OnDone) -> None:
         self._sequence += 1
+        # Before it is sent, or a reply that is there at once would find no open request.
         self._open[worker].append((self._sequence, on_done))
         self._supervisor.send(worker, replace(request, sequence=self._sequence), timeout_s=self._timeout_s)
 

@@ -52,6 +52,7 @@ def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
 
     listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store listens on all interfaces
     port = listener.getsockname()[1]
+    # The ranks are started later than this, so nobody waits for them here.
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     rank_info = RankInfo(host=host, port=port, timeout_s=timeout_s)
     if host == LOOPBACK:

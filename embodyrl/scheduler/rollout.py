@@ -190,9 +190,11 @@ class Rollout:
 
     @property
     def _exhausted(self) -> bool:
+        # Slots may have episodes left without any quota to play them.
         return not self._running and not any(map(self.has_next, range(self.plan.num_slots)))
 
     def _queue_of(self, slot: int) -> Queue | None:
+        # One queue that all slots share, or a queue of each slot's own (episodes dealt in advance, quotas).
         if len(self._queues) == 1:
             return self._queues[0] if slot < self.plan.num_slots else None
         return self._queues[slot] if slot < len(self._queues) else None

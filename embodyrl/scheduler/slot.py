@@ -79,6 +79,7 @@ class Slots:
         self._keeps = np.ones(count, np.bool_)
         self.current, self.target = np.zeros((2, count), np.int64)
         # Tickets: of the present observation, and of the one that is being written.
+        # Tickets of the chunks taken so far [N, longest]; `take_chunks` doubles it where an episode is longer.
         self._taken = np.zeros((count, 32), np.int64)
 
     def may_act(self, version: int) -> BoolArray:
@@ -97,6 +98,7 @@ class Slots:
     def begin(self, rows: IntArray) -> None:
         """The slots begin the episodes that they were assigned; the first observations go to `target`."""
         now = time.perf_counter()
+        # Collected first and assigned at once: element by element numpy would dominate with thousands of slots.
         facts = np.zeros((4, len(rows)), np.int64)
         for i, row in enumerate(rows.tolist()):
             slot = self.each[row]
@@ -130,11 +132,13 @@ class Slots:
         """Take the results of the chunks that were just executed; return [n] whether the quota is used up."""
         if self.chunks[rows].max() == self._taken.shape[1]:
             self._taken = np.concatenate([self._taken, np.zeros_like(self._taken)], axis=1)
+        # From here on the observation's record stands for its whole chunk: action and results lie beside it.
         self._taken[rows, self.chunks[rows]] = self.current[rows]
         self.chunks[rows] += 1
         self._left[rows] -= 1
         for row in rows[~self._keeps[rows]].tolist():
             record = records_of(self.current[row])
+            # Before the record is freed: the arena may give it to the next observation at once.
             self.each[row].copies.append({name: self._arena[name][record].copy() for name in KEPT})
             self._arena.free(self.current[row : row + 1])
         return np.asarray(self._left[rows] == 0)
@@ -154,9 +158,11 @@ class Slots:
         """
         now, lengths = time.perf_counter(), self.chunks[rows]
         keeps = self._keeps[rows].tolist()
+        # Copied, because the row belongs to the slot's next episode as soon as this one is closed.
         taken = [self._taken[row, :n].copy() for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
         kept = [own for own, keep in zip(taken, keeps, strict=True) if keep]
         records = records_of(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
+        # One gather for all episodes, which get slices of it: they stay right after the records are freed.
         columns: dict[str, Any] = {name: self._arena[name][records] for name in KEPT}
         found, place = [], 0
         for i, row in enumerate(rows.tolist()):
@@ -186,6 +192,7 @@ class Slots:
                 video=videos[i],
             )
             found.append((episode, taken[i] if keeps[i] else taken[i][:0]))
+            # Before the slot is idle: `Rollout.ended` decides by what is left whether the next wave may start.
             rollout.spend(slot.index, len(taken[i]))
             self._become_idle(slot)
         return found
@@ -194,6 +201,7 @@ class Slots:
         """Forget this attempt at the slot's episode, which may start `again`; returns the tickets to free."""
         slot, phase = self.each[row], self.phase[row]
         assert slot.episode is not None and slot.rollout is not None
+        # Before the slot is idle: `Rollout.ended` must find the episode in its queue again.
         slot.rollout.lose(slot.index, slot.episode, again=again)
         tickets = self._taken[row, : self.chunks[row] if self._keeps[row] else 0].tolist()
         tickets += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))

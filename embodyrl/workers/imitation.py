@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodyrl.algorithms.losses import preference_loss
+from embodyrl.algorithms.policy_losses import preference_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.conversation import Message, join_messages, split_messages

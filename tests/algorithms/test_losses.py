@@ -12,7 +12,7 @@ from algorithm_cases import (
 
 from embodyrl.algorithms.advantages import gae
 from embodyrl.algorithms.aggregation import action_weights
-from embodyrl.algorithms.losses import kl, value_loss
+from embodyrl.algorithms.policy_losses import kl, value_loss
 from embodyrl.algorithms.settings import TokenLevel
 
 EPISODE = np.nonzero(VALID)[0]

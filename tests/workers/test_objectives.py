@@ -12,7 +12,7 @@ import pytest
 import torch
 from text_runs import ASKING
 
-from embodyrl.algorithms.losses import preference_loss
+from embodyrl.algorithms.policy_losses import preference_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
 from embodyrl.commands.sft import SftResult, sft
