@@ -91,8 +91,8 @@ class AlgorithmSettings(ActingAlgorithm):
         Annotated[list[float], AfterValidator(_around_zero), Says("[low,high] with low < 0 < high")] | None
     ) = None
     """[low, high] bounds of advantages."""
-    reward_scale: Positive = 1.0
-    """Factor on rewards, after reward_bias."""
+    reward_scale: Weight = 1.0
+    """Factor on rewards, after reward_bias; 0 beside kl_beta: nothing but the KL, for example to a teacher."""
     reward_bias: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
     """Added to the outcome of an episode."""
     reward_clip: Positive | None = None
@@ -137,6 +137,8 @@ class AlgorithmSettings(ActingAlgorithm):
                 f"algorithm.kl_penalty_type={self.kl_penalty_type} is a form for the loss; with kl_in_reward=true use "
                 "one of k1, abs, k2, low_var_kl, k3."
             )
+        if self.reward_scale == 0 == self.kl_beta:
+            yield "algorithm.reward_scale=0 removes every reward; that wants something else to learn: kl_beta above 0."
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what is switched off by another key."""

@@ -40,6 +40,7 @@ def migrate(args: argparse.Namespace) -> int:
         f"  {'defaults':<12} {defaults} of version {result.system.keys['version']}, where the file is silent",
         f"what decides the result {result.system.name:<24} embodyrl",
         *(fact.line() for fact in facts),
+        *(f"unknown {v.key}={spell(v.value)}" for v in result.verdicts if v.state == "unknown"),
         *(f"note    {text}" for text in source.notes),
         f"config  {experiment}",
         f"account {report}",

@@ -29,6 +29,13 @@ def test_bias_scale_and_clip():
     np.testing.assert_allclose(outcomes(algorithm_of(reward_bias=-9.0, reward_clip=3.0)), -3)
 
 
+def test_nothing_but_the_kl_is_left_at_a_scale_of_zero():
+    cfg = algorithm_of(reward_scale=0.0, kl_beta=1.0, group_size=3)
+    batch = Algorithm(cfg).prepare(reference_episodes())
+    assert not batch.advantage.any()
+    assert batch.has_signal
+
+
 def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():
     episode = make_episode([[1.0, 2.0], [3.0, 9.0]], valid=[[True, True], [True, False]])
     (shaped,) = shape_rewards([episode], algorithm_of(reward_scale=2.0, reward_bias=1.0))

@@ -151,6 +151,13 @@ def test_an_unknown_key_and_a_refused_value_are_shown_not_dropped() -> None:
     assert [fact.what for fact in side_by_side(result) if fact.is_same is False] == ["learning rate"]
 
 
+def test_unknown_keys_are_named_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them may be what makes the experiment."""
+    words = ["migrate", str(DATA / "verl_ppo_gspo.yaml"), "actor_rollout_ref.actor.surprise=1", "--to", str(tmp_path)]
+    assert main(words) == 0
+    assert "unknown actor_rollout_ref.actor.surprise=1" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

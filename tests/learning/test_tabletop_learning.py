@@ -66,6 +66,21 @@ def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_a_student_reaches_its_teacher_on_its_own_observations(tmp_path: Path) -> None:
+    """On-policy distillation: no reward, nothing but the KL to the teacher on what the student sees and does."""
+    whole = ("runner.val_check_interval=100", "video=none")
+    teacher = default_run(tmp_path / "teacher", "runner.max_steps=20", *whole)
+    kl = ("algorithm.kl_beta=1", "algorithm.kl_penalty_type=k2", "algorithm.reward_scale=0", "actor.optim.lr=1e-4")
+    words = (f"algorithm.reference_path={teacher}", *kl, "runner.max_steps=20", *whole)
+    student = default_run(tmp_path / "student", *words)
+    before, after = validations(student)
+    taught = validations(teacher)[-1]
+    assert before <= taught - 0.25
+    assert after >= taught - 0.03
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_learning_rate_of_zero_keeps_every_bit(tmp_path: Path) -> None:
     once = default_run(tmp_path / "a", "runner.max_steps=1", "actor.optim.lr=0", "eval.episodes=1")

@@ -10,7 +10,7 @@ _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
 _ASSIGNED = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)", re.DOTALL)
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
-_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?:(?P<op>:?[-=])(?P<else>[^}]*))?\}|\$(?P<plain>\w+)")
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?:(?P<op>:?[-=])(?P<else>(?:[^{}]|\{[^{}]*\})*))?\}|\$(?P<plain>\w+)")
 _PROGRAMS = ("--config", "--config-path", "--config_path", "--config-name", "--config_name")
 
 
@@ -108,7 +108,7 @@ def _expand(word: str, variables: dict[str, str]) -> str:
         known = variables.get(name)
         if found["op"] and (known is None or (known == "" and ":" in found["op"])):
             return _expand(found["else"], variables)
-        return found[0] if known is None else known
+        return f"${name}" if known is None else known
 
     return _VARIABLE.sub(value, _SUM.sub(total, word))
 
