@@ -206,6 +206,8 @@ class SftConfig(RunConfig):
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what is about simulators."""
         yield "launcher.env_workers", "supervised training runs no simulators"
+        if not isinstance(self.data, RowSettings):
+            yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
 
 
 class ServeConfig(PolicyConfig):

@@ -65,6 +65,10 @@ class WithCritic:
         """See `TextPolicy.encode_replies`."""
         return self._policy.encode_replies(replies)  # type: ignore[attr-defined]
 
+    def prompt_lengths(self, obs: Observation) -> IntArray:
+        """See `TextPolicy.prompt_lengths`."""
+        return self._policy.prompt_lengths(obs)  # type: ignore[attr-defined]
+
     def save(self, folder: Path) -> None:
         """Write the policy's layout, and the critic's below `critic/`."""
         self._policy.save(folder)

@@ -107,6 +107,10 @@ class TextPolicy(Policy, Protocol):
         """Tokens [B, longest] of replies and of their ends, -1 where there is none."""
         ...
 
+    def prompt_lengths(self, obs: Observation) -> IntArray:
+        """Tokens [B] of each conversation as it stands."""
+        ...
+
 
 @runtime_checkable
 class LearnsStatistics(Policy, Protocol):

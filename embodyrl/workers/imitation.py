@@ -45,10 +45,11 @@ class ImitationWorker:
             return self._measure(records)
         draws = self._draws(request.augment, len(records))
         result = yield from self._trainer.descend(
-            np.ones(len(records), np.int64),
+            self._costs(records),
             request.step,
             lambda rows: self._imitate(records[rows], None if draws is None else draws[:, rows]),
             lambda scores, rows: (scores.loss.sum() / len(records), {}),
+            max_cost=self._trainer.cfg.max_tokens_per_mbs,
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()
@@ -59,14 +60,24 @@ class ImitationWorker:
 
     @torch.no_grad()
     def _measure(self, records: IntArray) -> dict[str, float]:
-        ranks, size = self._trainer.ranks, self._trainer.cfg.micro_batch_size
+        ranks, cfg = self._trainer.ranks, self._trainer.cfg
         parts = []
-        for rows, counts in deal(np.ones(len(records), np.int64), ranks.rank_info, size, None):
+        for rows, counts in deal(self._costs(records), ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs):
             scores = ranks.score(lambda rows=rows: self._imitate(records[rows], None), last=True)
             if counts:
                 parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum())})
         parts = ranks.exchange(parts)
         return {name: sum(part[name] for part in parts) for name in ("loss", "accuracy")}
+
+    def _costs(self, records: IntArray) -> IntArray:
+        """Tokens of each sample's forward where a budget counts them; both answers of a pair are padded alike."""
+        if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
+            return np.ones(len(records), np.int64)
+        asked = self._policy.prompt_lengths(read_observation(self._arena, records))
+        if not self._objective.of_pairs:
+            return asked + (self._targets(records)[:, :, 0] >= 0).sum(1)
+        tokens = self._policy.encode_replies(self._pairs(records))
+        return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
 
     def _imitate(self, records: IntArray, draws: Tensor | None) -> ImitationScores:
         obs = read_observation(self._arena, records)

@@ -145,6 +145,8 @@ class SupervisedActorSettings(Settings):
     """Chunk samples per forward."""
     global_batch_size: Count = 160
     """Chunk samples per optimizer step."""
+    max_tokens_per_mbs: Count | None = None
+    """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     fsdp: FsdpSettings = FsdpSettings()
@@ -174,8 +176,6 @@ class LearnedActorSettings(SupervisedActorSettings, ActingSettings):
 class ActorSettings(SupervisedActorSettings, ActingSettings):
     """The actor of reinforcement learning."""
 
-    max_tokens_per_mbs: Count | None = None
-    """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
     minibatches: Count | None = None
     """Optimizer steps per pass over what a training step collected, of equal size, in place of global_batch_size."""
     fsdp: FsdpSettings = FsdpSettings()

@@ -52,8 +52,12 @@ def write_pairs(arena: Arena) -> tuple[Any, ...]:
     return tickets
 
 
-@pytest.mark.parametrize("micro", [4, 1], ids=["whole", "one by one"])
-def test_dpo_is_that_of_trl(tmp_path: Path, micro: int) -> None:
+@pytest.mark.parametrize(
+    ("micro", "budget", "forwards"),
+    [(4, None, 1), (1, None, 4), (1, 40, 2), (4, 1, 4)],
+    ids=["whole", "one by one", "two by tokens", "longer than the budget"],
+)
+def test_dpo_is_that_of_trl(tmp_path: Path, micro: int, budget: int | None, forwards: int) -> None:
     """Loss and gradient of the same weights, reference and pairs, as trl 1.16's DPOTrainer computed them."""
     factory = POLICIES.get("causal_lm_tiny")
     other = factory.build(tiny(), PolicyRequest(env=ASKING, device="cpu", seed=4))
@@ -66,7 +70,10 @@ def test_dpo_is_that_of_trl(tmp_path: Path, micro: int) -> None:
             model=tiny(),
             objective=objective,
             actor=SupervisedActorSettings(
-                micro_batch_size=micro, global_batch_size=4, optim=OptimSettings(lr=0.0, clip_grad=1e9)
+                micro_batch_size=micro,
+                max_tokens_per_mbs=budget,
+                global_batch_size=4,
+                optim=OptimSettings(lr=0.0, clip_grad=1e9),
             ),
             seed=3,
             request=PolicyRequest(env=ASKING, device="cpu", seed=3),
@@ -77,9 +84,12 @@ def test_dpo_is_that_of_trl(tmp_path: Path, micro: int) -> None:
             trains=True,
         )
     )
-    (done,) = host.handle(ImitateRequest(step=0, tickets=write_pairs(arena)))
+    counted: list[int] = []
+    host.policy.module.register_forward_hook(lambda *_: counted.append(1))
+    *_, done = host.handle(ImitateRequest(step=0, tickets=write_pairs(arena)))
     host.close()
     arena.close()
+    assert len(counted) == forwards
     assert done.metrics["loss"] == pytest.approx(0.7067953944, abs=1e-6)
     assert done.metrics["grad_norm"] == pytest.approx(2.7978238, rel=1e-5)
 

@@ -311,6 +311,10 @@ class CausalLMPolicy:
             row[: len(ids) + 1] = [*ids, int(self.ends[0])]
         return tokens
 
+    def prompt_lengths(self, obs: Observation) -> IntArray:
+        """Tokens of each conversation (see `TextPolicy.prompt_lengths`)."""
+        return np.asarray([len(prompt) for prompt in self.read(obs)], np.int64)
+
     def _inputs(
         self, prompts: Sequence[Prompt], replies: Sequence[list[int]] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
