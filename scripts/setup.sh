@@ -1,6 +1,7 @@
 # Shared by quickstart.sh and test.sh: makes .venv, installs embodyrl into it, and the system libraries that software
-# rendering needs. Sourced with the wanted extras in $EXTRAS.
+# rendering needs. Sourced (or run) with the wanted extras in $EXTRAS.
 set -euo pipefail
+EXTRAS="${EXTRAS:-}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '\n== %s\n' "$*"; }

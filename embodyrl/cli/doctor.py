@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import platform
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def doctor(args: argparse.Namespace) -> int:
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
     places = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
     folders = [Path(place) for place in dict.fromkeys(places) if place is not None]
+    if args.json or args.report:
+        print("looking at this machine ...", file=sys.stderr, flush=True)
     findings: list[Finding] = []
     for finding in _findings(cfg, folders):
         findings.append(finding)

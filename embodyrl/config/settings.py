@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -47,7 +47,18 @@ Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4
 Name = Annotated[str, Field(pattern=r"^[^/\s\x00]+$", max_length=100), Says("a name without '/' and blanks")]
 
 
-class Settings(BaseModel):
+class _Unbuilt(type(BaseModel)):
+    """Defaults without values to check, so that pydantic builds a validator for the root of a command only."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, **values):
+            if values or any(field.is_required() for field in cls.model_fields.values()):
+                return super().__call__(**values)
+            return cls.model_construct()
+
+
+class Settings(BaseModel, metaclass=_Unbuilt):
     """Typed, frozen values by key.
 
     >>> class Plan(Settings):

@@ -97,3 +97,20 @@ def test_every_number_has_an_upper_bound() -> None:
 
 def test_wording_may_be_given() -> None:
     assert any(isinstance(m, Says) for m in all_keys()["video"].metadata)
+
+
+def test_defaults_alone_build_no_validator_which_takes_a_refusal_its_time() -> None:
+    class Needy(Settings):
+        size: Count
+
+    class Plain(Settings):
+        size: Count = 1
+        more: list[int] = []
+
+    one = Plain()
+    assert not Plain.__pydantic_complete__
+    assert one == Plain(size=1) != Plain(size=2)
+    assert one.more is not Plain().more
+    for wrong in (lambda: Needy(), lambda: Plain(size=0)):
+        with pytest.raises(ValidationError):
+            wrong()
