@@ -8,7 +8,9 @@ import io
 import json
 import sys
 from collections import deque
+from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.cli.loopback import Answer, Loopback
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from embodyrl.program.acting import LoadedPolicy
 
 _WIDTH = 960
+_WATCHED = ("video=all",)
+"""Some environments draw only if they are told at their start."""
 _FOR_EVER = ("env.eval.ignore_terminations=true", "env.eval.max_episode_steps=100000")
 """Whoever watches decides when an episode ends."""
 
@@ -34,9 +38,7 @@ def play(args: argparse.Namespace) -> int:
         raise ConfigError("embodyrl play takes one run, and --port a number: embodyrl play runs/my_run --port 8000.")
     run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
     print(f"loading {run.name} ...", file=sys.stderr, flush=True)
-    from embodyrl.program.acting import load_policy
-
-    scene = Scene(load_policy(run, *_FOR_EVER, *trust))
+    scene = scene_of(run, trust)
     page = files("embodyrl.cli").joinpath("templates/play.html").read_text(encoding="utf-8")
     gets = {"/frame.png": scene.frame, "/state": scene.state}
     server = Loopback(int(args.port), gets, {"/step": scene.step, "/reset": scene.reset, "/say": scene.say})
@@ -55,6 +57,16 @@ def play(args: argparse.Namespace) -> int:
     return 0
 
 
+def scene_of(run: Path, trust: Sequence[str] = ()) -> Scene:
+    """The run's environment with its policy in it."""
+    from embodyrl.program.acting import load_policy
+
+    try:
+        return Scene(load_policy(run, *_WATCHED, *_FOR_EVER, *trust))
+    except ConfigError:  # of an environment that must not go on after its end
+        return Scene(load_policy(run, *_WATCHED, *trust))
+
+
 class Scene:
     """One environment, the policy in it, and what the person at the screen said."""
 
@@ -64,6 +76,7 @@ class Scene:
         self._plan: deque[np.ndarray] = deque()
         self._seed = 0
         self.reset({})
+        self.frame()  # or the page would be the first to learn that there is nothing to see
 
     def reset(self, wanted: dict[str, Any]) -> Answer:
         """Begin anew; `task`: which one, -1: any."""

@@ -311,8 +311,7 @@ class _Training:
         self.monitor.text(f"run        {self.session.folder.root}")
         self.monitor.text(f"checkpoint {checkpoint}")
         root = self.session.folder.root
-        self.monitor.text(
-            f"next       embodyrl report {root} --open · embodyrl eval ckpt={root} · embodyrl play {root}"
-        )
+        for name, line in (("next", f"report {root} --open"), ("", f"eval ckpt={root}"), ("", f"play {root}")):
+            self.monitor.text(f"{name:<10} embodyrl {line}")
         for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

@@ -47,10 +47,12 @@ Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4
 Name = Annotated[str, Field(pattern=r"^[^/\s\x00]+$", max_length=100), Says("a name without '/' and blanks")]
 
 
-class _Unbuilt(type(BaseModel)):
-    """Defaults without values to check, so that pydantic builds a validator for the root of a command only."""
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _Unbuilt
+else:
 
-    if not TYPE_CHECKING:
+    class _Unbuilt(type(BaseModel)):
+        """Defaults without values to check, so that pydantic builds a validator for the root of a command only."""
 
         def __call__(cls, **values):
             if values or any(field.is_required() for field in cls.model_fields.values()):

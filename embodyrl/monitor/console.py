@@ -5,7 +5,7 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -74,11 +74,6 @@ def _time_shares(metrics: Mapping[str, float]) -> str:
     return " ".join(f"{name} {100 * value / whole:.0f}%" for name, value in longest if value / whole >= 0.005)
 
 
-def _wrapped(line: str, width: int) -> str:
-    """Break a line of the banner, a name of ten characters and a text, between words; paths stay whole."""
-    return textwrap.fill(line, width, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
-
-
 class ConsoleMonitor(Monitor):
     """Writes to a text stream, standard output by default; colours follow NO_COLOR."""
 
@@ -122,12 +117,12 @@ class ConsoleMonitor(Monitor):
         if self._board is not None and self._total:
             self._board.event(f"{time.strftime('%H:%M:%S')} {line}")
         else:
-            self._write(line)
+            self._write(self._broken(line))
 
     def banner(self, lines: Sequence[str]) -> None:
         """See `Monitor.banner`."""
         for line in lines:
-            self._write(_wrapped(line, self._console.width) if self._live else line)
+            self._write(self._broken(line))
         if self._picture is not None:
             self._picture.start()
 
@@ -144,7 +139,12 @@ class ConsoleMonitor(Monitor):
         table = [("task", "first validation", "last validation", "change")]
         table += [(task, str(first), str(last), first.change(last)) for task, first, last in rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for line in table:
+        narrow = self._live and sum(widths) + 6 > self._console.width
+        widths[0] = 0 if narrow else widths[0]
+        for task, *line in table:
+            if narrow:
+                self._write(task)
+            line = ["" if narrow else task, *line]
             self._write("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
     def close(self) -> None:
@@ -156,6 +156,13 @@ class ConsoleMonitor(Monitor):
         if self._picture is not None and has_room(self._stream, _READER_S):
             self._picture.stop()
         self._picture = self._board = None
+
+    def _broken(self, text: str) -> str:
+        """Break lines, a name of ten characters and a text, between the words for a terminal; paths stay whole."""
+        if not self._live:
+            return text
+        how: Any = {"subsequent_indent": " " * 13, "break_long_words": False, "break_on_hyphens": False}
+        return "\n".join(textwrap.fill(line, self._console.width, **how) for line in text.split("\n"))
 
     def _write(self, line: str) -> None:
         self._quiet_since = self._clock()

@@ -128,6 +128,13 @@ def test_a_banner_breaks_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "tabletop (21\r\n             tasks) · 64 slots\r\n" in text
 
 
+def test_results_on_a_narrow_terminal_stand_below_their_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    lines = on_terminal(monkeypatch, tmp_path, COLUMNS="66").splitlines()
+    at = lines.index("stack")
+    assert lines[at + 1].split("  ") == ["", "10.0 % [1.8, 40.4] (1/10)", "80.0 % [49.0, 94.3] (8/10)", "+70.0"]
+    assert lines[at - 1].split() == ["first", "validation", "last", "validation", "change"]
+
+
 def test_an_evaluation_on_a_terminal_has_a_bar_and_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, RunInfo(run_id="r"))
     assert "rollout: 2 of 8 done" in text

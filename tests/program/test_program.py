@@ -21,6 +21,7 @@ from gymnasium.utils.env_checker import check_env
 from processes import start_cli
 
 import embodyrl
+from embodyrl.cli.play import scene_of
 from embodyrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +147,20 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     assert done.stdout.count("begins") == 1
     assert len(list((tmp_path / "runs").iterdir())) == 1
     assert done.stdout.splitlines()[-1].startswith("EvalResult(")
+
+
+def test_a_gymnasium_environment_is_played_until_it_ends(tmp_path: Path) -> None:
+    """It must not be stepped on after its end, and draws only if it is told at its start."""
+    names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
+    few = ("env.train.max_episode_steps=4", "env.eval.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
+    cfg = embodyrl.compose("train", *SMALL, *names, *few, f"runner.output_dir={tmp_path}")
+    scene = scene_of(embodyrl.train(cfg).run, ["trust=true"])
+    states = [json.loads(scene.step({})[1]) for _ in range(6)]
+    assert [state["steps"] for state in states] == [1, 2, 3, 4, 4, 4]
+    assert states[-1]["over"]
+    assert scene.frame()[1].startswith(b"\x89PNG")
+    assert not json.loads(scene.reset({})[1])["over"]
+    scene.env.close()
 
 
 @pytest.mark.integration
