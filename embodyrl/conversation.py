@@ -78,14 +78,15 @@ def spoken(content: str) -> str:
 
 
 def final_answer(reply: str) -> str:
-    """What a reply comes to: its last box, else the last answer tag, else its last number, else all of it."""
+    """What a reply comes to: its last box, answer tag, letter after 'answer', or number, whichever there is first."""
     for pattern in (
         r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
         r"(?s)<answer>(.*?)</answer>",
-        r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?",
+        r"(?i:answer)(?:\s+is)?\s*:?\s*\(?([A-Z])\)?\s*(?:[.,;\n]|$)",
+        r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?",
     ):
         if found := re.findall(pattern, reply):
-            return found[-1].strip().replace(",", "")
+            return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", found[-1].strip())  # 1,000 is 1000, but (1,2) is not 12
     return reply.strip()
 
 

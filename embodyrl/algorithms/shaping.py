@@ -139,7 +139,7 @@ _MEMORY = 0.5
 def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
     """Add the outcomes of a step's episodes to what was seen before."""
     now: Outcomes = {}
-    for episode in episodes:
+    for episode in (e for e in episodes if not e.cut):  # nobody knows what the others would have come to
         found = now.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
         found[0] += episode.success_once
         found[1] += 1

@@ -177,8 +177,8 @@ def _majority(episodes: Sequence[EpisodeRow]) -> float | None:
     """Self-consistency (arXiv 2203.11171); of equally frequent answers the first that was given counts."""
     given: dict[tuple[int, int], dict[str, list[bool]]] = {}
     for episode in sorted(episodes, key=lambda e: e.episode):
-        if not episode.conversation:
-            return None
+        if not episode.conversation or episode.conversation[-1][0] != "assistant":
+            return None  # no words, or a game that ends with what is seen
         answers = given.setdefault((episode.task_id, episode.reset_id), {})
         answers.setdefault(final_answer(episode.conversation[-1][1]), []).append(bool(episode.success_once))
     # Equal answers are judged alike, but for code in other words around them.

@@ -20,6 +20,7 @@ from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
+from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.roots import TrainConfig
@@ -197,7 +198,7 @@ class _Training:
             self._check_rewards(rollout, workers, actors)
             with workers.supervisor.shield():
                 if self.cfg.algorithm.curriculum:
-                    by_task = len(self.blueprint.env.tasks) > 1
+                    by_task = weighs_tasks(self.blueprint.env, self.cfg.env.train)
                     note_outcomes(algorithm.seen, [*rollout.episodes, *rollout.filtered], by_task=by_task)
                 if not self._validates_after(step):
                     sampler.ahead(step + 1)

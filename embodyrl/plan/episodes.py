@@ -264,6 +264,11 @@ def _is_weighted(cfg: TrainConfig) -> bool:
     return bool(cfg.algorithm.curriculum) or cfg.env.train.task_weights is not None
 
 
+def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
+    """Whether a curriculum tells tasks apart, or, where one is selected, its reset ids."""
+    return len(selected_tasks(env, split)) > 1
+
+
 def _weighted_ids(
     cfg: TrainConfig, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator
 ) -> list[int]:
@@ -274,7 +279,7 @@ def _weighted_ids(
     """
     split, tasks = cfg.env.train, selected_tasks(env, cfg.env.train)
     each = [reset_ids_of(env, split, task) for task in tasks]
-    groups, names = (each, tasks) if len(tasks) > 1 else ([[i] for i in each[0]], list(each[0]))
+    groups, names = (each, tasks) if weighs_tasks(env, split) else ([[i] for i in each[0]], list(each[0]))
     given = np.asarray(split.task_weights or [1.0] * len(groups))
     if len(given) != len(groups):
         raise ConfigError(

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from algorithm_cases import LENGTHS, OLD_LOGPROB, REF_LOGPROB, REWARDS, VALID, make_episode, reference_episodes
@@ -6,7 +8,7 @@ from settings import algorithm_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
-from embodyrl.algorithms.shaping import ReturnScale, adapted_beta, shape_rewards
+from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapted_beta, note_outcomes, shape_rewards
 
 REFERENCE = Scores(
     logprob=tuple(OLD_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
@@ -34,6 +36,13 @@ def test_nothing_but_the_kl_is_left_at_a_scale_of_zero():
     batch = Algorithm(cfg).prepare(reference_episodes())
     assert not batch.advantage.any()
     assert batch.has_signal
+
+
+def test_a_curriculum_learns_nothing_from_episodes_that_were_cut():
+    won, lost = make_episode([[1.0]], success=True), make_episode([[0.0]])
+    seen: Outcomes = {}
+    note_outcomes(seen, [won, lost, replace(lost, cut=True), replace(lost, cut=True)], by_task=True)
+    assert seen == {"3": [1.0, 2.0]}
 
 
 def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():

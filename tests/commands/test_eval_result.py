@@ -93,6 +93,28 @@ def test_the_most_frequent_answer_votes():
     assert table(rows, toy_spec(2)).metrics()["eval/maj_at_n"] == 0.5
 
 
+def votes(*said: tuple[str, bool], role: str = "assistant") -> float | None:
+    rows = [
+        replace(row(i, 0, 0, won=won, earned=0.0, steps=1), conversation=(("user", "?"), (role, reply)))
+        for i, (reply, won) in enumerate(said)
+    ]
+    return table(rows, toy_spec(2)).metrics().get("eval/maj_at_n")
+
+
+def test_equal_answers_in_other_words_vote_together_and_different_ones_apart():
+    letters = [("I think so. The answer is B", False), ("2 of 3 say (A). Answer: (A).", True), ("answer: A", True)]
+    assert votes(*letters) == 1.0
+    pairs = [("\\boxed{12}", False), ("\\boxed{(1,2)}", True), ("\\boxed{(1,2)}", True), ("\\boxed{12}", False)]
+    assert votes(*pairs) == 0.0, "of equally frequent ones the first"
+    assert votes(*pairs[1:]) == 1.0
+    assert votes(("12", False), ("it is 1,000.", True), ("1000", True)) == 1.0
+    assert votes(("Answer: A total of 12", True), ("Answer: A total of 13", False), ("13", False)) == 0.0
+
+
+def test_a_game_that_ends_with_what_is_seen_has_no_answers_to_vote_for():
+    assert votes(("15:", True), ("7:", False), ("7:", False), role="user") is None
+
+
 def test_nothing_is_said_of_a_success_that_nobody_reports():
     result = table([replace(one, success_once=None, success_at_end=None) for one in ROWS], toy_spec(2))
     assert (result.overall.success_once, result.overall.successes, result.overall.solved) == (None, None, None)

@@ -153,6 +153,16 @@ def test_a_resumed_run_goes_on_with_its_adapted_kl_coefficient(tmp_path):
 
 
 @pytest.mark.integration
+def test_a_curriculum_of_one_task_among_several_remembers_its_reset_ids(tmp_path):
+    """They are what it draws from: under the number of the task nothing would ever find them."""
+    words = ("env.kwargs.tasks=3", "env.train.task_ids=[1]", "algorithm.curriculum=1")
+    run = train_toy(tmp_path, *words, "runner.max_steps=1", "runner.val_check_interval=-1")
+    seen = json.loads((run / "checkpoints" / "step_000001" / "algorithm.json").read_text())["seen"]
+    assert {*seen} <= {"4", "5", "6", "7"}
+    assert sum(played for _, played in seen.values()) == 4
+
+
+@pytest.mark.integration
 def test_a_resumed_run_keeps_its_reference_policy(golden, tmp_path):
     words = (*WORDS, f"ckpt={golden}", "algorithm.kl_beta=0.5", "runner.val_check_interval=-1")
     whole = train_toy(tmp_path, *words, "runner.max_steps=2", name="whole")

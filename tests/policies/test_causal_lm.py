@@ -1,5 +1,6 @@
 """The language-model policy: what it draws, what it scores, and how it is saved."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -281,6 +282,26 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
     assert plain.decode(build(cfg.updated({"chat": False})).read(observe(talk))[0]) == plain.decode(
         plain("1+12")["input_ids"]
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "own", "end"), [(True, "<eos>", "?"), (False, "<eos>", "<eos>"), (False, "x", "|")]
+)
+def test_a_reply_ends_as_the_chat_template_ends_a_turn(
+    tmp_path: Path, policy: CausalLMPolicy, template: bool, own: str, end: str
+):
+    """Of several tokens that end a text, as in Llama-3's and Gemma's folders, where the first one ends no turn."""
+    policy.save(tmp_path)
+    ids = policy.tokenizer.get_vocab()
+    several = {"eos_token_id": [ids["|"], ids["<eos>"], ids["?"]]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(several))
+    told = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"eos_token": own}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    if template:
+        turn = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}?{% endfor %}"
+        (tmp_path / "chat_template.jinja").write_text(turn)
+    found = build(model_of("causal_lm", precision=Precision.fp32, num_action_chunks=6, path=str(tmp_path)))
+    assert found.encode_replies(["12"])[0].tolist() == [ids["1"], ids["2"], ids[end]]
 
 
 def test_imitation_learns_the_end_of_a_reply():

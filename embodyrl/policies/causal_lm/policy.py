@@ -74,6 +74,7 @@ class CausalLMPolicy:
         self._pad = int(self.ends[0]) if pad is None else pad
         pixels = 3 * len(request.env.cameras) * math.prod(request.env.image_size)
         self.read = Reader(self.processor, chat=cfg.chat, first=int(self.ends[0]), pixels=pixels)
+        self._end = self.read.end_of_reply(ends)
         self._plain_head = self._net.head_is_last(self._precision())
         self._request, self._engine_asked = request, request.backend != "hf"
         self._engine: VllmEngine | ServerEngine | None = None
@@ -308,7 +309,7 @@ class CausalLMPolicy:
         encoded = self.tokenizer(list(replies), add_special_tokens=False)["input_ids"]
         tokens = np.full((len(replies), max(map(len, encoded)) + 1), NO_TOKEN, np.int64)
         for row, ids in zip(tokens, encoded, strict=True):
-            row[: len(ids) + 1] = [*ids, int(self.ends[0])]
+            row[: len(ids) + 1] = [*ids, self._end]
         return tokens
 
     def prompt_lengths(self, obs: Observation) -> IntArray:

@@ -15,6 +15,8 @@ from embodyrl.types import ByteArray, Observation
 
 _CACHED_PROMPTS = 4096
 _CACHED_PIXELS = 2**26
+_REPLY = "0x0"
+"""Told to a chat template to see what it puts behind a reply."""
 
 
 class Prompt(list[int]):
@@ -48,6 +50,21 @@ class Reader:
         shapes = [image.shape if self._sees else () for image in obs.images]
         bits = [image.tobytes() if self._sees else b"" for image in obs.images]
         return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
+
+    def end_of_reply(self, ends: Sequence[int]) -> int:
+        """Which of the tokens that may end a reply does: the chat template's, else the tokenizer's own, else the first.
+
+        Llama-3's and Gemma's models name several, and their templates do not end a turn with the first one.
+        """
+        tokenizer = getattr(self._processor, "tokenizer", self._processor)
+        said = [tokenizer.eos_token_id]
+        if self._chat:
+            turns = (("user", "?"), ("assistant", _REPLY))
+            content = (lambda text: [{"type": "text", "text": text}]) if self._sees else str
+            talk = [{"role": role, "content": content(text)} for role, text in turns]
+            after = self._processor.apply_chat_template(talk, tokenize=False).rpartition(_REPLY)[2]
+            said = [*tokenizer(after, add_special_tokens=False)["input_ids"], *said]
+        return next((token for token in said if token in ends), ends[0])
 
     def _encode(self, instruction: str, bits: bytes, shape: tuple[int, ...]) -> Prompt:
         messages = split_messages(instruction)
