@@ -10,6 +10,7 @@ from typing import Any
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import Path, Settings
 from embodyrl.envs.learned import LearnedReward, is_learned
+from embodyrl.errors import ConfigError
 from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec, FloatArray, ObservationOut
 
@@ -126,8 +127,17 @@ class StepReward:
         self.weights = (*(cfg.weights.get(name, 1.0) for name in self.components[:-1]), 0.0)
 
     def declare(self, spec: EnvSpec) -> EnvSpec:
-        """Add the parts to what an environment declares."""
-        cameras = getattr(self._function, "cameras", 0)
+        """Add the parts to what an environment declares.
+
+        Raises:
+            ConfigError: a learned reward saw other cameras, or in another order, whose pictures may have the same size.
+        """
+        cameras, names = getattr(self._function, "cameras", 0), getattr(self._function, "camera_names", ())
+        if names and spec.cameras[: len(names)] != names:
+            raise ConfigError(
+                f"reward.path was learned from the cameras {', '.join(names)}; env '{spec.name}' shows "
+                f"{', '.join(spec.cameras) or 'none'}. Name these first, in this order."
+            )
         return replace(spec, components=self.components, component_weights=self.weights, rewarded_cameras=cameras)
 
     def parts(self, step: RewardStep, simulated: float) -> tuple[list[float], str | None]:

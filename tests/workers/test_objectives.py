@@ -20,7 +20,7 @@ from embodyrl.commands.sft_setup import load_material
 from embodyrl.conversation import Message, join_messages, join_pair
 from embodyrl.datasets.reader import Demonstrations
 from embodyrl.envs.learned import LearnedReward
-from embodyrl.errors import ConfigError
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
@@ -204,6 +204,12 @@ def test_a_reward_sees_its_cameras_whatever_the_policy_reads(tmp_path: Path) -> 
     policy.save(tmp_path)
     both = draw_blueprint(load_config("train", [*view, f"reward.path={tmp_path}"]), training=True)
     assert both.env.cameras == ("front", "wrist")
+    swapped = ["env=tabletop", "env.init_params.camera_names=[wrist,front]", f"reward.path={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"learned from the cameras front, wrist; .* shows wrist, front"):
+        draw_blueprint(load_config("train", swapped), training=True)
+    other = replace(env, cameras=("wrist", "front"))
+    with pytest.raises(CheckpointError, match=r"cameras is \['front', 'wrist'\]"):
+        POLICIES.get("cnn").build(model, PolicyRequest(env=other, device="cpu", seed=0)).load_weights(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ class NetShape:
     """States are shifted and scaled by running statistics."""
     squashed: bool = False
     """Real actions are tangents of Gaussians whose spread depends on the observation."""
+    cameras: tuple[str, ...] = ()
+    """Names of the C cameras, in their order."""
 
     @classmethod
     def of(
@@ -78,6 +80,7 @@ class NetShape:
             # Real actions come with states of many units; categories mostly with small, bounded worlds.
             normalized=bool(env.state_dim) and (space.kind is ActionKind.box if normalize is None else normalize),
             squashed=squashed and space.kind is ActionKind.box,
+            cameras=env.cameras if reads_images else (),
         )
 
     @property
@@ -136,7 +139,7 @@ class NetShape:
         mine = json.loads(json.dumps(asdict(self)))
         # What older folders do not say.
         older = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False, "squashed": False}
-        saved = older | saved
+        saved = older | {"cameras": mine["cameras"]} | saved
         wrong = [key for key in mine if key != "value_dim" and saved.get(key) != mine[key]]
         if wrong:
             differences = ", ".join(f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in wrong)
