@@ -26,7 +26,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.buckets import BUCKET_BYTES, bucket_layout, fill_buckets
+from embodyrl.channels.layout import BUCKET_BYTES, bucket_layout, fill_buckets
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY
@@ -35,10 +35,10 @@ from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import EnvSpec, Observation
 from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest, RankInfo
+from embodyrl.workers.policy_host import describe_weights, publish, take
 from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.settings import ValueOptimSettings
 from embodyrl.workers.training import Optimization
-from embodyrl.workers.weight_sync import describe_weights, publish, take
 
 TASK = "put both the alphabet soup and the tomato sauce in the basket"
 GIB = 2**30

@@ -28,7 +28,7 @@ from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import GIB, plan_memory
-from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
+from embodyrl.scheduler.start import policy_init, rendezvous
 from embodyrl.workers.messages import InferRequest, RankInfo, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 

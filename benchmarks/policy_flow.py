@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.chain import follow_ode
-from embodyrl.policies.flow.checkpoint import save_weights
 from embodyrl.policies.flow.layouts import TRANSFORMERS
+from embodyrl.policies.flow.likelihood import follow_ode
 from embodyrl.policies.flow.model import FlowInputs
-from embodyrl.policies.flow.pi0 import Pi0
 from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, VisionSpec
+from embodyrl.policies.flow.vla.build import save_weights
+from embodyrl.policies.flow.vla.models import Pi0
 
 STEPS, CAMERAS, PROMPT = 10, 2, 32
 PEERS = {

@@ -13,15 +13,13 @@ from embodyrl.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from embodyrl.program.acting import LoadedPolicy, load_policy
-    from embodyrl.program.commands import collect, compose, evaluate, sft, train
+    from embodyrl.program.commands import GRPO, collect, compose, evaluate, sft, train
     from embodyrl.program.environment import make_env
-    from embodyrl.program.text import GRPO
 
 _HOMES = {
-    **dict.fromkeys(("collect", "compose", "evaluate", "sft", "train"), "commands"),
+    **dict.fromkeys(("GRPO", "collect", "compose", "evaluate", "sft", "train"), "commands"),
     **dict.fromkeys(("LoadedPolicy", "load_policy"), "acting"),
     "make_env": "environment",
-    "GRPO": "text",
 }
 
 __all__ = ["GRPO", "LoadedPolicy", "collect", "compose", "evaluate", "load_policy", "make_env", "sft", "train"]

@@ -56,6 +56,7 @@ def available_cores() -> int:
         root = CGROUP / "cpu" if controllers else CGROUP
         files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
         own = root / path.strip("/")
+        # A quota of any group above holds as well.
         for folder in (own, *own.parents):
             words = " ".join((folder / name).read_text() for name in files if (folder / name).is_file()).split()
             if len(words) == 2 and words[0] not in ("max", "-1"):

@@ -140,6 +140,7 @@ class Registry(Generic[T]):
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
+            # The plugin is there and lacks something else: that is its author's error, and its traceback says where.
             if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
                 raise
             raise UnknownNameError(f"Cannot import '{module_name}' for {self.kind} '{target}': {error}.") from error

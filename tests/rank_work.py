@@ -16,7 +16,7 @@ from toy_runs import toy_config
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
-from embodyrl.scheduler.policy_hosts import policy_init, rendezvous
+from embodyrl.scheduler.start import policy_init, rendezvous
 from embodyrl.types import IntArray
 from embodyrl.workers.messages import InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost

@@ -97,6 +97,7 @@ class Arena:
         self.handle = handle
         self._fd = fd
         offsets, _ = layout.offsets(capacity)
+        # One array per field and not per record: a batch is then one indexing operation on each field.
         self._fields: dict[str, npt.NDArray[Any]] = {
             f.name: np.ndarray((capacity, *f.shape), dtype=f.dtype, buffer=buffer, offset=offsets[f.name])
             for f in layout.all_fields
@@ -114,6 +115,7 @@ class Arena:
         """
         _, size = layout.offsets(capacity)
         available = available_bytes()
+        # A ticket has room for so many record numbers only.
         if size > available or capacity > _RECORDS:
             raise EmbodyError(
                 f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "
@@ -162,10 +164,12 @@ class Arena:
         if count > self._num_free:
             raise ArenaFullError(f"All {self.capacity} records of the arena are in use.")
         self._num_free -= count
+        # Reversed, so that tickets of one call are in the order in which they would be handed out one by one.
         records = self._free[self._num_free : self._num_free + count][::-1].copy()
         sequences = np.arange(self._next_sequence, self._next_sequence + count)
         self._next_sequence += count
         self._fields[STATE][records], self._fields[SEQUENCE][records] = RecordState.ALLOCATED, sequences
+        # The sequence never repeats, so a ticket of an earlier holder can be told from that of the present one.
         return records | sequences << _RECORD_BITS
 
     def free(self, tickets: Tickets) -> None:
@@ -174,6 +178,7 @@ class Arena:
         A record whose writer died while writing is freed the same way: the next holder's ticket has another number.
         """
         records = self._valid(tickets)
+        # Twice on the free list, a record would be given to two holders.
         assert len(np.unique(records)) == len(records), "a record is given back twice"
         self._fields[STATE][records] = RecordState.FREE
         self._free[self._num_free : self._num_free + len(records)] = records
@@ -191,6 +196,7 @@ class Arena:
         records, state = self._valid(tickets), self._fields[STATE]
         state[records] = RecordState.WRITING
         yield records
+        # Not in a `finally`: after an error the record stays unreadable, until it is freed.
         state[records] = RecordState.READY
 
     def read(self, tickets: Tickets) -> npt.NDArray[np.int64]:
@@ -223,6 +229,7 @@ class Arena:
         """Drop this process's mapping; the memory is freed when the last process has done so. Idempotent."""
         self._fields = {}
         if self._fd >= 0:
+            # The mapping lives for as long as an array refers to it; dropping the fields above lets go of our part.
             os.close(self._fd)
             self._fd = -1
 

@@ -1,8 +1,19 @@
-"""Ticket channels: small messages between two workers; the payload stays in the arena."""
+"""Ticket channels between two workers: small messages, the payload stays in the arena. And gates between hosts.
 
+A gate is a port that only those pass who know a secret, for servers that ask nobody, such as torch's stores. The server
+itself listens on the loopback interface of its host. Whoever connects to the gate must answer a challenge (HMAC-SHA256
+of random bytes); before that, nothing that is sent is looked at.
+"""
+
+import hmac
 import pickle
+import secrets
 import select
+import socket
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any
 
 from embodyrl.errors import ChannelClosed, ChannelTimeout
@@ -48,3 +59,80 @@ class PipeChannel:
     def close(self) -> None:
         """Close this end; idempotent."""
         self.connection.close()
+
+
+LOOPBACK = "127.0.0.1"
+_HANDSHAKE_S = 30.0
+_NONCE = 32
+
+
+def open_gate(host: str, port: int, secret: bytes) -> socket.socket:
+    """Listen at one address of this host and connect who knows the secret with a port of the loopback interface."""
+    return _serve(socket.create_server((host, 0)), partial(_admit, port, secret))
+
+
+def pass_gate(host: str, port: int, secret: bytes) -> socket.socket:
+    """Listen on this host's loopback interface and connect everybody there with what is behind the gate."""
+    return _serve(socket.create_server((LOOPBACK, 0)), partial(_knock, host, port, secret))
+
+
+def _admit(port: int, secret: bytes, visitor: socket.socket) -> socket.socket:
+    nonce = secrets.token_bytes(_NONCE)
+    visitor.settimeout(_HANDSHAKE_S)
+    visitor.sendall(nonce)
+    if not hmac.compare_digest(_receive(visitor), hmac.digest(secret, nonce, "sha256")):
+        raise ConnectionError("wrong secret")
+    return socket.create_connection((LOOPBACK, port), _HANDSHAKE_S)
+
+
+def _knock(host: str, port: int, secret: bytes, _: socket.socket) -> socket.socket:
+    gate = socket.create_connection((host, port), _HANDSHAKE_S)
+    gate.sendall(hmac.digest(secret, _receive(gate), "sha256"))
+    return gate
+
+
+def _receive(peer: socket.socket) -> bytes:
+    received = peer.recv(_NONCE, socket.MSG_WAITALL)
+    if len(received) < _NONCE:
+        raise ConnectionError("the other side closed the connection")
+    return received
+
+
+def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socket]) -> socket.socket:
+    def accept() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:  # closed
+                return
+            Thread(target=join, args=(peer,), daemon=True).start()
+
+    def join(near: socket.socket) -> None:
+        with near:
+            try:
+                far = dial(near)
+            except OSError:  # it is told by the end of the connection, and nothing else
+                return
+            with far:
+                back = Thread(target=_pump, args=(far, near), daemon=True)
+                back.start()
+                _pump(near, far)
+                back.join()
+
+    Thread(target=accept, daemon=True).start()
+    return listener
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """Copy until one side ends; a connection may rest for as long as it likes."""
+    try:
+        source.settimeout(None)
+        while part := source.recv(1 << 16):
+            sink.sendall(part)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:  # one side is gone: so is the connection
+        for side in (source, sink):
+            try:
+                side.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it was gone already

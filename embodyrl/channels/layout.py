@@ -1,8 +1,9 @@
-"""What one transition record holds, and where each field lies in the arena."""
+"""What lies in the records of an arena: one chunk step of a rollout, or a bucket of weights on their way."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -180,5 +181,59 @@ def encode_instruction(text: str, width: int) -> ByteArray:
 
 def encode_reply(text: str, width: int) -> ByteArray:
     """Write the first `width` UTF-8 bytes of a reply, zero-padded, without a broken character at the end."""
+    # Zeros end a text where it is read again.
     raw = text.replace("\0", "").encode("utf-8", errors="replace")[:width]
     return encode_instruction(raw.decode("utf-8", errors="ignore"), width)
+
+
+BUCKET = "weights"
+"""The one field of a bucket."""
+BUCKET_BYTES = 64 << 20
+_PART_ALIGN = 16
+
+
+class WeightInfo(NamedTuple):
+    """A weight as the process that holds it declares it."""
+
+    name: str
+    count: int
+    """Elements."""
+    dtype: str
+    item_bytes: int
+    trained: bool
+
+
+class WeightPart(NamedTuple):
+    """Elements `start` to `stop` of a flattened weight, at byte `offset` of a bucket."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+    dtype: str
+
+
+def bucket_layout(bucket_bytes: int = BUCKET_BYTES) -> RecordLayout:
+    """Layout of an arena whose records are buckets."""
+    return RecordLayout(fields=(Field(name=BUCKET, dtype="uint8", shape=(bucket_bytes,)),))
+
+
+def fill_buckets(weights: Sequence[WeightInfo], bucket_bytes: int) -> Iterator[tuple[WeightPart, ...]]:
+    """Deal weights into buckets in their order; one that is too long for the rest of a bucket is cut."""
+    bucket: list[WeightPart] = []
+    offset = 0
+    for weight in weights:
+        start = 0
+        while start < weight.count:
+            offset = -(-offset // _PART_ALIGN) * _PART_ALIGN  # so that a part can be viewed in the weight's dtype
+            room = (bucket_bytes - offset) // weight.item_bytes
+            if room <= 0:
+                yield tuple(bucket)
+                bucket, offset = [], 0
+                continue
+            stop = min(weight.count, start + room)
+            bucket.append(WeightPart(weight.name, start, stop, offset, weight.dtype))
+            offset += (stop - start) * weight.item_bytes
+            start = stop
+    if bucket:
+        yield tuple(bucket)

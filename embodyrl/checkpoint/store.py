@@ -88,6 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _require_plain_name(path: Path, name: str) -> None:
     parts = PurePosixPath(name).parts
     tricky = not parts or name.startswith("/") or "\\" in name or ":" in name or "\0" in name
+    # Files of a checkpoint are opened by these names: one with `..` could name any file of this host.
     if tricky or name != "/".join(parts) or {".", ".."} & set(parts) or name == MANIFEST_NAME:
         raise CheckpointError(
             f"{path}: the file name {name!r} leaves the checkpoint or is not a plain relative path; "
@@ -135,6 +136,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{path} has {size} bytes instead of {entry.size}: truncated or changed; use another checkpoint."
             )
+    # Before anything is hashed, which takes minutes: sizes and names tell most of what can be wrong.
     if surplus := sorted(found.keys() - manifest.files.keys()):
         raise CheckpointError(
             f"{folder / surplus[0]} is not listed in {MANIFEST_NAME} ({len(surplus)} such files); "
@@ -227,6 +229,7 @@ class CheckpointStore:
             raise CheckpointError(f"{target} exists; a checkpoint is never overwritten. Delete it or use another run.")
         self.root.mkdir(parents=True, exist_ok=True)
         newest = self.latest()
+        # Asked before minutes of writing, and from the previous checkpoint: no other figure is as near to the truth.
         needed = int(HEADROOM * size_bytes(newest)) if newest else 0
         free = shutil.disk_usage(self.root).free
         if needed > free:
@@ -250,7 +253,9 @@ class CheckpointStore:
         target = self.path(step)
         with self._cleaned_up(step):
             _seal(self._scratch(step), step, meta)
+            # Within one folder, so that it is a rename: the step is there as a whole or not at all.
             os.replace(self._scratch(step), target)
+        # The name itself is on the disk only now.
         _sync(self.root)
         return target
 
@@ -370,6 +375,7 @@ def _is_other_process(pid: int) -> bool:
     if pid == os.getpid():
         return False
     try:
+        # Signal 0 is not delivered; it only asks whether somebody has this pid.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

@@ -24,6 +24,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         copy = tensor.detach().cpu().contiguous()
         storage = copy.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory; tied ones are written twice, and become two when they are read.
         plain[name] = copy.clone() if storage in seen else copy
         seen.add(storage)
     save_file(plain, path)
@@ -83,6 +84,7 @@ def rng_state() -> dict[str, Any]:
     """Return the state of the global generators of torch (CPU and CUDA), numpy and Python."""
     return {
         "torch": torch.get_rng_state(),
+        # Of all devices that this process sees: dropout and sampling draw there.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),

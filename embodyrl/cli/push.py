@@ -4,8 +4,7 @@ import argparse
 import sys
 
 from embodyrl.cli.output import show_result
-from embodyrl.config.paths import HUB_NAME, resolve_run
-from embodyrl.config.trust import TRUST
+from embodyrl.config.paths import HUB_NAME, TRUST, resolve_run
 from embodyrl.errors import ConfigError
 
 

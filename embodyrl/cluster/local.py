@@ -95,6 +95,7 @@ class LocalLauncher:
                     os.environ.pop(key, None)
                 else:
                     os.environ[key] = value
+        # Ours to close as well, or the end of the child would not be the end of the pipe.
         theirs.close()
         handle = _Handle(process, PipeChannel(ours), log, self._clock.now(), open_limits=deque([timeout_s]))
         self._handles[spec.name] = handle
@@ -109,6 +110,7 @@ class LocalLauncher:
             raise WorkerError(f"worker {worker} is not running.")
         if not handle.open_limits:
             handle.since = self._clock.now()
+        # Also where the pipe is broken already: the death that `wait` reports answers this request too.
         handle.open_limits.append(timeout_s)
         try:
             handle.channel.put(request)

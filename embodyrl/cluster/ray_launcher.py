@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.gate import LOOPBACK
+from embodyrl.channels.channel import LOOPBACK
 from embodyrl.clock import RunClock
-from embodyrl.cluster.protocol import ClusterSection, ClusterSettings, Event, ProcessSettings, WorkerDied
+from embodyrl.cluster.protocol import (
+    ClusterSection,
+    ClusterSettings,
+    Event,
+    ProcessSettings,
+    WorkerDied,
+    parse_placement,
+)
 from embodyrl.cluster.remote import Pools, Rows, copy_in, copy_out, paste
-from embodyrl.config.placement import parse_placement
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.files import cap_log
@@ -200,6 +206,7 @@ class RayLauncher:
         oldest = {handle.open[0]: name for name, handle in self._handles.items() if handle.open}
         if oldest and not self._events:
             limit = max(0.0, min(timeout_s, due - now, 1.0))
+            # One reply wakes us up, and whatever else has come by then is taken along.
             ready, _ = ray.wait(list(oldest), num_returns=1, timeout=limit)
             if ready:
                 ready, _ = ray.wait(list(oldest), num_returns=len(oldest), timeout=0)
@@ -240,6 +247,7 @@ class RayLauncher:
         except exceptions.RayActorError as error:
             self._reap(name, "died", traceback=str(error))
             return
+        # Only now: a worker that died has its request open still, and `_reap` drops it with everything else.
         handle.open.popleft()
         handle.limits.popleft()
         handle.since = self._clock.now()

@@ -1,16 +1,70 @@
 """All workers of a run behind one wait: replies go to their callbacks, deaths to the restart policy."""
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from embodyrl.cluster.protocol import Launcher, Message, WorkerDied
 from embodyrl.cluster.settings import ActingFaults, OnEnvCrash
-from embodyrl.cluster.signals import StopRequest
 from embodyrl.cluster.timeline import Timeline
-from embodyrl.errors import EmbodyError, NonFiniteError, WorkerError
+from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError, StoppedAtOnce, WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec
 from embodyrl.workers.messages import Request, WorkerReady
+
+
+class StopRequest:
+    """Remembers a signal until the loop reaches a point where it can stop."""
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+        self._looked = False
+
+    def looked(self) -> bool:
+        """Whether SIGUSR1 has asked for the state since the last call."""
+        looked, self._looked = self._looked, False
+        return looked
+
+    def check(self) -> None:
+        """Call between steps.
+
+        Raises:
+            Interrupted: a signal arrived.
+        """
+        if self._signum is not None:
+            raise Interrupted(self._signum)
+
+    @contextmanager
+    def listening(
+        self, on_first: Callable[[], None] = lambda: None, on_second: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Take SIGINT, SIGTERM and SIGHUP as requests; a second one acts at once, after `on_second`.
+
+        SIGHUP stays ignored where it is (nohup). SIGUSR1 is remembered for `looked`.
+        """
+
+        def note(signum: int, frame: object) -> None:
+            # A lost terminal means the same as a request to terminate.
+            signum = signal.SIGTERM if signum == signal.SIGHUP else signum
+            if self._signum is not None:
+                on_second()
+                raise StoppedAtOnce(signum)
+            self._signum = signum
+            on_first()
+
+        def look(signum: int, frame: object) -> None:
+            self._looked = True
+
+        wanted = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: note, signal.SIGUSR1: look}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            del wanted[signal.SIGHUP]
+        previous = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
+        try:
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
 
 Callback = Callable[[Message], None]
 
@@ -92,6 +146,7 @@ class Supervisor:
         """Plan a restart, or raise what ends the run."""
         spec = self._specs[name]
         where = f" Log: {died.log}" if died.log else ""
+        # What has never worked will not work the second time: a missing package, a scene that does not load.
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
         if not spec.restartable or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
             raise _fatal(f"worker {name} {died.reason}.{where}", died)
@@ -101,6 +156,7 @@ class Supervisor:
                 f"worker {name} {died.reason}; it was restarted {count} times already "
                 f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
             )
+        # The first restart at once, as most deaths are accidents; then 0.5, 1, 2 ... s, at most 8.
         delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
         self._restarts[name] = count + 1
         self.starting.add(name)

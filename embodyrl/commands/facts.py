@@ -5,14 +5,13 @@ import shutil
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
-from embodyrl.envs.memory import tasks_in_memory
+from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.envs.settings import PlayedSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, require_memory
-from embodyrl.plan.rates import predict
+from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, predict, require_memory
 from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
 from embodyrl.types import EnvSpec
 

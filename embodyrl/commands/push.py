@@ -13,7 +13,7 @@ from embodyrl.commands.export import export
 from embodyrl.datasets.layout import CODEBASE_VERSION, INFO_PATH, read_card
 from embodyrl.datasets.reader import check_layout
 from embodyrl.errors import ConfigError
-from embodyrl.plan.hub import hub_errors
+from embodyrl.plan.config import hub_errors
 
 _DATA_CARD = """---
 tags: [LeRobot, robotics, embodyrl]

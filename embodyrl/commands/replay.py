@@ -22,7 +22,7 @@ from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.settings import RolloutSettings
 from embodyrl.scheduler.actors import ALGORITHM_FILE, gather_scores
-from embodyrl.scheduler.policy_hosts import policy_init
+from embodyrl.scheduler.start import policy_init
 from embodyrl.types import BoolArray, FloatArray, IntArray
 from embodyrl.workers.messages import LoadRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost

@@ -222,6 +222,7 @@ def build(settings: Sequence[Setting], tree: KeyTree[S_co], problems: list[str])
         if setting.value != {} or not any(_covers(setting.key, k) for k in last):
             last.pop(setting.key, None)
             last[setting.key] = setting
+    # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
     values = _resolved(last, problems)
     root, unclear = tree.choose(values, problems)
     read: dict[str, Any] = {}
@@ -235,6 +236,7 @@ def build(settings: Sequence[Setting], tree: KeyTree[S_co], problems: list[str])
             continue
         elif problem := _refuse_key(root, last[name], tree, values):
             problems.append(problem)
+    # Checked as JSON, strictly: no text becomes a number, no number a truth value.
     text = json.dumps(nested(read), default=str)
     problems += wrong_values(root, text, last)
     if problems:
@@ -255,6 +257,7 @@ def _resolved(last: Mapping[str, Setting], problems: list[str]) -> dict[str, Any
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    # Replaced by one that remembers what it gave, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
     whole = OmegaConf.create(nested(values))
     for name in marked:

@@ -70,6 +70,7 @@ class Settings(BaseModel, metaclass=_Unbuilt):
     4
     """
 
+    # Validators are built when first used: a command needs few of all these classes.
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )

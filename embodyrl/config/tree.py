@@ -108,6 +108,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
             raise ConfigError(f"{file}: {size} bytes; a config has fewer than {_YAML_LIMIT}.")
         text = file.read_text(encoding="utf-8")
         depth = 0
+        # On the events, before any object is made: deep nesting, aliases and tags are refused without their cost.
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _YAML_DEPTH:

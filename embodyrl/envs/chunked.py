@@ -77,6 +77,7 @@ class ChunkedEnv:
             if start.max_episode_steps < 1:
                 raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
         for slot in slots:
+            # A reset that fails leaves no episode behind that somebody could go on with.
             self._progress[slot] = None
         self._begin(dict(zip(slots, starts, strict=True)))
 
@@ -129,6 +130,7 @@ class ChunkedEnv:
                 return instead[row, k]
             progress = self._begun(slot)
             action = clean[row, k].copy()
+            # Keyed by episode and step: the same wherever, whenever and beside whatever it is played.
             shake = np.random.default_rng([progress.start.seed, progress.steps]).normal(0.0, noise, len(action))
             if self.spec.gripper is not None:
                 shake[self.spec.gripper.index] = 0.0
@@ -175,6 +177,7 @@ class ChunkedEnv:
         progress = self._begun(slot)
         progress.steps += 1
         earned = step.reward - (progress.last_reward if self._relative else 0.0)
+        # Also where it is not relative: nothing else tells what the simulator said last.
         progress.last_reward = step.reward
         ended = step.terminated and not progress.start.ignore_terminations
         at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps

@@ -1,7 +1,7 @@
-"""The factory of all environments that are made of slot simulators."""
+"""The factory of all environments that are made of slot simulators, and config problems that several look for."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -9,7 +9,10 @@ from embodyrl.envs.arrays import ArrayEnv
 from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardSection, StepReward
+from embodyrl.envs.settings import CameraSettings, EnvSettings
 from embodyrl.envs.simulators import ArraySimulators, SlotSimulators
+from embodyrl.files import available_bytes
+from embodyrl.registry import closest
 from embodyrl.types import EnvSpec
 
 S = TypeVar("S", contravariant=True)
@@ -72,3 +75,33 @@ class SimFactory(ABC, Generic[S]):
             reward_coef=cfg.reward_coef,
             reward=context.reward,
         )
+
+
+_SHARE = 0.8
+"""Part of the free memory that simulators may take; the rest is for policies and buffers loaded after them."""
+
+
+def tasks_in_memory(task_bytes: int, workers: int) -> int:
+    """Tasks of `task_bytes` each that one of `workers` processes may keep loaded at the same time, at least 1."""
+    return max(1, int(available_bytes() * _SHARE / max(workers, 1) / task_bytes))
+
+
+def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
+    """Yield task ids outside 0..count-1; `meaning` says what the numbers stand for."""
+    for split, values in cfg.splits.items():
+        wrong = [task for task in values.task_ids or () if not 0 <= task < count]
+        if wrong:
+            yield f"env.{split}.task_ids: {wrong} not in 0..{count - 1} ({meaning})."
+
+
+def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -> Iterator[str]:
+    """Yield cameras that do not exist (where they are known beforehand) or are named twice."""
+    names = cfg.init_params.camera_names
+    for name in names:
+        if known is not None and name not in known:
+            yield (
+                f"env.init_params.camera_names: '{name}' is no camera of this environment."
+                f"{closest(name, known)} Known: {', '.join(known)}."
+            )
+    if len(set(names)) < len(names):
+        yield f"env.init_params.camera_names={list(names)} names a camera twice."

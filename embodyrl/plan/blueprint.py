@@ -108,6 +108,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
         raise ConfigError(problems)
     for split in cfg.env.splits.values():
         if isinstance(split, EnvSplit):
+            # For its errors only: tasks and states that do not exist are refused now, not at the first validation.
             selected_reset_ids(env, split)
     slots = _count_slots(cfg, env, policy, learner)
     devices = plan_devices(cfg, training=training)

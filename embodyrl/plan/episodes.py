@@ -289,6 +289,7 @@ def _weighted_ids(
     chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
     drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
     rng.shuffle(drawn)
+    # The sum of the shares may end a rounding below 1: what is drawn beyond it is of the last.
     return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
 
 

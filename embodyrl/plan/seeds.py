@@ -2,7 +2,7 @@
 
 import zlib
 from itertools import accumulate, repeat
-from typing import overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,29 +18,26 @@ def _constants(first: int, factor: int, count: int) -> list[int]:
 _MIXING, _DRAWING = _constants(0x43B0D7E5, 0x931E8875, 64), _constants(0x8B51F9DD, 0x58F38DED, 2)
 
 
-@overload
-def derive(seed: int, *path: int | str) -> int: ...
-@overload
-def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
-def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> int | npt.NDArray[np.int64]:
+def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
     """Return a 63-bit seed for a named stream, e.g. `derive(seed, "noise", step, episode)`.
 
-    Of arrays of numbers below 2**32, all of one shape, one seed for each. The numbers are those of numpy's
+    Of arrays of numbers below 2**32, all of one shape, an array: one seed for each. The numbers are those of numpy's
     `SeedSequence([seed, *path]).generate_state(2)`, which does not know arrays.
     """
     key = [zlib.crc32(p.encode()) if isinstance(p, str) else p for p in path]
     words = [word for number in (seed, *key) for word in _words(number)]
     words += [0] * (_POOL - len(words))
+    # Each use of a constant takes the next one, so the order of the calls below is a part of the function.
     constants = iter(_MIXING)
     before = next(constants)
 
-    def mixed(value):  # type: ignore[no-untyped-def]
+    def mixed(value: Any) -> Any:
         nonlocal before
         value, before = value ^ before, next(constants)
         value = value * before & _MASK
         return value ^ value >> 16
 
-    def joined(x, y):  # type: ignore[no-untyped-def]
+    def joined(x: Any, y: Any) -> Any:
         value = (0xCA01F9DD * x & _MASK) - (0x4973F715 * y & _MASK) & _MASK
         return value ^ value >> 16
 
@@ -63,10 +60,6 @@ def _words(number: int | npt.NDArray[np.int64]) -> list[int | npt.NDArray[np.int
     return [number >> shift & _MASK for shift in range(0, max(number.bit_length(), 1), 32)]
 
 
-@overload
-def derive_small(seed: int, *path: int | str) -> int: ...
-@overload
-def derive_small(seed: int, *path: int | str | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]: ...
-def derive_small(seed: int, *path: int | str | npt.NDArray[np.int64]) -> int | npt.NDArray[np.int64]:
+def derive_small(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
     """Like `derive`, but below 2**31: what simulators accept as a seed."""
     return derive(seed, *path) % (2**31)

@@ -99,7 +99,7 @@ class RunnerSettings(SupervisedRunSettings, MeasuredRunSettings):
     only_eval: bool = False
     """Evaluate `ckpt` (or the model's own weights) and stop."""
 
-    def idle(self):
+    def idle(self) -> Iterator[tuple[str, str]]:
         """Name what only `embodyrl eval` does."""
         if not self.only_eval:
             yield "eval.baseline", "a training compares its own first and last validation; use `embodyrl eval`"
@@ -180,7 +180,7 @@ class RolloutSettings(ActingRolloutSettings):
         """Processes that act and do not train; 0: those that train act as well."""
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
-    def idle(self):
+    def idle(self) -> Iterator[tuple[str, str]]:
         """Name what needs processes of their own."""
         yield from super().idle()
         if not self.acting_processes:
@@ -203,7 +203,7 @@ class EvalSamplingSettings(GreedySettings):
     temperature: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """Temperature of sampled evaluation; default: that of training."""
 
-    def idle(self):
+    def idle(self) -> Iterator[tuple[str, str]]:
         """Name what a greedy choice does not read."""
         if not self.do_sample:
             yield "eval.sampling_params.temperature", "evaluation is greedy; set eval.sampling_params.do_sample=true"
@@ -243,7 +243,7 @@ class EvalSettings(Settings):
     """Conversations that the console shows after each evaluation of a language model."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
 
-    def idle(self):
+    def idle(self) -> Iterator[tuple[str, str]]:
         """Greedy samples would be copies of each other."""
         yield from super().idle()
         if not self.sampling_params.do_sample:

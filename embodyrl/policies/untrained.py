@@ -13,32 +13,68 @@ from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
 
 
-class UntrainedPolicy:
+class OnlyActs:
+    """What is the same in all policies that only act: no probabilities, no values, no weights in this process."""
+
+    spec: PolicySpec
+
+    def __init__(self, spec: PolicySpec) -> None:
+        from torch import nn
+
+        self.spec = spec
+        self.module: nn.Module = nn.Module()
+
+    def output(self, actions: FloatArray) -> PolicyOutput:
+        """Chunks [B, K, A] with tokens and log-probabilities that say nothing."""
+        shape = len(actions), self.spec.tokens_per_chunk
+        nothing = np.zeros(shape, np.float32)
+        return PolicyOutput(
+            actions=actions,
+            tokens=np.zeros(shape, np.int64),
+            logprob=nothing,
+            value=np.zeros((len(actions), 0), np.float32),
+        )
+
+    def values(self, obs: Observation) -> FloatArray:
+        """[B, 0]: there is no value head."""
+        return np.zeros((len(obs), 0), np.float32)
+
+    def load_weights(self, folder: Path) -> None:
+        """Refuse.
+
+        Raises:
+            CheckpointError: always, for there are no weights here.
+        """
+        raise CheckpointError(f"model '{self.spec.name}': {self.spec.untrainable}; remove ckpt={folder}.")
+
+    def refuse(self, *_: object) -> NoReturn:
+        """Refuse training.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"model '{self.spec.name}' cannot be trained: {self.spec.untrainable}.")
+
+    score = imitate = save = refuse
+
+
+class UntrainedPolicy(OnlyActs):
     """Uniform actions from the episode's noise: any category, or a number between the bounds (-1..1 without bounds).
 
     Greedy, or scripted, means the middle.
     """
 
     def __init__(self, spec: PolicySpec, space: ActionSpace | None) -> None:
-        from torch import nn
-
-        self.spec = spec
+        super().__init__(spec)
         self._space = space or ActionSpace(
             kind=ActionKind.box, low=(-1.0,) * spec.action_dim, high=(1.0,) * spec.action_dim
         )
-        self.module: nn.Module = nn.Module()
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`)."""
-        count, length = len(obs), self.spec.tokens_per_chunk
-        uniform = np.full((count, length), 0.5, np.float32) if noise is None or self.spec.scripted else noise
-        shape = count, self.spec.num_action_chunks, self.spec.action_dim
-        return PolicyOutput(
-            actions=self._spread(uniform.reshape(shape)),
-            tokens=np.zeros((count, length), np.int64),
-            logprob=np.zeros((count, length), np.float32),
-            value=np.zeros((count, 0), np.float32),
-        )
+        shape = len(obs), self.spec.num_action_chunks, self.spec.action_dim
+        uniform = np.full(shape, 0.5, np.float32) if noise is None or self.spec.scripted else noise.reshape(shape)
+        return self.output(self._spread(uniform))
 
     def _spread(self, uniform: FloatArray) -> FloatArray:
         """Actions [B, K, A] of uniforms in [0, 1)."""
@@ -50,23 +86,6 @@ class UntrainedPolicy:
         bounded = np.isfinite(low) & np.isfinite(high)
         low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
         return (low + uniform * (high - low)).astype(np.float32)
-
-    def values(self, obs: Observation) -> FloatArray:
-        """[B, 0]: there is no value head."""
-        return np.zeros((len(obs), 0), np.float32)
-
-    def load_weights(self, folder: Path) -> None:
-        """Refuse.
-
-        Raises:
-            CheckpointError: always, for there are no weights.
-        """
-        raise CheckpointError(f"model '{self.spec.name}' has no weights; remove ckpt={folder}.")
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise ConfigError(f"model '{self.spec.name}' has no weights and cannot be trained; it is for eval and collect.")
-
-    score = imitate = save = _refuse
 
 
 class ScriptedSettings(ModelSettings):
@@ -110,7 +129,7 @@ class UntrainedFactory:
         """
         policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim), request.env.action_space)
         if request.trainable:
-            policy._refuse()
+            policy.refuse()
         return policy
 
 

@@ -27,6 +27,7 @@ def main() -> None:
     out.write("ready\n")
     for line in sys.stdin:
         for prompt, response, reference in json.loads(line):
+            # One alarm for all functions of an answer, set anew for each answer.
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
             reply: list[float] | str = []
             try:

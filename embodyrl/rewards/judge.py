@@ -86,6 +86,7 @@ class RewardJudge:
             self._children.append(_Child(self.names, self.cfg.timeout_s))
         stride = len(self._children)
         for i, child in enumerate(self._children):
+            # All are sent before the first reply is waited for: the children judge side by side.
             child.send([[a.prompt, a.response, a.reference] for a in answers[i::stride]])
         replies = [child.receive() for child in self._children]
         return [self._verdict(a, replies[i % stride][i // stride]) for i, a in enumerate(answers)]
@@ -139,6 +140,7 @@ class _Child:
             raise EmbodyError(f"The process that judges with {', '.join(self._names)} ends again and again.")
 
     def _start(self) -> subprocess.Popen[bytes]:
+        # The child looks for a user's function where this process would find it.
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         command = [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)

@@ -1,5 +1,6 @@
 """Keys of what judges an answer in words."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
@@ -26,7 +27,7 @@ class JudgeSettings(Settings):
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes per env worker that judge answers."""
 
-    def idle(self):
+    def idle(self) -> Iterator[tuple[str, str]]:
         """Name what no penalty reads."""
         if not self.overlong_buffer:
             yield "reward.overlong_penalty", "reward.overlong_buffer is 0; set it"

@@ -17,8 +17,7 @@ from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_films
 from embodyrl.plan.blueprint import Blueprint
-from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop
-from embodyrl.scheduler.policy_client import PolicyClient
+from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
 from embodyrl.scheduler.slot import Open, Phase, Slots
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, EpisodeStart, IntArray

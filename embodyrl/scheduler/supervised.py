@@ -22,12 +22,10 @@ from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.settings import OnNonfinite
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.scheduler.event_loop import EventLoop
-from embodyrl.scheduler.policy_client import PolicyClient
-from embodyrl.scheduler.policy_hosts import Rendezvous, actor_specs, rendezvous, shared_arena
+from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
+from embodyrl.scheduler.start import Started, actor_specs, rendezvous, shared_arena
 from embodyrl.types import IntArray
-from embodyrl.workers.messages import SaveRequest
-from embodyrl.workers.policy_init import PolicyHostInit
+from embodyrl.workers.messages import PolicyHostInit, SaveRequest
 
 
 class Samples(Protocol):
@@ -39,14 +37,10 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedActors:
+class SupervisedActors(Started):
     """The running ranks; samples reach them through the arena."""
 
-    supervisor: Supervisor
-    arena: Arena
-    policy: PolicyClient
     loop: EventLoop
-    meet: Rendezvous
 
     def save(self, folder: Path) -> None:
         """Write policy and training state below `folder`."""
@@ -56,27 +50,12 @@ class SupervisedActors:
     def holding(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
         """Put the samples `rows` into records for as long as the body runs."""
         tickets = self.arena.allocate_all(len(rows))
+        # Written by the driver itself, which holds the data set: there is no env worker.
         with self.arena.write_all(tickets) as records:
             for record, row in zip(records.tolist(), rows.tolist(), strict=True):
                 samples.write(self.arena, record, row)
         yield tickets
         self.arena.free(tickets)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """See `Workers.running`."""
-        with self.supervisor.signals():
-            try:
-                yield
-            finally:
-                self.close()
-
-    def close(self) -> None:
-        """End all ranks and free the arena."""
-        self.supervisor.stop()
-        self.policy.close()
-        self.meet.close()
-        self.arena.close()
 
 
 def start_supervised(
@@ -129,11 +108,5 @@ def start_supervised(
     policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
     loop = EventLoop(supervisor, policy)
     actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meet)
-    try:
-        with supervisor.signals():
-            supervisor.start({spec.name: (spec, partial(policy.on_message, spec.name)) for spec in hosts})
-            loop.run_until(lambda: not supervisor.starting)
-    except BaseException:
-        actors.close()
-        raise
+    actors.wait_until_ready(loop, {spec.name: (spec, partial(policy.on_message, spec.name)) for spec in hosts})
     return actors

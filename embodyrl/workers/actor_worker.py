@@ -13,7 +13,7 @@ from embodyrl.algorithms.protocol import LossInputs, LossWeights
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
 from embodyrl.workers.rollout_worker import even_parts, read_observation
@@ -79,6 +79,7 @@ class ActorWorker:
         proximal = yield from self._proximal(batch)
         self._ranks.train()
         result = yield from self._train(batch, proximal, request.step)
+        # Gradients are as large as the weights, and nobody needs them until the next update.
         self._trainer.optimization.zero_grad()
         if isinstance(self._policy, LearnsStatistics):
             # Only now: during the update the ratio compares with what these statistics' predecessors have drawn.
@@ -134,6 +135,7 @@ class ActorWorker:
     def _samples(self, count: int, step: int) -> Iterator[list[int]]:
         """Yield the samples of each optimizer step of an update."""
         for epoch in range(self._rules.update_epoch):
+            # The same order on all ranks and after a resume: it depends on nothing but seed, step and epoch.
             order = _shuffle(count, self._seed, step, epoch)
             start = 0
             for size in even_parts(count, self._cfg.global_batch_size, self._cfg.minibatches):
@@ -175,6 +177,7 @@ class ActorWorker:
         Returns None if a non-finite gradient was skipped, and nothing at all if no sample can contribute a gradient.
         Samples that cannot are left out of the forward pass, but not out of the weights of the others.
         """
+        # Of all samples of the optimizer step, before the inert ones are left out: they count in the denominators.
         weights = self._algorithm.weights(batch, samples)
         useful = np.flatnonzero(~self._algorithm.inert(batch)[np.asarray(samples)])
         if not useful.size:

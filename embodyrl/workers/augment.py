@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import ByteArray
 
 BRIGHTNESS = 0.2

@@ -15,8 +15,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import ByteArray, FloatArray, ObservationOut
-from embodyrl.workers.lifecycle import WorkerInit
-from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
+from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerInit, WorkerReady
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +97,7 @@ class EnvWorker:
             result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=film)
         for name in STEP_RESULT:
             arena[name][records, :length] = getattr(result, name)
+            # The record may have been another chunk's before: what was not executed must not look like a result.
             arena[name][records, length:] = 0
         self._unjudged = result.unjudged
         arena[Record.components][records] = 0 if result.components is None else result.components

@@ -12,7 +12,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, weights_changed
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 from embodyrl.workers.augment import augment, draw
 from embodyrl.workers.messages import ImitateRequest
@@ -40,6 +40,7 @@ class ImitationWorker:
         """
         records = self._arena.read(request.tickets)
         self._trainer.ranks.train()
+        # Dropout and the like; RL never gets here, acting and scoring must be one function.
         self._policy.module.train(request.learn)
         if not request.learn:
             return self._measure(records)

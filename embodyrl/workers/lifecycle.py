@@ -16,11 +16,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
 
-from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.errors import ChannelClosed, EmbodyError
 from embodyrl.files import cap_log
-from embodyrl.workers.messages import Reply, Request, WorkerFailed, WorkerReady
+from embodyrl.workers.messages import Reply, Request, WorkerFailed, WorkerInit, WorkerReady
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -41,21 +40,6 @@ class Worker(Protocol):
     def close(self) -> None:
         """Free everything; idempotent."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInit:
-    """What every worker needs to start: where the records lie that it shares with the others."""
-
-    arena: ArenaHandle
-    bucket_arena: ArenaHandle | None = None
-    """Where rollout and actor are apart: buckets for new weights."""
-    shared_arena: Arena | None = None
-    """The arena itself, where the worker lives in the process that has opened it."""
-
-    def open_arena(self) -> Arena:
-        """The arena, as this process sees it."""
-        return self.shared_arena or Arena.attach(self.arena)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +92,7 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
     except BaseException as error:  # process boundary: everything is reported, then the process ends
         traceback.print_exc()
         try:
+            # Before the process ends: its exit code alone says nothing of the cause.
             channel.put(describe_failure(error))
         except ChannelClosed:
             pass

@@ -21,7 +21,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray, Observation
 from embodyrl.workers.augment import shift
 from embodyrl.workers.messages import UpdateRequest

@@ -1,4 +1,7 @@
-"""One process that holds one copy of the weights: a rollout worker, an actor worker, or both on the same module."""
+"""One process that holds one copy of the weights: a rollout worker, an actor worker, or both on the same module.
+
+New weights go from actor ranks to processes that only act through shared memory, a bucket at a time.
+"""
 
 import time
 from collections.abc import Iterator
@@ -6,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.critic import WithCritic
-from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest
+from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest, weights_changed
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker
 from embodyrl.workers.imitation import ImitationWorker
@@ -23,6 +28,7 @@ from embodyrl.workers.messages import (
     InferRequest,
     LoadRequest,
     LoadWeightsRequest,
+    PolicyHostInit,
     PublishRequest,
     Request,
     SaveRequest,
@@ -32,12 +38,10 @@ from embodyrl.workers.messages import (
     WorkerReady,
 )
 from embodyrl.workers.off_policy import OffPolicyWorker
-from embodyrl.workers.policy_init import PolicyHostInit
 from embodyrl.workers.ranks import OneRank, Ranks, halve
 from embodyrl.workers.rollout_worker import RolloutWorker
 from embodyrl.workers.settings import ActorSettings, Objective
 from embodyrl.workers.training import InParts, Trainer, best_device, seed_everything
-from embodyrl.workers.weight_sync import describe_weights, publish, take
 
 
 class PolicyHost:
@@ -56,14 +60,17 @@ class PolicyHost:
         self._actor: ActorWorker | OffPolicyWorker | ImitationWorker | None = None
         half = init.model.half
         if init.bucket_arena is not None and not init.trains and half and not init.model.adapted:
+            # It only acts, on copies of what the actors keep: in their compute precision that is the same function.
             halve(self.policy.module, sharded=init.sharded)
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
             algorithm = None if init.algorithm is None else Algorithm(init.algorithm, init.longest_episode)
+            # Before the optimizer is made: it has to hold the shards, not the whole weights.
             self._ranks = self._open_ranks(half=half)
             reference = None
             if init.objective.name is Objective.dpo if algorithm is None else algorithm.needs_reference:
                 said = init.objective if algorithm is None else algorithm.settings
+                # After the policy was sharded, so that two whole models are never in the memory of a GPU at once.
                 reference = self._build_reference(said.reference_path)
                 reference.module.requires_grad_(False)
             self._trainer = Trainer(
@@ -204,3 +211,48 @@ class PolicyHost:
             self._bucket_arena.close()
         if self._init.shared_arena is None:
             self._arena.close()
+
+
+def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
+    """All weights of a module."""
+    return tuple(
+        WeightInfo(name, w.numel(), str(w.dtype).removeprefix("torch."), w.element_size(), w.requires_grad or learned)
+        for name, w, learned in _weights(module)
+    )
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Name, tensor, and whether training changes it though it has no gradient: statistics among the saved buffers."""
+    yield from ((name, parameter, False) for name, parameter in module.named_parameters())
+    saved = module.state_dict(keep_vars=True)
+    yield from ((name, buffer, True) for name, buffer in module.named_buffers() if name in saved)
+
+
+def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_arena: Arena) -> None:
+    """Write parts of the weights into a bucket, in the type of those who take them; all ranks, the first writes."""
+    parameters = {name: weight for name, weight, _ in _weights(module)}
+    writes = ranks.rank_info.rank == 0
+    whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in request.parts)}
+    if writes:
+        with bucket_arena.write(request.ticket) as record:
+            for part, target in _views(request.parts, bucket_arena, record):
+                target.copy_(whole[part.name].detach().reshape(-1)[part.start : part.stop])
+
+
+def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
+    """Replace parts of the weights by those in a bucket."""
+    parameters = {name: weight for name, weight, _ in _weights(module)}
+    (record,) = bucket_arena.read([request.ticket])
+    with torch.no_grad():
+        for part, source in _views(request.parts, bucket_arena, int(record)):
+            parameters[part.name].view(-1)[part.start : part.stop].copy_(source)
+    # An engine (vLLM) and a critic apart look at this before they act.
+    weights_changed(module)
+
+
+def _views(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Iterator[tuple[WeightPart, Tensor]]:
+    bucket = torch.from_numpy(bucket_arena[BUCKET][record])
+    for part in parts:
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        size = (part.stop - part.start) * dtype.itemsize
+        yield part, bucket[part.offset : part.offset + size].view(dtype)

@@ -105,6 +105,7 @@ def halve(module: nn.Module, *, sharded: bool) -> None:
     products = (nn.Linear, nn.modules.conv._ConvNd)
     whole = [*layers(module)] if sharded else []
     parts = [m for n, m in module.named_modules() if isinstance(m, products) and VALUE_HEAD not in n]
+    # A tied weight that is also used outside of a product (an embedding) stays as it is.
     elsewhere = {p for m in module.modules() if not isinstance(m, products) for p in m.parameters(recurse=False)}
     chosen = {p for m in parts for p in m.parameters()} - elsewhere | {p for m in whole for p in m.parameters()}
     for parameter in chosen:

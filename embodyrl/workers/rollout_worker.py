@@ -101,11 +101,13 @@ class RolloutWorker:
         """
         arena, policy = self._arena, self._policy
         records = arena.read(request.tickets)
+        # In a deterministic run each slot has its row in every batch: a row's numbers depend on its place too.
         rows = _rows(request.rows, request.padded_size, len(records))
         noise = None
         if not request.greedy:
             noise = token_noise(request.noise_seeds, request.chunks, policy.spec.tokens_per_chunk)
             noise = _pad(noise, rows, request.padded_size)
+        # Filling rows are copies of a real observation: whatever the policy does with them, it is numerically harmless.
         observation = read_observation(arena, _pad(records, rows, request.padded_size))
         out = policy.act(observation, noise=noise, temperature=request.temperature)
         actions = out.actions[rows]
@@ -116,6 +118,7 @@ class RolloutWorker:
                     "actor.optim.lr, actor.optim.value_lr or actor.optim.clip_grad), or broken action statistics. "
                     "Older checkpoints are intact."
                 )
+        # After the check: a NaN would become a closed or an open gripper without a trace.
         convert_gripper(actions, policy.spec.gripper, self._gripper)
         arena[Record.action][records] = actions
         arena[Record.tokens][records] = out.tokens[rows]

@@ -152,7 +152,7 @@ class SupervisedActorSettings(Settings):
     fsdp: FsdpSettings = FsdpSettings()
     optim: OptimSettings = OptimSettings()
 
-    def problems(self):
+    def problems(self) -> Iterator[str]:
         """A part is not larger than the whole, and ranks come in whole copies of the weights."""
         if self.micro_batch_size > self.global_batch_size:
             yield (

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from embodyrl.channels.gate import LOOPBACK, pass_gate
+from embodyrl.channels.channel import LOOPBACK, pass_gate
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ImitationScores, PolicyScores
 from embodyrl.workers.messages import RankInfo
@@ -82,6 +82,7 @@ class ShardedRanks:
         mixed = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+        # Inner units first, the root last: what is not in a unit yet belongs to the one that wraps it.
         for unit in layers(module):
             fully_shard(unit, mp_policy=mixed, **common)
         root: Any = _Root(module)
@@ -105,6 +106,7 @@ class ShardedRanks:
         # As JSON: torch's own exchange of objects unpickles whatever arrives.
         device = next(self._module.parameters()).device
         mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
+        # Gathered texts must be of one length, so the lengths go first.
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.rank_info.world)]
         dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
         longest = max(int(length) for length in lengths)
@@ -137,6 +139,7 @@ class ShardedRanks:
         """See `Ranks.full_weights`; where they are written, the other ranks hold the shapes, and get their shards."""
         self.train()
         first = self.rank_info.rank == 0
+        # Tied weights come up under each of their names, and are gathered once (`whole` is by identity).
         shards = {name: p for name, p in self._module.named_parameters(remove_duplicate=False)}
         whole: dict[int, nn.Parameter] = {}
         for name, shard in shards.items():

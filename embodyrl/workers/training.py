@@ -108,6 +108,7 @@ class Optimization:
         self._module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         value = [p for name, p in named if VALUE_HEAD in name]
+        # The policy's group is the first: `lr` and `step(values_only=True)` rely on that order.
         groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
         if value:
             groups.append(
@@ -145,8 +146,10 @@ class Optimization:
         """
         if values_only:
             for parameter in self.optimizer.param_groups[0]["params"]:
+                # None and not zero: AdamW would decay weights and age its moments with a gradient of zero.
                 parameter.grad = None
         norm = self._clip_gradients()
+        # Otherwise neither weights nor moments nor the schedule have seen this step.
         if math.isfinite(norm):
             factor = self._schedule.factor(position)
             for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
@@ -162,6 +165,7 @@ class Optimization:
         limits = [self._clip, self._value_clip]
         if self._value_clip is None:
             groups, limits = [[p for group in groups for p in group]], [self._clip]
+        # With a limit each, the norms are of disjoint sets of weights, so their root sum of squares is the whole one.
         norms = [
             float(self._ranks.gathered(torch.nn.utils.clip_grad_norm_(group, limit), everywhere=True))
             for group, limit in zip(groups, limits, strict=False)
@@ -189,6 +193,7 @@ class Optimization:
                 problems.append(f"{folder}: {error}{number}")
 
         with self._ranks.full_weights(write=False):
+            # Every rank passes through here, and only the first one writes: gathering the weights is collective.
             write(lambda: _save_policy(policy, folder / POLICY_FOLDER))
         state = {
             "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
@@ -204,6 +209,7 @@ class Optimization:
         with self._ranks.full_weights(write=True):
             policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)
+        # Remembered first: loading replaces them by those of the run that saved.
         own = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         try:
             self.optimizer.load_state_dict(self._ranks.shard(state["optimizer"], self.optimizer))
@@ -287,6 +293,7 @@ class Trainer:
             if counts:
                 counted.append({**metrics, "loss": share.detach()})
             yield
+        # Before the step, so that all ranks agree whether the loss was finite: one that stepped alone would go astray.
         parts = self.ranks.exchange(_on_host(counted))
         if broken := [part["loss"] for part in parts if not math.isfinite(part["loss"])]:
             return self.refuse(f"loss {broken[0]}")

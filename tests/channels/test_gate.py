@@ -7,8 +7,8 @@ import pytest
 from processes import listening, wait_until
 from torch.distributed import TCPStore
 
-from embodyrl.channels.gate import pass_gate
-from embodyrl.scheduler.policy_hosts import rendezvous
+from embodyrl.channels.channel import pass_gate
+from embodyrl.scheduler.start import rendezvous
 
 
 def test_a_store_behind_a_gate_serves_who_knows_the_secret():

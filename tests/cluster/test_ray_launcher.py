@@ -13,8 +13,7 @@ from toy_runs import comparable, rows, toy_config, train_toy, weights
 
 from embodyrl.channels.arena import Arena
 from embodyrl.plan.blueprint import draw_blueprint
-from embodyrl.scheduler.policy_hosts import plan_hosts
-from embodyrl.scheduler.start import env_spec
+from embodyrl.scheduler.start import env_spec, plan_hosts
 from embodyrl.workers.messages import RankInfo
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodyrl.config.placement import parse_placement
+from embodyrl.cluster.protocol import parse_placement
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 

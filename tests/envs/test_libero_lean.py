@@ -7,9 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from embodyrl.envs.decimate import decimate, read_mesh
+from embodyrl.envs.decimate import cache_folder, decimate, read_mesh
 from embodyrl.envs.libero.lean import MAX_FACES, MAX_TEXTURE, lean_xml
-from embodyrl.envs.small_copies import cache_folder
 from embodyrl.errors import EnvError
 
 mujoco = pytest.importorskip("mujoco")

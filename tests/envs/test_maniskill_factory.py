@@ -10,8 +10,7 @@ from settings import env_of
 
 from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill.factory import FACTORY
-from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
-from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, INSTRUCTIONS, instruction
+from embodyrl.envs.maniskill.settings import BRIDGE_EPISODES, INSTRUCTIONS, ObsMode, SimBackend, instruction
 from embodyrl.envs.settings import InitParams
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config

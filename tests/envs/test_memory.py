@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodyrl.envs.memory import tasks_in_memory
+from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.files import available_bytes
 
 

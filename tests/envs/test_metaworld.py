@@ -7,7 +7,7 @@ import pytest
 from settings import env_of
 
 from embodyrl.envs.metaworld.factory import FACTORY
-from embodyrl.envs.metaworld.tasks import BENCHMARKS, TASKS
+from embodyrl.envs.metaworld.settings import BENCHMARKS, TASKS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.types import EpisodeStart, ObservationOut
 

@@ -8,7 +8,7 @@ from settings import env_of
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, TrainSplit
-from embodyrl.envs.tabletop.expert import expert_action
+from embodyrl.envs.tabletop.sims import expert_action
 from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Axis, Skill, Task, World, new_world
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut

@@ -223,7 +223,7 @@ def run(job: Job, folder: Path) -> Result:
     from embodyrl.channels.arena import Arena
     from embodyrl.plan import memory
     from embodyrl.plan.blueprint import draw_blueprint
-    from embodyrl.scheduler.policy_hosts import policy_init
+    from embodyrl.scheduler.start import policy_init
 
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     blueprint = draw_blueprint(config_of(job, folder), training=True)

@@ -67,7 +67,7 @@ BUGS = {
     ),
     "pixels are prepared in the compute precision": Bug(
         "dtype",
-        "embodyrl.policies.openvla_oft.images",
+        "embodyrl.policies.openvla_oft.inputs",
         "with torch.no_grad(), torch.autocast(device.type, enabled=False):",
         "with torch.no_grad():",
         check="policy",
@@ -86,7 +86,7 @@ BUGS = {
         'counted.append({**metrics, "loss": share.detach()}); share.item()',
     ),
     "a copy waits for all that was asked before": Bug(
-        "waits", "embodyrl.policies.transfer", "host.pin_memory().to(device, non_blocking=True)", "host.to(device)"
+        "waits", "embodyrl.policies.tensors", "host.pin_memory().to(device, non_blocking=True)", "host.to(device)"
     ),
     "acting keeps what a backward pass needs": Bug(
         "memory", "embodyrl.policies.openvla_oft.policy", "    @torch.no_grad()\n    def act(", "    def act("
@@ -108,7 +108,7 @@ BUGS = {
     ),
     "an unordered sum": Bug(
         "order",
-        "embodyrl.policies.drawing",
+        "embodyrl.policies.tensors",
         "return integer_sums(probability) if exact else probability.cumsum(-1)",
         "return probability.cumsum(-1)",
         check="policy",

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.policies.flow.draws import START, normals
-from embodyrl.policies.openvla_oft import decoding, heads
+from embodyrl.policies.flow.likelihood import START, normals
+from embodyrl.policies.openvla_oft import heads
+from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.policies.openvla_oft.settings import record_of
 from embodyrl.types import Observation
 
@@ -131,7 +132,7 @@ def test_the_chain_is_that_of_the_formulas(make_policy, env_spec):
     prefix = model.prefix(inputs)
     for before, after, (level, lower) in ((states[0], states[1], (16, 0)), (states[1], states[2], (0, None))):
         with torch.no_grad():
-            noise = decoding.predict_noise(model, inputs, prefix, before, torch.tensor([level])).double()
+            noise = oft_model.predict_noise(model, inputs, prefix, before, torch.tensor([level])).double()
         now, then = alphas[level], torch.tensor(1.0).double() if lower is None else alphas[lower]
         clean = ((before - (1 - now).sqrt() * noise) / now.sqrt()).clamp(-1, 1)
         sigma = 0.5 * ((1 - then) / (1 - now) * (1 - now / then)).sqrt()

@@ -18,11 +18,12 @@ from llama_tokenizer import write_tokenizer
 from safetensors import safe_open
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.drawing import categorical_scores
-from embodyrl.policies.openvla_oft import decoding, heads
+from embodyrl.policies.openvla_oft import heads
+from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.policies.openvla_oft.model import ModelInputs
 from embodyrl.policies.openvla_oft.statistics import normalise, unnormalise
 from embodyrl.policies.settings import LoraSettings
+from embodyrl.policies.tensors import categorical_scores
 
 FIRST_ACTION_ID, STOP, PAD, EMPTY, TEMPERATURE = 31744, 2, 32000, 29871, 1.6
 TAIL = slice(FIRST_ACTION_ID, None)
@@ -173,9 +174,9 @@ def official_diffusion_2img_proprio(policies, golden):
     slots = module.noisy_action_projector(want["noise"].flatten(1)[..., None])
     embeddings, _, _ = module.embed(torch.cat([prefix, time], dim=1), batch, slots)
     close(embeddings, want["first_step_llm_inputs_embeds"], 1e-4)
-    first = decoding.predict_noise(module, batch, prefix, want["noise"], torch.full((len(prefix),), steps[0]))
+    first = oft_model.predict_noise(module, batch, prefix, want["noise"], torch.full((len(prefix),), steps[0]))
     close(first, want["first_step_noise_pred"], 1e-3)
-    x = decoding.denoise(module, batch, want["noise"], 10, prefix)[0].double().numpy()
+    x = oft_model.denoise(module, batch, want["noise"], 10, prefix)[0].double().numpy()
     # Ten steps of this random model turn 1e-8 into 1, so the last bit of the first prediction decides. A processor that
     # repeats it repeats the actions; of another one can be asked that they are actions: what is clipped lies in -1..1.
     assert np.abs(x).max() <= 1

@@ -10,7 +10,8 @@ from test_oft_golden import close
 from test_oft_golden import two_images as golden_inputs
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.openvla_oft import decoding, heads
+from embodyrl.policies.openvla_oft import heads
+from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.types import Observation
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
@@ -84,10 +85,10 @@ def test_denoising_walks_down_the_schedule(official, golden):
     batch, x = golden_inputs(golden), golden("official_diffusion_2img_proprio")["noise"]
     with torch.no_grad():
         prefix, alphas = module.prefix(batch), heads.cumulative_alphas()
-        want = decoding.denoise(module, batch, x, 2, prefix)
+        want = oft_model.denoise(module, batch, x, 2, prefix)
         for step in heads.ddim_steps(2):
             level = torch.full((len(x),), step)
-            x, _ = heads.ddim_step(x, decoding.predict_noise(module, batch, prefix, x, level), level, 2, alphas, 0.0)
+            x, _ = heads.ddim_step(x, oft_model.predict_noise(module, batch, prefix, x, level), level, 2, alphas, 0.0)
     assert torch.equal(want, x)
 
 

@@ -4,7 +4,7 @@ import simplejpeg
 import torch
 
 from embodyrl.policies.openvla_oft.config import read_config
-from embodyrl.policies.openvla_oft.images import (
+from embodyrl.policies.openvla_oft.inputs import (
     centre_crop,
     jpeg_round_trip,
     lanczos_resize,

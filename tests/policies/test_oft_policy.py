@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.drawing import integer_sums, sample_inverse_cdf
+from embodyrl.policies.tensors import integer_sums, sample_inverse_cdf
 from embodyrl.types import Observation
 
 pytestmark = pytest.mark.filterwarnings("error")

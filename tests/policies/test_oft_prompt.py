@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models
 
 from embodyrl.config.paths import assets_dir
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.openvla_oft.prompt import PromptEncoder
+from embodyrl.policies.openvla_oft.inputs import PromptEncoder
 
 HEAD = [1, 512, 29901, 1724, 3158, 881, 278, 19964, 2125, 304]
 TAIL = [29973, 13, 3744, 29901, 29871]

@@ -12,7 +12,7 @@ from test_oft_policy import observe
 
 from embodyrl.policies import POLICIES
 from embodyrl.policies.openvla_oft import OPENVLA
-from embodyrl.policies.openvla_oft.decoding import decode_tokens
+from embodyrl.policies.openvla_oft.model import decode_tokens
 
 FIRST, END = 31744, 32000
 

@@ -15,7 +15,7 @@ from toy_runs import toy_config
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.plan.blueprint import draw_blueprint
-from embodyrl.scheduler.policy_hosts import policy_init
+from embodyrl.scheduler.start import policy_init
 from embodyrl.types import IntArray
 from embodyrl.workers.actor_worker import _shuffle
 from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest

@@ -19,7 +19,7 @@ from embodyrl.commands.sft import SftResult, sft
 from embodyrl.commands.sft_setup import load_material
 from embodyrl.conversation import Message, join_messages, join_pair
 from embodyrl.datasets.reader import Demonstrations
-from embodyrl.envs.learned import LearnedReward
+from embodyrl.envs.reward import LearnedReward
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
@@ -28,9 +28,8 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.rewards.services import RewardModel
 from embodyrl.types import EnvSpec, Observation, ObservationOut
-from embodyrl.workers.messages import ImitateRequest
+from embodyrl.workers.messages import ImitateRequest, PolicyHostInit
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.policy_init import PolicyHostInit
 from embodyrl.workers.settings import Objective, ObjectiveSettings, OptimSettings, SupervisedActorSettings
 
 PAIRS = [("12+3=", "15", "5"), ("7:", "7", "70x"), ("abc|", "cba", "abc"), ("9-4=", "5", "13")]

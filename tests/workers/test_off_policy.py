@@ -14,7 +14,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError, NonFiniteError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
-from embodyrl.scheduler.policy_hosts import policy_init
+from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.replay import Frames, ReplayBuffer

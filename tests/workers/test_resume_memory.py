@@ -17,7 +17,7 @@ from torch import nn
 
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.scheduler.policy_hosts import rendezvous
+from embodyrl.scheduler.start import rendezvous
 from embodyrl.types import EnvSpec
 from embodyrl.workers.messages import RankInfo
 from embodyrl.workers.settings import FsdpSettings

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.buckets import bucket_layout, fill_buckets
+from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.policies.protocol import weights_version
 from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest, RankInfo
+from embodyrl.workers.policy_host import describe_weights, publish, take
 from embodyrl.workers.ranks import OneRank
-from embodyrl.workers.weight_sync import describe_weights, publish, take
 
 
 def module(dtype, seed):

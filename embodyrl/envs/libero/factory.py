@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 
-from embodyrl.envs.factory import SimFactory
+from embodyrl.envs.factory import SimFactory, camera_problems, task_problems, tasks_in_memory
 from embodyrl.envs.libero import install
-from embodyrl.envs.memory import tasks_in_memory
-from embodyrl.envs.problems import camera_problems, task_problems
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.renderer import choose_renderer
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings

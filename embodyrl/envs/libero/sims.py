@@ -84,6 +84,7 @@ class SimPool:
             oldest, loaded = self._loaded.popitem(last=False)
             self._warn_if_thrashing(oldest)
             self._put_aside(loaded)
+            # Before the next one is built: two at once may be more than the memory holds.
             loaded.simulator.close()
         self._loaded[task] = _Loaded(self._build(task))
         return self._loaded[task]

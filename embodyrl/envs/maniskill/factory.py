@@ -2,11 +2,18 @@
 
 from collections.abc import Iterator
 
-from embodyrl.envs.factory import SimFactory
+from embodyrl.envs.factory import SimFactory, camera_problems
 from embodyrl.envs.maniskill.install import Description, describe_apart
-from embodyrl.envs.maniskill.settings import ManiSkillSettings, ObsMode, SimBackend
-from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES, DEMONSTRATED, EE_DELTA_POSE, SEEDS, instruction
-from embodyrl.envs.problems import camera_problems
+from embodyrl.envs.maniskill.settings import (
+    BRIDGE_EPISODES,
+    DEMONSTRATED,
+    EE_DELTA_POSE,
+    SEEDS,
+    ManiSkillSettings,
+    ObsMode,
+    SimBackend,
+    instruction,
+)
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.simulators import SlotSimulators
 from embodyrl.errors import ConfigError

@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 
 from embodyrl.envs.maniskill.expert import Expert
-from embodyrl.envs.maniskill.settings import ManiSkillSettings
+from embodyrl.envs.maniskill.settings import BRIDGE_EPISODES, ManiSkillSettings
 from embodyrl.envs.maniskill.simulator import build, restart, restart_rows, state
-from embodyrl.envs.maniskill.tasks import BRIDGE_EPISODES
 from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 

@@ -3,10 +3,8 @@
 import importlib.util
 from collections.abc import Iterator
 
-from embodyrl.envs.factory import SimFactory
-from embodyrl.envs.metaworld.settings import PROPRIOCEPTION, STATE, MetaWorldSettings
-from embodyrl.envs.metaworld.tasks import BENCHMARKS, HIDDEN_GOALS, TASKS
-from embodyrl.envs.problems import camera_problems
+from embodyrl.envs.factory import SimFactory, camera_problems
+from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.simulators import SlotSimulators
 from embodyrl.errors import MissingDependencyError
@@ -27,10 +25,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         """Yield what MetaWorld would not say, or only late."""
         if unknown := [name for name in cfg.names if name not in TASKS]:
             yield f"env.id={unknown[0]}: no task or benchmark of MetaWorld.{closest(unknown[0], [*BENCHMARKS, *TASKS])}"
-        yield from camera_problems(cfg)
-        for camera in cfg.init_params.camera_names if cfg.pixels else ():
-            if camera not in CAMERAS:
-                yield f"env.init_params.camera_names: no camera '{camera}'.{closest(camera, CAMERAS)}"
+        yield from camera_problems(cfg, CAMERAS if cfg.pixels else None)
 
     def describe(self, cfg: MetaWorldSettings, context: EnvContext) -> EnvSpec:
         """Describe the tasks; nothing is imported for that.

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from embodyrl.envs.factory import SimFactory
-from embodyrl.envs.problems import camera_problems, task_problems
+from embodyrl.envs.factory import SimFactory, camera_problems, task_problems
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
 from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, suite_name

@@ -1,12 +1,97 @@
 """Tabletop as slot simulators: plain Python per table, which at a few microseconds a step needs no batching."""
 
+import math
+
 import numpy as np
 
 from embodyrl.envs.simulators import SimStep, SlotSimulators
-from embodyrl.envs.tabletop.expert import expert_action
 from embodyrl.envs.tabletop.views import FRONT, WRIST, draw_front, draw_wrist
-from embodyrl.envs.tabletop.world import TASKS, Axis, World, new_world
+from embodyrl.envs.tabletop.world import (
+    GRASP_HEIGHT,
+    PUSH_HEIGHT,
+    PUSH_RADIUS,
+    STEP,
+    TASKS,
+    TRAVEL_HEIGHT,
+    Axis,
+    Point,
+    Skill,
+    World,
+    new_world,
+)
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
+
+OPEN, CLOSED = -1.0, 1.0
+
+_ABOVE = 0.02
+"""Close enough to a point above which the gripper goes down."""
+_CONE = 0.05
+"""Open fingers, or a held block, may come down from this far away: nothing is in their way."""
+_HALF = STEP / 2
+_PUSH_GAP = PUSH_RADIUS + 0.015
+
+Command = tuple[float, float, float, float]
+"""Where to go from here, metres, and the gripper value."""
+
+
+def expert_action(world: World) -> FloatArray:
+    """Return the next action [7]: position deltas in -1..1, zero rotation, gripper."""
+    if world.success():
+        command = 0.0, 0.0, TRAVEL_HEIGHT - world.z, CLOSED if world.closed and world.held is None else OPEN
+    else:
+        command = {Skill.touch: _touch, Skill.push: _push, Skill.put: _put}[world.task.skill](world)
+    dx, dy, dz, gripper = command
+    action = np.zeros(7, np.float32)
+    action[:3] = np.clip(np.array((dx, dy, dz)) / STEP, -1.0, 1.0)
+    action[6] = gripper
+    return action
+
+
+def _touch(world: World) -> Command:
+    return _go_down_at(world, world.blocks[world.task.block], OPEN)
+
+
+def _put(world: World) -> Command:
+    block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
+    if world.held == world.task.block:
+        lower = world.z < GRASP_HEIGHT and world.distance(plate) < _ABOVE
+        return (0.0, 0.0, 0.0, OPEN) if lower else _go_down_at(world, plate, CLOSED)
+    if world.closed:
+        return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
+    lower = world.z < GRASP_HEIGHT and world.distance(block) < _ABOVE
+    return (0.0, 0.0, 0.0, CLOSED) if lower else _go_down_at(world, block, OPEN)
+
+
+def _push(world: World) -> Command:
+    block, plate = world.blocks[world.task.block], world.plates[world.task.plate]
+    if world.held is not None:
+        return 0.0, 0.0, TRAVEL_HEIGHT - world.z, OPEN
+    dx, dy = plate[0] - block[0], plate[1] - block[1]
+    way = max(math.hypot(dx, dy), 1e-6)
+    ux, uy = dx / way, dy / way
+    ex, ey = block[0] - world.x, block[1] - world.y
+    along, aside = ex * ux + ey * uy, abs(ex * uy - ey * ux)
+    low = world.z < PUSH_HEIGHT
+    if low and aside < 0.75 * PUSH_RADIUS and 0.0 < along < PUSH_RADIUS + 2 * STEP:
+        free = max(along - PUSH_RADIUS, 0.0)
+        dx, dy = dx + free * ux, dy + free * uy
+        # A straight way: turning would lose the block.
+        slower = min(1.0, STEP / max(abs(dx), abs(dy), 1e-6))
+        return slower * dx, slower * dy, -world.z, CLOSED
+    behind = block[0] - _PUSH_GAP * ux, block[1] - _PUSH_GAP * uy
+    return _go_down_at(world, behind, CLOSED)
+
+
+def _go_down_at(world: World, point: Point, gripper: float) -> Command:
+    """Travel high, go down above the point."""
+    near = _ABOVE if gripper == CLOSED and world.held is None else _CONE
+    height = 0.0 if world.distance(point) < near else TRAVEL_HEIGHT
+    # Far away and low: the first step goes up and along at once, which keeps episodes short. Each axis on its own and
+    # in half steps: a few distinct numbers, which a small policy learns sooner than slanted ways.
+    way = np.array((point[0] - world.x, point[1] - world.y, height - world.z))
+    dx, dy, dz = np.round(way / _HALF) * _HALF
+    return float(dx), float(dy), float(dz), gripper
+
 
 CAMERAS = (FRONT, WRIST)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from embodyrl.policies.actor_critic.shape import NetShape
-from embodyrl.policies.drawing import categorical_scores, sample_inverse_cdf, standard_normal
+from embodyrl.policies.tensors import categorical_scores, sample_inverse_cdf, standard_normal
 from embodyrl.types import FloatArray, IntArray
 
 _WITHIN = 1.0 - 1e-6
@@ -39,6 +39,7 @@ class CategoricalHead(nn.Module):
         logits = self._logits(outputs, temperature)
         if noise is None:
             return logits.argmax(-1)
+        # A rounded sum may end below 1, and the last places of short dimensions are padding.
         return sample_inverse_cdf(logits, noise).minimum((~self._padding).sum(-1) - 1)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -120,6 +121,7 @@ class SquashedHead(GaussianHead):
 
     def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
         super().__init__(low, high, 0.0)
+        # The spread is an output here: nothing would read the parameter.
         del self.log_std
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:

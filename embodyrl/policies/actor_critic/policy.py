@@ -13,8 +13,7 @@ from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead, build_head
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.transfer import on_device
-from embodyrl.policies.weights import fill_weights
+from embodyrl.policies.tensors import fill_weights, on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 WEIGHTS_FILE = "model.safetensors"
@@ -36,6 +35,7 @@ class ActorCritic(nn.Module):
         if shape.squashed:
             last = self.policy[-1]
             assert isinstance(last, nn.Linear)
+            # The second half of the outputs are logarithms of deviations, which begin at `log_std`.
             last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = log_std
         self.head = build_head(shape, log_std)
         self.states = RunningMoments(shape.state_dim) if shape.normalized else None
@@ -80,6 +80,7 @@ class RunningMoments(nn.Module):
 
     def take(self, x: Tensor) -> None:
         """Add vectors [B, S]; batches are merged as by Chan, Golub and LeVeque (1979)."""
+        # In float32 the mean of millions of states would stop moving.
         x = x.double()
         old, new = self.count.double(), float(len(x))
         total = old + new

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
-from embodyrl.policies.drawing import categorical_scores
+from embodyrl.policies.tensors import categorical_scores
 
 
 class LanguageModel(nn.Module):

@@ -21,7 +21,7 @@ from embodyrl.policies.causal_lm.sampling import choose
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from embodyrl.conversation import Message, split_messages, split_pictures
 from embodyrl.errors import ConfigError
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import ByteArray, Observation
 
 _CACHED_PROMPTS = 4096

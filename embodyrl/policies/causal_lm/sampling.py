@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from embodyrl.config.shared import SamplingSettings
-from embodyrl.policies.drawing import cumulative
+from embodyrl.policies.tensors import cumulative
 
 
 def choose(

@@ -108,6 +108,7 @@ class Attention(nn.Module):
     def attend(self, x: Tensor, rope: Rope, seen: KeysValues, mask: Tensor) -> Tensor:
         """Let tokens [B, T, width] look at keys and values under a mask [B or 1, 1, 1 or T, keys]."""
         q, (k, v) = _rotate(self._heads(self.q_proj(x)), rope), seen
+        # The memory may come from a stack of another precision, a frozen one in half for example: it decides.
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(v.dtype), enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))

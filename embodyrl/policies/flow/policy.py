@@ -1,5 +1,6 @@
-"""A flow policy: any network that gives a velocity, acting, scored and trained by one code path."""
+"""A flow policy: any network that gives a velocity, acting, scored and trained by one code path; Flow-Noise's head."""
 
+import math
 import zlib
 from functools import partial
 from itertools import pairwise
@@ -11,15 +12,72 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.chain import ChainLikelihood, ChunkLikelihood, Velocity, follow_ode
-from embodyrl.policies.flow.draws import START, TIMES, normals, seeds_of, uniforms
-from embodyrl.policies.flow.fpo import FpoLikelihood, flow_matching_error
-from embodyrl.policies.flow.noise_head import NoiseHead
-from embodyrl.policies.flow.record import ChunkShape
-from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom
+from embodyrl.policies.flow.likelihood import (
+    START,
+    TIMES,
+    ChainLikelihood,
+    ChunkLikelihood,
+    FpoLikelihood,
+    Velocity,
+    flow_matching_error,
+    follow_ode,
+    normals,
+    seeds_of,
+    uniforms,
+)
+from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, GreedyStart, Likelihood, ValueFrom
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+HIDDEN = (128, 64)
+
+
+class _Layer(nn.Module):
+    """One layer under the name that RLinf's checkpoints give it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs]."""
+        return self.linear_1(x)
+
+
+class _Layers(nn.Module):
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        layers = [_Layer(a, b) for a, b in pairwise(widths)]
+        nn.init.zeros_(layers[-1].linear_1.weight)
+        nn.init.zeros_(layers[-1].linear_1.bias)
+        self.moduleList = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., inputs] to [..., outputs]; tanh between the layers."""
+        *hidden, last = self.moduleList
+        for layer in hidden:
+            x = torch.tanh(layer(x))
+        return last(x)
+
+
+class NoiseHead(nn.Module):
+    """Deviation of the noise of each number of a chunk, from the expert's hidden rows.
+
+    The log-variance is squashed by tanh into 2 ln(low)..2 ln(high) (ReinFlow, arXiv 2505.22094); widths and names of
+    the layers are those of piRL's public code. A new head gives the geometric mean of the range everywhere.
+    """
+
+    def __init__(self, width: int, action_width: int, low: float, high: float) -> None:
+        super().__init__()
+        self.mlp_logvar = _Layers((width, *HIDDEN, action_width))
+        self._low, self._high = 2.0 * math.log(low), 2.0 * math.log(high)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, H, D] from hidden rows [B, H, width]."""
+        share = 0.5 * (torch.tanh(self.mlp_logvar(hidden)) + 1.0)
+        return (0.5 * (self._low + (self._high - self._low) * share)).exp()
+
 
 RL_HEADS = ("value_head", "noise_head")
 """Parts of `FlowModule` that reinforcement learning adds: a checkpoint may lack them, or hold them for nothing."""
@@ -181,6 +239,7 @@ class FlowPolicy:
         near = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
             near = (follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps) - target).abs() < 0.1
+            # Padding flows to 0 by itself and would count as right.
             near = near[..., : self._shape.action_dim]
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
 

@@ -53,6 +53,35 @@ def state_text(state: npt.ArrayLike) -> str:
     return " ".join(map(str, np.digitize(np.asarray(state), edges) - 1))
 
 
+def read_tokenizer(file: Path, fix: str) -> Tokenizer:
+    """Read `tokenizer.json`, for text of any length.
+
+    Raises:
+        CheckpointError: the file is missing or damaged; ends with the `fix`, a sentence.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises bare Exception
+        raise CheckpointError(f"{file} cannot be read: {error}. {fix}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def padded_width(known: int, longest: int) -> int:
+    """Width of a batch: that of the known tasks; only a longer row widens it, to a multiple of 16."""
+    # Every new width is a new shape, for which kernels are chosen and graphs compiled anew.
+    return known if longest <= known else -(-longest // WIDTH_STEP) * WIDTH_STEP
+
+
+def pad_right(rows: Sequence[Sequence[int]], width: int) -> IntArray:
+    """Ids [B, W] of rows of any length, with zeros behind them."""
+    ids = np.zeros((len(rows), width), np.int64)
+    for row, encoded in zip(ids, rows, strict=True):
+        row[: len(encoded)] = encoded
+    return ids
+
+
 class FlowPrompts:
     """Encodes prompts of one form with one tokenizer."""
 
@@ -67,15 +96,8 @@ class FlowPrompts:
         Raises:
             CheckpointError: the file is missing, damaged, or lacks the token that prompts begin with.
         """
-        try:
-            self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # the package raises bare Exception
-            raise CheckpointError(
-                f"{tokenizer_file} cannot be read: {error}. Put the tokenizer.json of the language model into the "
-                f"checkpoint's folder (pi0 and pi0.5: PaliGemma's; SmolVLA: SmolVLM2's)."
-            ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        fix = "Put the tokenizer.json of the language model into the checkpoint's folder"
+        self._tokenizer = read_tokenizer(tokenizer_file, f"{fix} (pi0 and pi0.5: PaliGemma's; SmolVLA: SmolVLM2's).")
         self.form = form
         bos = None if form.bos is None else self._tokenizer.token_to_id(form.bos)
         if form.bos is not None and bos is None:
@@ -111,13 +133,9 @@ class FlowPrompts:
         given = [None] * len(tasks) if states is None else list(states)
         assert not (self.form.reads_state and states is None), "these prompts hold the state"
         rows = [self.encode(task, state) for task, state in zip(tasks, given, strict=True)]
-        longest = max(map(len, rows))
-        width = self.width if longest <= self.width else -(-longest // WIDTH_STEP) * WIDTH_STEP
+        width = padded_width(self.width, max(map(len, rows)))
         width = self.form.limit if full else min(width, self.form.limit)
-        ids = np.zeros((len(rows), width), np.int64)
-        for row, encoded in zip(ids, rows, strict=True):
-            row[: len(encoded)] = encoded
-        return ids, np.arange(width) < np.array([[len(row)] for row in rows])
+        return pad_right(rows, width), np.arange(width) < np.array([[len(row)] for row in rows])
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         return (*self._head, *self._ids(text), *self._tail)

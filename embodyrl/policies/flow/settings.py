@@ -1,13 +1,19 @@
-"""Keys that all flow policies share."""
+"""Keys that all flow policies share, and what a loss needs of a chosen chunk. No torch.
+
+The latter are tokens: int64 numbers that nobody above the policy interprets.
+"""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
+import numpy as np
 from pydantic import AfterValidator, Field
 
 from embodyrl.config.settings import Count, Says
 from embodyrl.policies.settings import WeightSettings
+from embodyrl.types import FloatArray, IntArray
 
 Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo"])
 Stochastic = StrEnum("Stochastic", ["one", "all"])
@@ -95,3 +101,80 @@ class FlowSettings(WeightSettings):
             (chosen is not Likelihood.fpo, other, ("fpo_pairs", "fpo_ratio")),
         ):
             yield from ((f"model.{key}", missing) for key in keys if off)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkShape:
+    """Sizes of a chunk inside the flow and outside."""
+
+    horizon: int
+    """H: rows that flow."""
+    width: int
+    """D: numbers of a row, padding included."""
+    executed: int
+    """K <= H: rows that are executed, and that count."""
+    action_dim: int
+    """A <= D: numbers of a row that mean something."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLayout:
+    """So many whole numbers, then so many float32, two to a token: bit patterns, so that nothing is rounded."""
+
+    whole: int
+    floats: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that they fill."""
+        return self.whole + -(-self.floats // 2)
+
+    def pack(self, whole: IntArray, floats: FloatArray) -> IntArray:
+        """Tokens [B, tokens] of whole numbers [B, whole] and floats [B, floats]."""
+        assert whole.shape[1:] == (self.whole,) and floats.shape[1:] == (self.floats,), (whole.shape, floats.shape)
+        padded = np.zeros((len(floats), 2 * (self.tokens - self.whole)), np.float32)
+        padded[:, : self.floats] = floats
+        return np.concatenate([whole, padded.view(np.int64)], axis=1)
+
+    def unpack(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
+        """Whole numbers and floats of tokens [B, at least `tokens`]."""
+        bits = np.ascontiguousarray(tokens[:, self.whole : self.tokens])
+        return tokens[:, : self.whole], bits.view(np.float32)[:, : self.floats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRecord:
+    """What is kept of a chunk, and how many log-probabilities it has.
+
+    One stochastic step: its index; the state before it; of the state after it what is executed. All steps: the seed of
+    the first state; all states between; of the last one what is executed. FPO: the seed of the pairs; the chunk; for
+    ratios of single pairs what each was.
+    """
+
+    shape: ChunkShape
+    layout: TokenLayout
+    per_action: int
+    """P: log-probabilities of an executed action."""
+
+    @classmethod
+    def of(cls, cfg: FlowSettings, shape: ChunkShape) -> "ChunkRecord":
+        """The record that the settings ask for."""
+        state = shape.horizon * shape.width
+        if cfg.likelihood is Likelihood.fpo:
+            each = cfg.fpo_ratio is FpoRatio.sample
+            kept = shape.executed * cfg.fpo_pairs if each else 0
+            per_action, floats = cfg.fpo_pairs if each else 1, state + kept
+        else:
+            return cls.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)
+        return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=per_action)
+
+    @classmethod
+    def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
+        """The record of a chain of Gaussian steps that keeps so many whole states."""
+        floats = states * shape.horizon * shape.width + shape.executed * shape.action_dim
+        return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=shape.action_dim)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a chunk: a multiple of K with room for its log-probabilities, of which there are as many."""
+        return self.shape.executed * max(self.per_action, -(-self.layout.tokens // self.shape.executed))

@@ -9,15 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embodyrl.policies.drawing import standard_normal
-from embodyrl.policies.flow.chain import GaussianChain, Velocity
-from embodyrl.policies.flow.draws import START, TIMES, normals, seeds_of, uniforms
-from embodyrl.policies.flow.steps import Transition
-from embodyrl.policies.openvla_oft.decoding import denoise, noisy_hidden, predict_noise
+from embodyrl.policies.flow.likelihood import (
+    START,
+    TIMES,
+    GaussianChain,
+    Transition,
+    Velocity,
+    normals,
+    seeds_of,
+    uniforms,
+)
 from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, cumulative_alphas, ddim_step, ddim_steps
-from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, denoise, noisy_hidden, predict_noise
 from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import on_device, standard_normal
 from embodyrl.types import FloatArray, IntArray
 
 

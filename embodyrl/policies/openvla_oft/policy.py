@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.policies.drawing import categorical_scores, sample_inverse_cdf
 from embodyrl.policies.openvla_oft.adapter import find_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
@@ -29,15 +28,13 @@ from embodyrl.policies.openvla_oft.checkpoint import (
 )
 from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions, read_config
 from embodyrl.policies.openvla_oft.continuous import ContinuousHead, Diffusion, L1Gaussian
-from embodyrl.policies.openvla_oft.decoding import decode_tokens
 from embodyrl.policies.openvla_oft.graphs import Recorded
-from embodyrl.policies.openvla_oft.images import preprocess
-from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
-from embodyrl.policies.openvla_oft.prompt import PromptEncoder
+from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, decode_tokens
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, Bounds, normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
 from embodyrl.types import (
     FloatArray,
     ImitationScores,
@@ -80,6 +77,7 @@ class OpenVlaOftPolicy:
         )
         half = cfg.precision == Precision.bf16
         mixed = partial(torch.autocast, self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
+        # Recorded casts would stay those of the weights at the time of the recording.
         self._autocast = mixed(cache_enabled=not cfg.cuda_graphs)
         # Weights that were cast are kept to the end of a pass, for nothing where layers are computed again.
         self._scoring = mixed(cache_enabled=not request.gradient_checkpointing)
@@ -98,6 +96,7 @@ class OpenVlaOftPolicy:
         uniform = None if noise is None else on_device(noise, self._device)
         with self._autocast:
             logits, choice, value = self._sample(inputs, uniform, temperature or self._temperature)
+        # Outside of autocast, as in `score`: the two must come to the same number.
         logprob, _ = categorical_scores(logits / (temperature or self._temperature), choice)
         tokens = (choice + self._config.action_vocab_start).cpu().numpy()
         return PolicyOutput(
@@ -275,8 +274,10 @@ def build_module(cfg: OftSettings, config: OftConfig, options: OftOptions, reque
     if not request.trainable:
         module.requires_grad_(False)
     if cfg.precision == Precision.bf16 and (trains_adapter or not request.trainable):
+        # While there is no memory yet: weights of 7 B parameters never exist in float32.
         _halve(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
+    # Always, because a checkpoint may lack it; one that it has comes in its place.
     module.init_weights(request.seed, (VALUE_HEAD,))
     if module.action_scale is not None:
         nn.init.constant_(module.action_scale.log_std, math.log(cfg.action_std))
@@ -285,6 +286,7 @@ def build_module(cfg: OftSettings, config: OftConfig, options: OftOptions, reque
     elif request.fresh_heads:
         module.init_weights(request.seed, FRESH)
     _load(module, cfg, config, request)
+    # After adapters were injected, which decides anew what is trained.
     freeze(module, cfg.freeze)
     if request.gradient_checkpointing:
         module.recompute_activations()

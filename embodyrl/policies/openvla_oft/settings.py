@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Positive, Share
-from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
-from embodyrl.policies.flow.settings import Stochastic
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, Stochastic
 from embodyrl.policies.settings import AdapterSettings
 
 Normalization = StrEnum("Normalization", ["bounds_q99", "bounds"])

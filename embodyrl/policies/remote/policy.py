@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-from torch import nn
 
 from embodyrl.clock import RunClock
-from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
+from embodyrl.errors import EmbodyError
 from embodyrl.policies.remote.dialects import Seen, names_of, upright
 from embodyrl.policies.remote.encoding import MessageError, bytes_keyed, need, pack, text_keyed, unpack
 from embodyrl.policies.remote.settings import RemoteSettings
+from embodyrl.policies.untrained import OnlyActs
 from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
 
 _RETRY_S = 0.2
@@ -23,7 +22,7 @@ _MOST_BYTES = 1 << 24
 """Of an answer: a chunk of actions is small."""
 
 
-class RemotePolicy:
+class RemotePolicy(OnlyActs):
     """Asks a server for chunks and executes their first K actions; implements `Policy` but for training."""
 
     def __init__(self, cfg: RemoteSettings, spec: PolicySpec, env: EnvSpec) -> None:
@@ -32,8 +31,7 @@ class RemotePolicy:
         Raises:
             EmbodyError: nobody listens at `model.url`, or speaks another protocol.
         """
-        self.spec = spec
-        self.module: nn.Module = nn.Module()
+        super().__init__(spec)
         self._cfg, self._env, self._names = cfg, env, names_of(cfg)
         self._sequence = 0
         connection = ExitStack()
@@ -58,30 +56,7 @@ class RemotePolicy:
             )
             for row in range(len(obs))
         ]
-        count = len(obs)
-        return PolicyOutput(
-            actions=np.stack(rows),
-            tokens=np.zeros((count, self.spec.tokens_per_chunk), np.int64),
-            logprob=np.zeros((count, self.spec.tokens_per_chunk), np.float32),
-            value=np.zeros((count, 0), np.float32),
-        )
-
-    def values(self, obs: Observation) -> FloatArray:
-        """[B, 0]: there is no value head."""
-        return np.zeros((len(obs), 0), np.float32)
-
-    def load_weights(self, folder: Path) -> NoReturn:
-        """Refuse.
-
-        Raises:
-            CheckpointError: always, for the weights are the server's.
-        """
-        raise CheckpointError(f"model '{self.spec.name}': the weights are the server's; remove ckpt={folder}.")
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise ConfigError(f"model '{self.spec.name}' cannot be trained: {self.spec.untrainable}.")
-
-    score = imitate = save = _refuse
+        return self.output(np.stack(rows))
 
     def _greet(self) -> dict[str, Any]:
         """What the server says of itself, first (openpi) or when it is greeted (vla-eval)."""

@@ -10,13 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.chain import ChainLikelihood, ChunkLikelihood, follow_ode
-from embodyrl.policies.flow.draws import START, STEP, normals, seeds_of, uniforms
-from embodyrl.policies.flow.fpo import FpoLikelihood
-from embodyrl.policies.flow.noise_head import NoiseHead
-from embodyrl.policies.flow.record import ChunkShape, TokenLayout
-from embodyrl.policies.flow.settings import FlowSettings, Likelihood
-from embodyrl.policies.flow.steps import flow_sde, times
+from embodyrl.policies.flow.likelihood import (
+    START,
+    STEP,
+    ChainLikelihood,
+    ChunkLikelihood,
+    FpoLikelihood,
+    flow_sde,
+    follow_ode,
+    normals,
+    seeds_of,
+    times,
+    uniforms,
+)
+from embodyrl.policies.flow.policy import NoiseHead
+from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, Likelihood, TokenLayout
 
 SHAPE = ChunkShape(horizon=6, width=5, executed=4, action_dim=3)
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 from golden_flow import NAMES, spec_of
+from tiny_vla import own_config
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.flow.configs import own_config, read_spec
-from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA
+from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA, read_spec
 
 OPENPI = {
     "action_dim": 32,

@@ -11,19 +11,19 @@ from tiny_vla import write_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.images import fitted_size, pad_centred, pad_left_top
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm, state_text
-from embodyrl.policies.flow.statistics import (
+from embodyrl.policies.flow.vla.folder import (
     LEROBOT_EPS,
     FlowStatistics,
     from_deltas,
     pad_dims,
     read_lerobot,
     read_openpi,
+    side_files,
     to_deltas,
     write_openpi,
 )
-from embodyrl.policies.flow.vla.folder import side_files
+from embodyrl.policies.flow.vla.network import fitted_size, pad_centred, pad_left_top
 
 
 def frames(height, width, count=2):

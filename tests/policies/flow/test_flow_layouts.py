@@ -6,7 +6,6 @@ from golden_flow import GOLDEN, NAMES, build, model_of, spec_of, stored
 from safetensors.torch import load_file, save_file
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.flow.checkpoint import load_weights, save_weights
 from embodyrl.policies.flow.layouts import (
     EMBEDDING,
     LAYOUTS,
@@ -19,6 +18,7 @@ from embodyrl.policies.flow.layouts import (
     to_ours,
     to_theirs,
 )
+from embodyrl.policies.flow.vla.build import load_weights, save_weights
 
 OUTPUT = OPENPI.tied
 OWN_EMBEDDING = OPENPI.theirs(EMBEDDING)

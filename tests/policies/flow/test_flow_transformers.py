@@ -6,9 +6,9 @@ from golden_flow import build, inputs_of, loss_of, model_of, recorded, sample, s
 from safetensors.torch import load_file
 from transformers import PI0Config, PI0ForConditionalGeneration
 
-from embodyrl.policies.flow.checkpoint import load_weights, save_weights
-from embodyrl.policies.flow.configs import read_spec
 from embodyrl.policies.flow.layouts import EMBEDDING, LEROBOT, OPENPI, TRANSFORMERS, TRANSFORMERS_OLD
+from embodyrl.policies.flow.specs import read_spec
+from embodyrl.policies.flow.vla.build import load_weights, save_weights
 
 STEPS = 10
 

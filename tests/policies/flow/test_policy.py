@@ -15,7 +15,7 @@ from settings import model_of
 
 from embodyrl.channels.layout import record_layout
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.flow.draws import START, TIMES, normals, uniforms
+from embodyrl.policies.flow.likelihood import START, TIMES, normals, uniforms
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.protocol import PolicyRequest

@@ -19,11 +19,11 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.blueprint import mismatches
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES, export_policy
-from embodyrl.policies.flow.draws import START, TIMES, normals, uniforms
-from embodyrl.policies.flow.images import pad_centred, pad_left_top
 from embodyrl.policies.flow.layouts import LEROBOT, OPENPI, SMOLVLA_LEROBOT, TRANSFORMERS
+from embodyrl.policies.flow.likelihood import START, TIMES, normals, uniforms
 from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.policy import FlowPolicy
+from embodyrl.policies.flow.vla.network import pad_centred, pad_left_top
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import EnvSpec, GripperConvention, Observation
 

@@ -1,19 +1,18 @@
 """Checkpoint folders of tiny pi0, pi0.5 and SmolVLA models, as they are published: names, configuration, statistics."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from embodyrl.policies.flow.checkpoint import save_weights
-from embodyrl.policies.flow.configs import own_config
 from embodyrl.policies.flow.layouts import OPENPI, SMOLVLA_LEROBOT, Layout
-from embodyrl.policies.flow.pi0 import Pi0
-from embodyrl.policies.flow.smolvla import SmolVla
-from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
+from embodyrl.policies.flow.specs import OWN_KEY, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
+from embodyrl.policies.flow.vla.build import save_weights
+from embodyrl.policies.flow.vla.models import Pi0, SmolVla
 
 VISION = VisionSpec(image_size=28, patch_size=14, width=16, depth=1, heads=2, mlp=32)
 LAYERS = LayersSpec(width=32, depth=2, mlp=48, heads=4, kv_heads=1, head_dim=8)
@@ -37,6 +36,12 @@ SPECS = {
 }
 FORMS = tuple(SPECS)
 """Names of the models."""
+
+
+def own_config(spec: Pi0Spec | SmolVlaSpec) -> dict[str, Any]:
+    """What `read_spec` reads of a model of any size."""
+    kind = "pi0" if isinstance(spec, Pi0Spec) else "smolvla"
+    return {OWN_KEY: {"kind": kind, **asdict(spec)}}
 
 
 def build_model(form):

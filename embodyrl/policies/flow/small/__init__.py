@@ -8,10 +8,8 @@ from pydantic import Field
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.record import ChunkRecord, ChunkShape
-from embodyrl.policies.flow.settings import FlowSettings
-from embodyrl.policies.flow.small.config import SmallConfig
-from embodyrl.policies.flow.small.units import Units, units_of
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings
+from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec

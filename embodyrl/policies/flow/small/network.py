@@ -10,17 +10,40 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
-from embodyrl.policies.flow.record import ChunkShape
-from embodyrl.policies.flow.settings import FlowSettings
-from embodyrl.policies.flow.small.config import SmallConfig
-from embodyrl.policies.flow.small.files import SmallFiles
-from embodyrl.policies.flow.small.units import Units
+from embodyrl.policies.flow.policy import RL_HEADS, FlowModule, FlowPolicy
+from embodyrl.policies.flow.settings import ChunkShape, FlowSettings
+from embodyrl.policies.flow.small.config import CONFIG_FILE, SmallConfig, Units
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.transfer import on_device
+from embodyrl.policies.tensors import fill_weights, on_device
 from embodyrl.types import FloatArray, Observation, PolicySpec
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFiles:
+    """`model.safetensors` and `config.json`; implements `WeightFiles`."""
+
+    config: SmallConfig
+
+    def save(self, module: nn.Module, folder: Path) -> None:
+        """Write weights and config into a folder."""
+        state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
+        save_file(state, folder / WEIGHTS_FILE)
+        self.config.save(folder)
+
+    def load(self, module: nn.Module, folder: Path) -> None:
+        """Read the weights of a folder into a module.
+
+        Raises:
+            CheckpointError: they are missing, damaged or of another shape; names them.
+        """
+        fix = f"Use the {CONFIG_FILE} and the model settings that it was saved with."
+        fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=RL_HEADS, fix=fix)
+
 
 PLACE_SCALE = 0.3
 """Size of the places beside what stands there, whose numbers have size 1 at first."""

@@ -1,26 +1,193 @@
-"""A flow policy around pi0, pi0.5 or SmolVLA: built without memory, filled from a folder, then partly frozen."""
+"""A flow policy around pi0, pi0.5 or SmolVLA: built without memory, filled from a folder, then partly frozen.
 
+Weights are safetensors in any public layout, strictly checked; no code is run. Adapters and side files lie beside them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.flow.layouts import (
+    HEADS,
+    OPENPI,
+    SMOLVLA_LEROBOT,
+    Layout,
+    Source,
+    check_weights,
+    fresh_source,
+    to_ours,
+    to_theirs,
+)
 from embodyrl.policies.flow.model import BACKBONE
-from embodyrl.policies.flow.pi0 import Pi0
 from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
-from embodyrl.policies.flow.record import ChunkShape
-from embodyrl.policies.flow.settings import ValueFrom
-from embodyrl.policies.flow.smolvla import SmolVla
+from embodyrl.policies.flow.settings import ChunkShape, ValueFrom
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
-from embodyrl.policies.flow.vla.files import MODEL, VlaFiles
-from embodyrl.policies.flow.vla.folder import starts_random
+from embodyrl.policies.flow.vla.folder import side_files, starts_random
+from embodyrl.policies.flow.vla.models import Pi0, SmolVla
 from embodyrl.policies.flow.vla.network import VlaNetwork, VlaReader
 from embodyrl.policies.flow.vla.settings import VlaSettings
-from embodyrl.policies.openvla_oft.adapter import find_adapter, lora_spec
+from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, lora_spec
+from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.tensors import fill_weights
 from embodyrl.types import PolicySpec
+
+
+def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | None = None) -> Source:
+    """Copy the weights of a folder into those of a model, in place, casting to its dtypes; return how they were stored.
+
+    Everything is checked before the first weight is touched. Heads that RL adds may be missing on either side.
+
+    Args:
+        target: weights by our names, without adapters.
+        folder: safetensors shards in any known layout.
+        change: applied to each weight by our name (adapters are merged so).
+
+    Raises:
+        CheckpointError: a file is unreadable or truncated; weights are missing, surplus, of another shape, or untied.
+    """
+    files = weight_files(folder)
+    if not files:
+        raise CheckpointError(
+            f"{folder} holds no model*.safetensors. Point model.path at a folder with the whole checkpoint; weights in "
+            f"other forms are not read, because loading them can run code."
+        )
+    stored: dict[str, Tensor] = {}
+    for path in files:
+        found = map_weights(path)
+        if twice := sorted(found.keys() & stored.keys()):
+            raise CheckpointError(f"{path}: weight '{twice[0]}' is in another shard too; fetch the folder again.")
+        stored |= found
+    weights, source = to_ours(stored, folder)
+    check_weights(target, weights, source, folder)
+    with torch.no_grad():
+        for key, tensor in weights.items():
+            if key in target:
+                target[key].copy_(change(key, tensor) if change else tensor)
+    unread = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key not in target}
+    return replace(source, aside=dict(source.aside) | unread)
+
+
+def save_weights(weights: Mapping[str, Tensor], folder: Path, like: Source | Layout) -> None:
+    """Write weights as safetensors shards into a fresh folder.
+
+    Args:
+        weights: by our names, without adapters; they keep their dtypes.
+        folder: the caller makes the write atomic by renaming it.
+        like: what `load_weights` returned, to store them under the same names with the same weights beside them; or a
+            layout, to store them as its loader wants them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {key: tensor.detach().cpu() for key, tensor in weights.items()}
+    source = fresh_source(like, weights) if isinstance(like, Layout) else like
+    save_torch_state_dict(_apart(to_theirs(weights, source)), folder, max_shard_size=SHARD_BYTES)
+
+
+def _apart(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of what shares memory: the writer would keep one name of the two."""
+    seen: set[int] = set()
+    apart = {}
+    for key, tensor in stored.items():
+        apart[key] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
+        seen.add(tensor.data_ptr())
+    return apart
+
+
+MODEL = "network.model."
+"""Where the model lies inside of a `FlowModule`."""
+BESIDE_FILE = "beside.safetensors"
+"""What is trained in full beside adapters."""
+
+
+class VlaFiles:
+    """Public layouts, whole; or adapters with what is trained beside them. Implements `WeightFiles`."""
+
+    def __init__(self, base: Path, network: VlaNetwork, adapter: AdapterSpec | None) -> None:
+        """Remember the small files of a checkpoint.
+
+        Args:
+            base: `model.path`, whose weights adapters belong to.
+            network: takes the statistics of what is loaded.
+            adapter: of the adapters that are trained, if any.
+        """
+        self._base, self._reader, self._adapter = base, network.reader, adapter
+        self._side_files = side_files(base)
+        paligemma = isinstance(network.model.spec, Pi0Spec)
+        self._source: Source | Layout = OPENPI if paligemma else SMOLVLA_LEROBOT
+
+    def save(self, module: nn.Module, folder: Path) -> None:
+        """Write the weights under the names they were read by, in the dtypes they are kept in; or only the adapters."""
+        if self._adapter is None:
+            like = self._source
+            if isinstance(like, Source):
+                kept = {k: t for k, t in like.aside.items() if not like.layout.ours(k).startswith(HEADS)}
+                like = replace(like, aside=kept)
+            save_weights(_plain(module), folder, like)
+        else:
+            from embodyrl.policies.openvla_oft.lora import save_adapter
+
+            save_adapter(module, self._adapter, folder)
+            save_file({k: t.detach().cpu().contiguous() for k, t in _beside(module).items()}, folder / BESIDE_FILE)
+        for name, content in self._side_files.items():
+            (folder / name).write_bytes(content)
+
+    def load(self, module: nn.Module, folder: Path) -> None:
+        """Read a public checkpoint, one of ours, or one of adapters, which are merged where none are trained.
+
+        Raises:
+            CheckpointError: something is missing, surplus, damaged or of another shape.
+        """
+        adapter = None if weight_files(folder) else find_adapter(folder)
+        if adapter is None:
+            self._source = load_weights(_plain(module), folder)
+        elif self._adapter is None:
+            self.load_merged(module, adapter)
+            _load_beside(module, folder)
+        else:
+            from embodyrl.policies.openvla_oft.lora import load_adapter
+
+            load_adapter(module, adapter)
+            _load_beside(module, folder)
+        self._reader.adopt(folder)
+        self._side_files = side_files(folder)
+
+    def load_merged(self, module: nn.Module, adapter: Path) -> None:
+        """Read the weights of `model.path` with an adapter merged into them.
+
+        Raises:
+            CheckpointError: the adapter is of another model.
+        """
+        from embodyrl.policies.openvla_oft.lora import read_adapter
+
+        loaded, state = read_adapter(adapter), _plain(module)
+        names = [name.removeprefix(MODEL) for name in loaded.factors]
+        if strangers := sorted(name for name in names if f"{name}.weight" not in state):
+            raise CheckpointError(f"{adapter} adapts '{strangers[0]}', which {self._base} does not have.")
+        self._source = load_weights(state, self._base, lambda key, tensor: loaded.merged(MODEL + key, tensor))
+
+
+def _plain(module: nn.Module) -> dict[str, Tensor]:
+    """Weights of a `FlowModule` by the names of its model; heads keep theirs."""
+    return {key.removeprefix(MODEL): tensor for key, tensor in base_state(module).items()}
+
+
+def _beside(module: nn.Module) -> dict[str, Tensor]:
+    """Weights that are trained in full while adapters are: heads, and the projections of the flow."""
+    parts = ("vision.", "projector.", "language.", "expert.")
+    return {key: tensor for key, tensor in _plain(module).items() if not key.startswith(parts)}
+
+
+def _load_beside(module: nn.Module, folder: Path) -> None:
+    fix = "Use the model.path that it was trained with."
+    fill_weights(_beside(module), folder / BESIDE_FILE, optional=HEADS, fix=fix)
 
 
 def build_policy(

@@ -1,7 +1,13 @@
-"""From stored camera pixels to model input. Acting and training run the same code on the same uint8 pixels."""
+"""From stored camera pixels and instructions to model input.
+
+Acting and training run the same code on the same uint8 pixels. Instructions become token ids by tokenizer.json with the
+`tokenizers` package: no remote code.
+"""
 
 import io
+from collections.abc import Sequence
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
@@ -10,9 +16,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.flow.prompts import pad_right, padded_width, read_tokenizer
 from embodyrl.policies.openvla_oft.config import PixelNorm
-from embodyrl.policies.transfer import on_device
-from embodyrl.types import ByteArray
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import ByteArray, IntArray
 
 JPEG_QUALITY = 95
 CROP_AREA = 0.9
@@ -146,3 +154,50 @@ def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
 def _normalise(unit: Tensor, norm: PixelNorm) -> Tensor:
     mean, std = (on_device(torch.tensor(x), unit.device)[:, None, None] for x in (norm.mean, norm.std))
     return (unit - mean) / std
+
+
+EMPTY_PIECE = "▁"
+TEMPLATE = "In: What action should the robot take to {instruction}?\nOut:"
+
+
+class PromptEncoder:
+    """Encodes instructions with one tokenizer, at a width fixed by the known tasks."""
+
+    def __init__(self, tokenizer_file: Path, *, bos_token_id: int, tasks: Sequence[str] = ()) -> None:
+        """Read a tokenizer.
+
+        Args:
+            tokenizer_file: `tokenizer.json` of a checkpoint.
+            bos_token_id: id put before every prompt.
+            tasks: the instructions to expect; the longest one sets the padded width.
+
+        Raises:
+            CheckpointError: the file is missing or is not a Llama tokenizer.
+        """
+        self._tokenizer = read_tokenizer(tokenizer_file, "Fetch the file again.")
+        empty = self._tokenizer.token_to_id(EMPTY_PIECE)
+        if empty is None:
+            raise CheckpointError(
+                f"{tokenizer_file} has no piece '{EMPTY_PIECE}', so it is not a Llama tokenizer; every prompt of "
+                f"OpenVLA-OFT ends in it. Take tokenizer.json from the checkpoint's own repository."
+            )
+        self.empty_token_id: int = empty
+        self._bos = bos_token_id
+        self.encode = lru_cache(maxsize=4096)(self._encode)
+        self.width = max((len(self.encode(task)) for task in tasks), default=0)
+
+    def _encode(self, instruction: str) -> tuple[int, ...]:
+        """Token ids of one instruction, from BOS to the empty token that stands for the space after `Out:`."""
+        text = TEMPLATE.format(instruction=instruction.lower())
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        tail = [] if ids[-1] == self.empty_token_id else [self.empty_token_id]
+        return (self._bos, *ids, *tail)
+
+    def batch(self, instructions: Sequence[str]) -> tuple[IntArray, IntArray]:
+        """Return ids [B, W] padded right with zeros, and lengths [B].
+
+        W is the fixed width; only a longer, unexpected instruction widens the batch, to a multiple of 16.
+        """
+        rows = [self.encode(instruction) for instruction in instructions]
+        lengths = np.array([len(row) for row in rows], dtype=np.int64)
+        return pad_right(rows, padded_width(self.width, int(lengths.max()))), lengths

@@ -1,0 +1,106 @@
+"""What policies do with tensors: drawing, copies to a GPU, weights of our own layouts.
+
+Distributions are drawn from with given uniform numbers; deterministic on GPUs where that is asked for.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from embodyrl.errors import CheckpointError
+
+
+def cumulative(probability: Tensor) -> Tensor:
+    """Running sums of probabilities along the last dimension.
+
+    CUDA adds floats in no fixed order and refuses to in deterministic mode.
+    """
+    exact = probability.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
+    return integer_sums(probability) if exact else probability.cumsum(-1)
+
+
+def integer_sums(probability: Tensor) -> Tensor:
+    """The same in units of 2^-53: integers give one sum in any order, and what has no probability adds nothing."""
+    return ((probability.double() * 2**53).long().cumsum(-1).double() / 2**53).to(probability.dtype)
+
+
+def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
+    """Draw one category per place: the first whose cumulative probability exceeds the uniform number.
+
+    Args:
+        scaled: [..., n] logits divided by the temperature.
+        noise: [...] uniform in [0, 1).
+
+    Returns:
+        [...] int64. The sum runs in float64: in float32 it loses the rare categories.
+    """
+    cdf = cumulative(scaled.double().softmax(-1))
+    found = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
+    return found.clamp_(max=scaled.shape[-1] - 1)
+
+
+def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy (nat), both [...], of chosen categories [...].
+
+    Args:
+        scaled: [..., n] logits divided by the temperature.
+        choice: [...] int64.
+    """
+    log_probs = scaled.log_softmax(-1)
+    return log_probs.gather(-1, choice[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def standard_normal(noise: Tensor) -> Tensor:
+    """Draw from the standard normal distribution by its inverse CDF, float32.
+
+    Args:
+        noise: [...] uniform in [0, 1); the ends of the interval would become infinite and are moved by 1e-6.
+    """
+    return torch.special.ndtri(noise.double().clamp(1e-6, 1 - 1e-6)).float()
+
+
+def on_device(data: Any, device: torch.device | str) -> Tensor:
+    """What an array, a tensor or a list holds, on a device; on the host the memory may be shared.
+
+    A plain copy to a GPU ends when the GPU has done all that was asked of it before. From pinned memory it takes its
+    turn there, so that the host prepares the next batch meanwhile; torch keeps the memory until it is copied.
+    """
+    read_only = isinstance(data, np.ndarray) and not data.flags.writeable  # torch shares none of it
+    host = torch.tensor(data) if read_only else torch.as_tensor(data)
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def fill_weights(mine: Mapping[str, Tensor], path: Path, *, optional: tuple[str, ...], fix: str) -> None:
+    """Copy the weights of a file into `mine`, in place; nothing is touched where they do not fit.
+
+    Args:
+        mine: weights by name.
+        path: the file.
+        optional: beginnings of names that either side may lack.
+        fix: what to do where the two do not fit, a sentence.
+
+    Raises:
+        CheckpointError: the file is missing or damaged; weights are missing, surplus or of another shape.
+    """
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. It is incomplete or damaged.") from error
+    wrong = {key for key in mine.keys() & saved.keys() if mine[key].shape != saved[key].shape}
+    wrong |= {key for key in mine.keys() ^ saved.keys() if not key.startswith(optional)}
+    if wrong:
+        raise CheckpointError(
+            f"{path} does not fit this model in {', '.join(sorted(wrong)[:8])}: missing, surplus or of another shape. "
+            f"{fix}"
+        )
+    with torch.no_grad():
+        for key in mine.keys() & saved.keys():
+            mine[key].copy_(saved[key])
