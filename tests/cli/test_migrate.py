@@ -17,6 +17,7 @@ from settings import model_of
 
 from embodyrl.cli.main import main
 from embodyrl.cli.migration.facts import side_by_side
+from embodyrl.cli.migration.shell import read_shell
 from embodyrl.cli.migration.source import Source, read_source
 from embodyrl.cli.migration.tables import System, find, load_system, systems
 from embodyrl.cli.migration.translate import Migration, translate
@@ -149,6 +150,39 @@ def test_an_unknown_key_and_a_refused_value_are_shown_not_dropped() -> None:
     assert "refused" in states["actor_rollout_ref.actor.optim.lr"].note
     assert "actor.optim.lr" not in result.settings
     assert [fact.what for fact in side_by_side(result) if fact.is_same is False] == ["learning rate"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "taken"),
+    [
+        ('[[ $kind == "b" ]]', "b"),
+        ('[ "$kind" = "a" ]', "other"),
+        ('[[ $kind != "a" ]]', "b"),
+        ('[ -z "${NOBODY:-}" ]', "b"),
+        ('[[ -n "${NOBODY:-}" ]]', "other"),
+        ('[ "$1" = "x" ]', "other"),
+    ],
+    ids=["equal", "not equal", "unequal", "empty", "not empty", "unknown: the last one holds"],
+)
+def test_conditions_that_a_script_decides_itself_are_followed(condition: str, taken: str) -> None:
+    text = f"""kind=b
+if {condition}; then
+    lr=b
+    if [[ $kind == "a" ]]; then
+        lr=a
+    elif [[ $kind == "c" ]]; then
+        lr=c
+    fi
+else
+    lr=other
+fi
+BLOCK="
+    model.path=m/$kind \\
+    $NOBODY \\
+    optim.lr=$lr"
+python -m verl.trainer.main_ppo $BLOCK
+"""
+    assert read_shell(text).words == ["model.path=m/b", f"optim.lr={taken}"]
 
 
 def test_unknown_keys_are_named_on_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

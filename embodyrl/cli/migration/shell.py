@@ -11,6 +11,9 @@ _ASSIGNED = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_
 _ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)", re.DOTALL)
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?:(?P<op>:?[-=])(?P<else>(?:[^{}]|\{[^{}]*\})*))?\}|\$(?P<plain>\w+)")
+_OPEN = re.compile(r"""(?:export\s+)?[A-Za-z_]\w*=(?:"[^"]*|'[^']*)""")
+"""A value whose quotation does not end on its line."""
+_TEST = re.compile(r"(?:if|elif)\s+\[\[?\s(.*)\s\]\]?\s*(?:;\s*then)?")
 _PROGRAMS = ("--config", "--config-path", "--config_path", "--config-name", "--config_name")
 
 
@@ -46,12 +49,12 @@ def read_shell(text: str) -> Script:
 
 
 def _logical_lines(text: str) -> list[str]:
-    """Lines without comments; continued ones and arrays of several lines are joined."""
+    """Lines without comments; continued ones, and arrays and quoted values of several lines, are joined."""
     kept = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
     found: list[str] = []
     for line in re.sub(r"\\\n\s*", " ", kept).split("\n"):
         open_array = found and _ARRAY.match(found[-1].strip()) and not found[-1].rstrip().endswith(")")
-        if open_array:
+        if open_array or (found and _OPEN.fullmatch(found[-1])):
             found[-1] += f"\n{line.strip()}"
         else:
             found.append(line.strip())
@@ -67,8 +70,15 @@ class _Reader:
         self.changed: list[str] = []
         """Variables that were given another value later."""
         self.scripts: list[Script] = []
+        self.branches: list[bool | None] = []
+        """Of the open conditions, whether this branch is taken; None: unknown, so that it is read like the others."""
+        self.taken: list[bool | None] = []
+        """Whether one of them was."""
 
     def read(self, line: str) -> None:
+        """Take in a logical line."""
+        if self._branch(line) or False in self.branches:
+            return
         array = _ARRAY.fullmatch(line)
         if array and line.endswith(")"):
             words = [_expand(word, self.variables) for word in _split(array[3][:-1])]
@@ -81,6 +91,34 @@ class _Reader:
             if self.variables.get(found[1], value) != value:
                 self.changed.append(found[1])
             self.variables[found[1]] = value
+
+    def _branch(self, line: str) -> bool:
+        """Follow a condition that the script itself decides; whether the line is a part of one."""
+        word = line.split(";")[0].split(" ")[0]
+        if word == "if" and not line.endswith("fi"):
+            self.branches.append(self._holds(line))
+            self.taken.append(self.branches[-1])
+        elif word in ("elif", "else") and self.branches:
+            before = self.taken[-1]
+            now = None if before is None else not before and (word == "else" or self._holds(line))
+            self.branches[-1], self.taken[-1] = now, None if now is None else bool(before or now)
+        elif word == "fi" and self.branches:
+            self.branches.pop()
+            self.taken.pop()
+        else:
+            return False
+        return True
+
+    def _holds(self, line: str) -> bool | None:
+        found = _TEST.fullmatch(line)
+        match [_expand(word, self.variables) for word in _split(found[1])] if found else []:
+            case ["-z", value] if "$" not in value:
+                return not value
+            case ["-n", value] if "$" not in value:
+                return bool(value)
+            case [one, "==" | "=" | "!=" as sign, other] if not re.search(r"[$*?\[]", one + other):
+                return (one == other) is (sign != "!=")
+        return None
 
 
 def _split(text: str) -> list[str]:
@@ -121,8 +159,9 @@ def _command(words: list[str], variables: dict[str, str], arrays: dict[str, list
             plain += [_expand(one, variables) for one in arrays.get(array[1], [])]
         elif word not in ("$@", "$*", "\\"):
             value = _expand(word, variables)
-            several = value.split()
-            plain += several if len(several) > 1 and all(_WORD.match(one) for one in several) else [value]
+            # What is not known is empty where the script runs.
+            several = [one for one in value.split() if not re.fullmatch(r"\$\w+", one)]
+            plain += several if " " in value.strip() and all(_WORD.match(one) for one in several) else [value]
     script = Script()
     start = next(i for i, word in enumerate(plain) if _is_launch(word))
     options: dict[str, str] = {}
