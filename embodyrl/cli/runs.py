@@ -71,4 +71,5 @@ def find_run(word: str) -> Path:
         if (path / "config.yaml").is_file():
             return path
     known = [path.name for path in run_folders(Path("runs"))]
-    raise ConfigError(f"'{word}' is no run: no config.yaml there.{closest(Path(word).name, known)}")
+    hint = closest(Path(word).name, known) or " `embodyrl list runs` shows those in ./runs."
+    raise ConfigError(f"'{word}' is no run: no config.yaml there.{hint}")

@@ -23,7 +23,7 @@ from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.memory import plan_memory
-from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.roots import TextTask, TrainConfig
 from embodyrl.scheduler.actors import Actors
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
@@ -312,7 +312,8 @@ class _Training:
         self.monitor.text(f"run        {self.session.folder.root}")
         self.monitor.text(f"checkpoint {checkpoint}")
         root = self.session.folder.root
-        for name, line in (("next", f"report {root} --open"), ("", f"eval ckpt={root}"), ("", f"play {root}")):
+        lines = [("next", f"report {root} --open"), ("", f"eval ckpt={root}"), ("", f"play {root}")]
+        for name, line in lines[:2] if isinstance(self.cfg, TextTask) else lines:
             self.monitor.text(f"{name:<10} embodyrl {line}")
         for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

@@ -16,7 +16,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import selected_reset_ids
 from embodyrl.plan.roots import EvalConfig, TextTask
-from embodyrl.plan.texts import env_context
+from embodyrl.plan.texts import env_context, env_spec
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut
 
 IDS: Mapping[str, str] = {
@@ -127,16 +127,22 @@ def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
     typed = (f"env={env}", "model=random", *words)
     if num_envs is not None:
         return gymnasium.vector.SyncVectorEnv([lambda: make_env(env, *words)] * num_envs)
-    cfg = load_config("eval", typed)
-    if isinstance(cfg, TextTask):
-        raise ConfigError(f"env={env} is a task in words: there is nothing to step. `embodyrl.GRPO` trains on such.")
-    check_components(cfg)
-    return SingleEnv(cfg)
+    return _single(load_config("eval", typed))
 
 
 def env_of(blueprint: Blueprint) -> SingleEnv:
     """The environment that a run is about, with the pictures that its policy knows."""
-    return SingleEnv(blueprint.config(EvalConfig))
+    return _single(blueprint.config(EvalConfig))
+
+
+def _single(cfg: EvalConfig) -> SingleEnv:
+    if isinstance(cfg, TextTask):
+        raise ConfigError(
+            f"env '{env_spec(cfg).name}' is a task in words: there is nothing to step. `embodyrl.GRPO` trains on such, "
+            "`embodyrl view` and `report` show replies."
+        )
+    check_components(cfg)
+    return SingleEnv(cfg)
 
 
 def _actions(spec: EnvSpec) -> spaces.Space[Any]:

@@ -186,7 +186,9 @@ def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["report", str(first)]) == 0
     assert (first / "report.html").is_file()
     assert main(["report", str(tmp_path)]) == 2
-    assert "is no run" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is no run" in said
+    assert "`embodyrl list runs`" in said
 
 
 PROBE = """<script>

@@ -123,6 +123,9 @@ def test_text_is_trained_in_five_lines(tmp_path: Path) -> None:
     row = json.loads((result.run / "metrics.jsonl").read_text().splitlines()[-1])
     assert result.step == 1
     assert "train/return" in row
+    told = (result.run / "logs" / "events.log").read_text()
+    assert "embodyrl eval ckpt=" in told
+    assert "embodyrl play" not in told, "there is nothing to watch"
 
 
 def example_reward(prompt: str, response: str, reference: str) -> float:
