@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -59,3 +63,18 @@ class Dial(PixelEnv):
     def __init__(self, size: int = 8) -> None:
         super().__init__(size)
         self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+
+class DiesOnce(gymnasium.Wrapper):
+    """Its process is killed at the given step; the marker says that it has happened."""
+
+    def __init__(self, env: gymnasium.Env, at: int, marker: str) -> None:
+        super().__init__(env)
+        self._left, self._marker = at, Path(marker)
+
+    def step(self, action):
+        self._left -= 1
+        if not self._left and not self._marker.exists():
+            self._marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)

@@ -90,13 +90,13 @@ def action_weights(
     unit = valid.astype(np.float64)
     if level == TokenLevel.chunk_level:
         unit /= unit.sum(axis=1, keepdims=True)
+    if mode == "token-mean":
+        return (unit / unit.sum()).astype(np.float32)
     per_chunk = 1 if level == TokenLevel.chunk_level else valid.shape[1]
     _, index = np.unique(episode, return_inverse=True)
     per_sequence = np.bincount(index, weights=unit.sum(axis=1))
     sequences = len(per_sequence)
-    if mode == "token-mean":
-        unit /= unit.sum()
-    elif mode == "seq-mean-token-sum":
+    if mode == "seq-mean-token-sum":
         unit /= sequences
     elif mode == "seq-mean-token-mean":
         unit /= sequences * per_sequence[index][:, None]

@@ -252,16 +252,17 @@ class Algorithm:
         terms = self._loss.compute(units, cfg)
         entropy = to_units(scores.entropy, valid, cfg.entropy_type)
         policy_loss = self._aggregate(terms.loss * self._factors(units, inputs), inputs.weight)
-        loss = policy_loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
+        loss = policy_loss - (cfg.entropy_bonus and cfg.entropy_bonus * self._aggregate(entropy, inputs.weight))
         if cfg.positive_nll_coef:  # weights of its own: a mean over the actions with a positive advantage
             loss = loss - cfg.positive_nll_coef * mean_share(new, inputs.positive_weight)
-        gap = to_units((scores.logprob - inputs.old_logprob).abs(), valid, TokenLevel.token_level)
+        gap = to_units((scores.logprob.detach() - inputs.old_logprob).abs(), valid, TokenLevel.token_level)
+        ratio = terms.ratio.detach()
         metrics = {
             "policy_loss": policy_loss,
-            "kl": mean_share(kl(old, new, "low_var_kl"), inputs.weight),
-            "entropy": mean_share(entropy, inputs.weight),
-            "ratio": mean_share(terms.ratio, inputs.weight),
-            "ratio_max": terms.ratio.amax(),
+            "kl": mean_share(kl(old, new.detach(), "low_var_kl"), inputs.weight),
+            "entropy": mean_share(entropy.detach(), inputs.weight),
+            "ratio": mean_share(ratio, inputs.weight),
+            "ratio_max": ratio.amax(),
             "clip_fraction": mean_share(terms.clipped.to(new.dtype), inputs.weight),
             "logprob_gap": mean_share(gap, inputs.weight),
             WEIGHT_SUM: inputs.weight.sum(),

@@ -48,6 +48,7 @@ class EnvWorker:
         self._init = init
         self._arena = init.open_arena()
         self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
+        self._batched = self._env if isinstance(self._env, BatchEnv) else None
         self._open_recordings: dict[int, _OpenRecording] = {}
         self._problems: list[Recording] = []
         self._unjudged: dict[int, str] = {}
@@ -95,10 +96,12 @@ class EnvWorker:
                 replies = [decode_instruction(row) for row in arena[Record.reply][records]]
                 cast(TextEnv, self._env).set_replies(slots, replies, arena[Record.cut_off][records])
             result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=film)
+        rest = arena[Record.valid].shape[1] - length
         for name in STEP_RESULT:
             arena[name][records, :length] = getattr(result, name)
-            # The record may have been another chunk's before: what was not executed must not look like a result.
-            arena[name][records, length:] = 0
+            if rest:
+                # The record may have been another chunk's before: what was not executed must not look like a result.
+                arena[name][records, length:] = 0
         self._unjudged = result.unjudged
         arena[Record.components][records] = 0 if result.components is None else result.components
         self._observe(slots, request.targets)
@@ -139,21 +142,22 @@ class EnvWorker:
             arena[Record.instruction][records] = self._instructions[env.tasks_of(np.asarray(slots))]
 
     def _observe(self, slots: list[int], targets: Tickets) -> None:
-        """Render into the records. A record stays unreadable until its observation is complete."""
+        """Render into the records. They stay unreadable until all observations are complete."""
         arena = self._arena
         started = time.perf_counter()
-        if isinstance(self._env, BatchEnv):
-            self._observe_batch(self._env, slots, targets)
+        if self._batched is not None:
+            self._observe_batch(self._batched, slots, targets)
             self._render_s += time.perf_counter() - started
             return
-        for slot, target in zip(slots, np.asarray(targets).tolist(), strict=True):
-            with arena.write(target) as record:
-                out = ObservationOut(images=arena[Record.images][record], state=arena[Record.observed_state][record])
-                self._env.observe([slot], [out])
-                if not np.isfinite(out.state).all():
-                    raise EnvError(_not_finite(self._env, slot, out.state))
-                row = arena[Record.instruction]
-                row[record] = encode_instruction(self._env.instruction(slot), row.shape[1])
+        images, state, words = (arena[name] for name in (Record.images, Record.observed_state, Record.instruction))
+        with arena.write_all(targets) as records:
+            outs = [ObservationOut(images=images[record], state=state[record]) for record in records.tolist()]
+            self._env.observe(slots, outs)
+            seen = state[records]
+            for row in np.flatnonzero(~np.isfinite(seen).all(axis=1)).tolist():
+                raise EnvError(_not_finite(self._env, slots[row], seen[row]))
+            for slot, record in zip(slots, records.tolist(), strict=True):
+                words[record] = encode_instruction(self._env.instruction(slot), words.shape[1])
         self._render_s += time.perf_counter() - started
 
     def _start_recording(self, request: ResetRequest) -> None:

@@ -119,8 +119,9 @@ class Optimization:
             betas=(optim.adam_beta1, optim.adam_beta2),
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
-            # The default on a GPU needs a temporary copy of everything that is trained.
-            fused=torch.cuda.is_available() or None,
+            # The default on a GPU needs a temporary copy of everything that is trained, and takes three times as long
+            # for small networks on a CPU.
+            fused=True,
         )
         self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps, warmup)
@@ -166,11 +167,14 @@ class Optimization:
         if self._value_clip is None:
             groups, limits = [[p for group in groups for p in group]], [self._clip]
         # With a limit each, the norms are of disjoint sets of weights, so their root sum of squares is the whole one.
-        norms = [
-            float(self._ranks.gathered(torch.nn.utils.clip_grad_norm_(group, limit), everywhere=True))
-            for group, limit in zip(groups, limits, strict=False)
-            if limit is not None
-        ]
+        norms: list[float] = []
+        for group, limit in zip(groups, limits, strict=False):
+            if limit is None:
+                continue
+            total = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+            norms.append(float(self._ranks.gathered(total, everywhere=True)))
+            if norms[-1] > limit - 1e-6:  # below it the factor is 1
+                torch.nn.utils.clip_grads_with_norm_(group, limit, total)
         return math.hypot(*norms)
 
     def save(self, folder: Path, policy: Policy) -> None:
@@ -316,7 +320,7 @@ def _on_host(parts: list[dict[str, Tensor]]) -> list[dict[str, float]]:
     """Numbers instead of scalars on the device, which the host waits for once."""
     if not parts:
         return []
-    numbers = iter(torch.stack([value.detach().double() for part in parts for value in part.values()]).cpu().tolist())
+    numbers = iter(torch.stack([value.detach() for part in parts for value in part.values()]).tolist())
     return [{name: next(numbers) for name in part} for part in parts]
 
 

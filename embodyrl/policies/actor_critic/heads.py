@@ -28,6 +28,8 @@ class CategoricalHead(nn.Module):
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
         widest = max(sizes)
+        self._even = (len(sizes), widest) if min(sizes) == widest else None
+        """Dimensions and categories of each, where all have as many."""
         starts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
         column = torch.arange(widest)
         padding = column[None] >= torch.tensor(sizes)[:, None]
@@ -64,7 +66,10 @@ class CategoricalHead(nn.Module):
 
     def _logits(self, outputs: Tensor, temperature: float) -> Tensor:
         """[B, K, A, widest]"""
-        return (outputs / temperature)[..., self._place].masked_fill(self._padding, _NEVER)
+        outputs = outputs if temperature == 1.0 else outputs / temperature
+        if self._even:  # nothing to pad
+            return outputs.unflatten(-1, self._even)
+        return outputs[..., self._place].masked_fill(self._padding, _NEVER)
 
 
 class GaussianHead(nn.Module):

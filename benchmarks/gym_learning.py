@@ -1,0 +1,122 @@
+"""Final returns on Gymnasium tasks with rl-baselines3-zoo's settings: ours against Stable-Baselines3, same steps.
+
+    pip install stable-baselines3 "gymnasium[box2d,mujoco]"; python benchmarks/gym_learning.py --json learning.json
+
+Each run trains once and then plays 100 greedy episodes from starts that training did not see. One thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+EPISODES = 100
+WIDE = {"activation_fn": "ReLU", "net_arch": [256, 256]}
+OURS_WIDE = ("model.hidden_sizes=[256,256]", "model.activation=relu")
+CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
+    "pendulum-sac": (
+        "Pendulum-v1", "sac", 8_000, {"learning_rate": 1e-3},
+        ("actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3", "algorithm.learning_starts=100",
+         "env.train.max_steps_per_rollout_epoch=50"),
+    ),
+    "lunarlander-ppo": (
+        "LunarLander-v3", "ppo", 20 * 16 * 1024,
+        {"n_envs": 16, "n_steps": 1024, "batch_size": 64, "gae_lambda": 0.98, "gamma": 0.999, "n_epochs": 4,
+         "ent_coef": 0.01},
+        ("env.train.total_num_envs=16", "env.train.max_steps_per_rollout_epoch=1024", "algorithm.gae_lambda=0.98",
+         "algorithm.gamma=0.999", "algorithm.update_epoch=4", "algorithm.entropy_bonus=0.01",
+         "algorithm.normalize_returns=false"),
+    ),
+    "hopper-ppo": (
+        "Hopper-v5", "ppo", 100 * 512,
+        {"normalize": True, "n_steps": 512, "batch_size": 32, "gae_lambda": 0.99, "gamma": 0.999, "n_epochs": 5,
+         "ent_coef": 0.00229519, "learning_rate": 9.80828e-05, "max_grad_norm": 0.7, "vf_coef": 0.835671,
+         "policy_kwargs": WIDE | {"log_std_init": -2, "ortho_init": False}},
+        ("env.train.total_num_envs=1", "env.train.max_steps_per_rollout_epoch=512", "algorithm.gae_lambda=0.99",
+         "algorithm.gamma=0.999", "algorithm.update_epoch=5", "algorithm.entropy_bonus=0.00229519",
+         "actor.global_batch_size=32", "actor.micro_batch_size=32", "actor.optim.lr=9.80828e-05",
+         "actor.optim.value_lr=9.80828e-05", "model.log_std_init=-2", "actor.optim.clip_grad=0.7", *OURS_WIDE),
+    ),
+}  # fmt: skip
+"""Environment, algorithm, steps, their settings and ours."""
+
+
+def ours(case: str, seed: int, more: list[str]) -> float:
+    from embodyrl.commands.train import train
+    from embodyrl.plan.config import load_config
+
+    env, algorithm, steps, _, settings = CASES[case]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [
+            "env=gym", f"env.id={env}", "model=mlp", f"algorithm={algorithm}", "launcher=inline", *settings,
+            f"seed={seed}", f"eval.episodes={EPISODES}", "env.eval.total_num_envs=10", "runner.save_interval=-1",
+            "runner.logger.backends=[jsonl]", f"runner.output_dir={folder}", *more,
+        ]  # fmt: skip
+        cfg = load_config("train", words)
+        each = cfg.env.train.total_num_envs * (cfg.env.train.max_steps_per_rollout_epoch or 0)
+        last = f"runner.max_steps={steps // each}", f"runner.val_check_interval={steps // each}"
+        run = train(load_config("train", [*words, *last])).run
+        rows: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return float(rows[-1]["eval/return"])
+
+
+def theirs(case: str, seed: int, _: list[str]) -> float:
+    import torch
+    from stable_baselines3 import PPO, SAC
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    torch.set_num_threads(1)
+    env, algorithm, steps, settings, _ = CASES[case]
+    own = dict(settings)
+    normalize, count = own.pop("normalize", False), own.pop("n_envs", 1)
+    if kwargs := own.get("policy_kwargs"):
+        own["policy_kwargs"] = kwargs | {"activation_fn": getattr(torch.nn, kwargs["activation_fn"])}
+    vec: Any = make_vec_env(env, n_envs=count, seed=seed)
+    looks: Any = make_vec_env(env, n_envs=10, seed=seed + 1000)
+    if normalize:
+        vec = VecNormalize(vec, gamma=own["gamma"])
+        looks = VecNormalize(looks, training=False, norm_reward=False)
+        looks.obs_rms = vec.obs_rms
+    model = {"ppo": PPO, "sac": SAC}[algorithm]("MlpPolicy", vec, seed=seed, device="cpu", **own)
+    model.learn(steps)
+    return float(evaluate_policy(model, looks, n_eval_episodes=EPISODES)[0])  # type: ignore[arg-type]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--sides", nargs="*", default=["theirs", "ours"], choices=["theirs", "ours"])
+    parser.add_argument("--words", nargs="*", default=[], help="further settings of ours")
+    args = parser.parse_args()
+    rows = []
+    for case in args.cases:
+        found: dict[str, list[float]] = {"ours": [], "theirs": []}
+        for seed in args.seeds:
+            for side in args.sides:
+                began = time.process_time()
+                found[side].append((ours if side == "ours" else theirs)(case, seed, args.words))
+                print(
+                    case, side, seed, round(found[side][-1], 1), f"{time.process_time() - began:.0f} CPU s", flush=True
+                )
+        mean = {side: statistics.mean(values) if values else 0.0 for side, values in found.items()}
+        rows.append({"what": f"{case}, {CASES[case][2]} steps", "unit": "mean return", **mean, "of seeds": found})
+    if args.json:
+        machine = {"platform": platform.platform(), "python": platform.python_version(), "load": os.getloadavg()[0]}
+        args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
