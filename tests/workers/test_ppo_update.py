@@ -78,7 +78,7 @@ def test_one_update_is_that_of_stable_baselines():
     found = [float(metrics[name]) for name in ("loss", "policy_loss", "entropy", "kl")]
     assert found == pytest.approx(LOSSES, abs=1e-5)
     assert [weighed(layer.weight) for layer in layers] == pytest.approx(WEIGHTS, abs=1e-5)
-    assert net.head.log_std.tolist() == pytest.approx(LOG_STD, abs=1e-5)
+    assert net.state_dict()["head.log_std"].tolist() == pytest.approx(LOG_STD, abs=1e-5)
 
 
 LOSSES = [0.3653455, 0.0264461, 1.8378772, 0.0276748]
