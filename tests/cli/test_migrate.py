@@ -92,6 +92,42 @@ def test_what_cannot_be_the_same_experiment_is_refused_with_what_is_nearest(name
         assert "Nearest: " in line
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("python3 -m recipe.flowrl.main_flowrl", "task: a trainer of a recipe's own"),
+        ("python3 -m recipe.one_step_off_policy.main_ppo", "task: a trainer of a recipe's own"),
+        (
+            "python3 -m verl.trainer.main_ppo algorithm.rollout_correction.rollout_rs=geometric",
+            "algorithm: answers left",
+        ),
+        ("python3 -m verl.trainer.main_ppo", None),
+    ],
+)
+def test_what_a_script_starts_says_what_is_trained(tmp_path: Path, line: str, why: str | None) -> None:
+    words = "algorithm.adv_estimator=grpo data.train_files=data/math.parquet actor_rollout_ref.model.path=m"
+    (tmp_path / "run.sh").write_text(f"{line} {words}\n")
+    source = read_source(tmp_path / "run.sh")
+    if why is None:
+        assert translate(source).groups["algorithm"] == "grpo"
+        return
+    with pytest.raises(ConfigError, match=why):
+        translate(source)
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("+algorithm.max_num_gen_batches=3", "algorithm: further batches"),
+        ("+reward.len_reward_penalty=0.1", "reward: a penalty for length"),
+        ("algorithm.loss_type=drpo", "algorithm: a loss that is not here"),
+    ],
+)
+def test_what_rlinf_adds_to_grpo_on_texts_is_refused(word: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        migrated("rlinf_math.yaml", word)
+
+
 @pytest.mark.parametrize("name", [*SAME, *REFERENCES])
 def test_every_key_is_accounted_for(name: str) -> None:
     result, source = migrated(name, nearest=name in REFERENCES)
