@@ -34,6 +34,8 @@ class WithCritic:
                 "model of the same family."
             )
         self.vocabulary = own
+        self.alone = policy
+        """What a reference needs of it."""
         self._policy, self._critic = policy, critic
         self.spec = replace(policy.spec, value_dim=critic.spec.value_dim)
         self.module: nn.Module = nn.ModuleDict({"policy": policy.module, "value_head": critic.module})

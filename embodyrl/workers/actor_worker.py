@@ -87,7 +87,7 @@ class ActorWorker:
             weights_changed(self._policy.module)
         interval = self._rules.reference_interval
         if self._reference is not None and interval and (request.step + 1) % interval == 0:
-            own = self._policy.module.state_dict()
+            own = getattr(self._policy, "alone", self._policy).module.state_dict()
             with torch.no_grad():
                 for name, weight in self._reference.module.state_dict().items():
                     weight.copy_(own[name])

@@ -114,7 +114,8 @@ class PolicyHost:
         It is kept in the precision it computes in, which is the same function.
         """
         if path is None:
-            reference = self._build()
+            whole = self._build()
+            reference = getattr(whole, "alone", whole)  # values are nobody's reference
             if self._init.model.half and not self._init.model.adapted:
                 halve(reference.module, sharded=self._is_sharded)
             return reference

@@ -58,10 +58,11 @@ def test_values_are_the_critics_and_all_else_is_the_policys(tmp_path: Path) -> N
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_ppo_trains_both_and_the_checkpoint_holds_both(tmp_path: Path) -> None:
+def test_ppo_trains_both_and_the_checkpoint_holds_both_and_a_reference_without_the_critic(tmp_path: Path) -> None:
     (tmp_path / "critic").mkdir()
     critic().save(tmp_path / "critic")
     words = ("algorithm=ppo", "algorithm.reward_type=action_level", f"critic.path={tmp_path}/critic", "launcher=inline")
+    words = (*words, "algorithm.kl_beta=0.01", "algorithm.reference_interval=2")
     few = ("runner.max_steps=2", "env.train.total_num_envs=16", "eval.episodes=4", "env.eval.total_num_envs=4")
     result = learn(tmp_path, "copy", *words, *few, "actor.global_batch_size=16", "actor.micro_batch_size=16")
     assert [row["actor/logprob_gap"] < 1e-4 for row in rows(result.run) if "actor/logprob_gap" in row] == [True, True]
@@ -69,7 +70,10 @@ def test_ppo_trains_both_and_the_checkpoint_holds_both(tmp_path: Path) -> None:
     before, after = (load_file(f / "model.safetensors") for f in (tmp_path / "critic", folder / "critic"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(before[name], after[name])
-    assert not torch.equal(load_file(folder / "model.safetensors")[name], after[name])
+    own, reference = (load_file(f / "model.safetensors") for f in (folder, folder.parent / "reference"))
+    assert not torch.equal(own[name], after[name])
+    assert torch.equal(own[name], reference[name])
+    assert not (folder.parent / "reference" / "critic").exists(), "a reference values nothing"
 
 
 @pytest.mark.parametrize(
