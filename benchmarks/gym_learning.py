@@ -24,9 +24,9 @@ WIDE = {"activation_fn": "ReLU", "net_arch": [256, 256]}
 OURS_WIDE = ("model.hidden_sizes=[256,256]", "model.activation=relu")
 CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
     "pendulum-sac": (
-        "Pendulum-v1", "sac", 8_000, {"learning_rate": 1e-3},
-        ("actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3", "algorithm.learning_starts=100",
-         "env.train.max_steps_per_rollout_epoch=50"),
+        "Pendulum-v1", "sac", 5_000, {"learning_rate": 1e-3, "policy_kwargs": {"net_arch": [64, 64]}},
+        ("model.hidden_sizes=[64,64]", "actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3",
+         "algorithm.learning_starts=100", "env.train.max_steps_per_rollout_epoch=50"),
     ),
     "lunarlander-ppo": (
         "LunarLander-v3", "ppo", 20 * 16 * 1024,
@@ -80,7 +80,7 @@ def theirs(case: str, seed: int, _: list[str]) -> float:
     env, algorithm, steps, settings, _ = CASES[case]
     own = dict(settings)
     normalize, count = own.pop("normalize", False), own.pop("n_envs", 1)
-    if kwargs := own.get("policy_kwargs"):
+    if "activation_fn" in (kwargs := own.get("policy_kwargs", {})):
         own["policy_kwargs"] = kwargs | {"activation_fn": getattr(torch.nn, kwargs["activation_fn"])}
     vec: Any = make_vec_env(env, n_envs=count, seed=seed)
     looks: Any = make_vec_env(env, n_envs=10, seed=seed + 1000)

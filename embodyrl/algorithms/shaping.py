@@ -13,7 +13,7 @@ from embodyrl.algorithms.advantages import Float64, grpo
 from embodyrl.algorithms.policy_losses import KL_ESTIMATORS, MAX_LOG_RATIO
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
-from embodyrl.types import Episode
+from embodyrl.types import Episode, EpisodeSpec
 
 
 def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[Episode]:
@@ -72,21 +72,27 @@ def adapted_beta(beta: float, kl: float, *, target: float, samples: int, horizon
 class ReturnScale:
     """Running spread of discounted returns, by which rewards are divided (as in arXiv 1811.02553, appendix A).
 
-    The return that counts is the forward sum r_t + gamma r_(t-1) + ... of each episode.
+    The return that counts is the forward sum r_t + gamma r_(t-1) + ... of each episode, also over steps.
     """
 
     def __init__(self, gamma: float) -> None:
         self._gamma = gamma
         self._count, self._mean, self._spread = 0.0, 0.0, 0.0
+        self._cut: dict[EpisodeSpec, float] = {}
+        """Sums of episodes that go on in the next step, as these began."""
 
     def apply(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Take these episodes into the statistics; returns them with rewards in units of the spread."""
         sums: list[float] = []
+        before, self._cut = self._cut, {}
         for episode in episodes:
-            total = 0.0
+            began = episode.whole.spec
+            total = self._cut.get(began, before.get(began, 0.0)) if episode.earlier else 0.0
             for reward in episode.reward[episode.valid].tolist():
                 total = self._gamma * total + reward
                 sums.append(total)
+            if episode.cut:
+                self._cut[began] = total
         self._take(np.asarray(sums))
         scale = np.float32(1.0 / math.sqrt(self._spread / max(self._count, 1.0) + 1e-8))
         return [replace(e, reward=np.clip(e.reward * scale, -10.0, 10.0)) for e in episodes]

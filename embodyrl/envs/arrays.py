@@ -45,7 +45,7 @@ class ArrayEnv:
         self._first_ids = np.cumsum([0, *self.spec.states_per_task])
         self._phase = np.zeros(num_slots, np.int8)
         self._reset_id, self._steps, self._limit = (np.zeros(num_slots, np.int64) for _ in range(3))
-        self._ignores = np.zeros(num_slots, np.bool_)
+        self._ignores, self._unjudged = np.zeros((2, num_slots), np.bool_)
         self._last = np.zeros(num_slots, np.float64)
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
@@ -61,7 +61,7 @@ class ArrayEnv:
         self._phase[rows] = _NOTHING
         self._sims.begin(rows, ids, np.asarray([start.seed for start in starts], np.int64))
         self._reset_id[rows], self._limit[rows] = ids, limits
-        self._ignores[rows] = [start.ignore_terminations for start in starts]
+        self._ignores[rows], self._unjudged[rows] = [start.ignore_terminations for start in starts], False
         self._steps[rows], self._last[rows], self._phase[rows] = 0, 0.0, _RUNNING
 
     def step_chunk(
@@ -88,8 +88,9 @@ class ArrayEnv:
         """Execute one action in the running rows of a chunk and note what it brought."""
         step = self._sims.advance(slots, actions)
         reward = np.asarray(step.reward, np.float64)
-        if reward.shape != slots.shape:
-            raise EnvError(f"env '{self.spec.name}': advance returned rewards {reward.shape}, expected {slots.shape}.")
+        for name in ("reward", "terminated", "success", "truncated"):
+            if (shape := np.shape(getattr(step, name))) != slots.shape:
+                raise EnvError(f"env '{self.spec.name}': advance returned {name} {shape}, expected {slots.shape}.")
         if not np.isfinite(reward).all():
             slot = int(slots[~np.isfinite(reward)][0])
             raise EnvError(
@@ -127,7 +128,8 @@ class ArrayEnv:
             parts, why = own.parts(step, float(simulated[place]))
             assert result.components is not None
             result.components[row] += parts
-            if why is not None:
+            if why is not None and not self._unjudged[slot]:  # once an episode, which counts as one
+                self._unjudged[slot] = True
                 result.unjudged[slot] = f"{self._where(slot)}: {why}"
             earned[place] = own.total(parts)
         return earned

@@ -143,3 +143,15 @@ def test_rewards_are_divided_by_the_spread_of_all_discounted_returns_so_far():
                 sums.append(total)
         for before, after in zip(episodes, shaped, strict=True):
             np.testing.assert_allclose(after.reward, before.reward / np.std(sums), rtol=1e-5)
+
+
+def test_an_episode_that_goes_on_counts_as_one():
+    """Its parts came each in a training step of its own, two in the last."""
+    rewards = np.random.default_rng(0).normal(3, 1, (12, 1)).tolist()
+    whole, parts = ReturnScale(0.9), ReturnScale(0.9)
+    whole.apply([make_episode(rewards)])
+    first = replace(make_episode(rewards[:4]), cut=True)
+    second = replace(make_episode(rewards[4:9], episode_id=1), cut=True, earlier=first.whole)
+    parts.apply([first])
+    parts.apply([second, replace(make_episode(rewards[9:], episode_id=2), earlier=second.whole)])
+    assert parts.state() == pytest.approx(whole.state())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from settings import env_of
@@ -122,6 +124,34 @@ def test_a_reward_of_the_users_takes_its_place():
     begin(env, [1, 2])
     result = env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
     np.testing.assert_allclose(result.reward[:, 0], -2.0 * np.abs(env._sims.state[:, 2]), rtol=1e-6)
+
+
+def broken(step: RewardStep) -> float:
+    raise ValueError("no idea")
+
+
+def test_a_reward_that_fails_in_every_step_of_an_episode_is_said_once():
+    """As many complaints as episodes would end the run."""
+    env = make(2, reward=StepRewardSettings(path="test_arrays:broken"))
+    begin(env, [1, 2])
+    said = [env.step_chunk([0, 1], np.zeros((2, 2, 1), np.float32)).unjudged for _ in range(2)]
+    assert [sorted(one or {}) for one in said] == [[0, 1], []]
+    env.reset([1], [EpisodeStart(reset_id=3, seed=0, max_episode_steps=9)])
+    assert list(env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32)).unjudged or {}) == [1]
+
+
+def test_flags_of_another_shape_are_refused(monkeypatch):
+    env = make(2)
+    begin(env, [1, 2])
+    advance = env._sims.advance
+
+    def columns(slots, actions):
+        steps = advance(slots, actions)
+        return replace(steps, terminated=steps.terminated[:, None])
+
+    monkeypatch.setattr(env._sims, "advance", columns)
+    with pytest.raises(EnvError, match=r"returned terminated \(2, 1\), expected \(2,\)"):
+        env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
 def test_the_contract_holds():

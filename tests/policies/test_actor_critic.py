@@ -14,6 +14,7 @@ from settings import model_of
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
+from embodyrl.policies.actor_critic.heads import SquashedHead
 from embodyrl.policies.actor_critic.policy import RunningMoments
 from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
@@ -266,3 +267,11 @@ def test_a_folder_from_before_there_were_statistics_still_loads(tmp_path):
     del shape["activation"], shape["normalized"]
     (tmp_path / "config.json").write_text(json.dumps(shape))
     build(space="discrete", path=str(tmp_path))
+
+
+def test_an_action_dimension_of_one_value_stays_finite():
+    head = SquashedHead((-1.0, 0.5), (3.0, 0.5))
+    choice = np.array([[[0.3, -0.4]]], np.float32)
+    actions = head.to_actions(choice)
+    np.testing.assert_allclose(head.normalise(actions), np.tanh(choice), rtol=1e-5)
+    np.testing.assert_allclose(head.from_actions(actions), choice, rtol=1e-4)

@@ -83,7 +83,8 @@ class GaussianHead(nn.Module):
         super().__init__()
         self.log_std = nn.Parameter(torch.full((len(low),), log_std))
         bounds = list(zip(low, high, strict=True))
-        spans = [(0.0, 1.0) if a is None or b is None else ((a + b) / 2, (b - a) / 2) for a, b in bounds]
+        # A dimension of one value has no span, and must not divide by it.
+        spans = [(0.0, 1.0) if a is None or b is None else ((a + b) / 2, (b - a) / 2 or 1.0) for a, b in bounds]
         self._centre, self._half = np.asarray(spans, np.float32).T
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
