@@ -114,6 +114,8 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
             f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot become a reward model. Use "
             "model=causal_lm with all weights (model.is_lora=false) for text, model=cnn or mlp for robots."
         )
+    if material.policy.steers:
+        raise ConfigError(f"{material.policy.steers} trains nothing that could follow a demonstration; leave it out.")
     seen = material.train.shown
     if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
         raise ConfigError(

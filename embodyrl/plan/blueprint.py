@@ -177,15 +177,39 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
     problems += _ignored_weights(cfg, algorithm)
+    problems += _replay_problems(cfg, algorithm, env, policy)
+    following = cfg.algorithm.reference_interval is not None
+    if following and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.reference_path):
+        problems.append(
+            "algorithm.reference_interval: the policy's weights replace those of a reference of its own kind in one "
+            "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
+        )
+    if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
+        problems.append(
+            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
+            "reset id; set it to true."
+        )
+    return problems
+
+
+def _replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """What learning from a buffer asks for."""
+    problems = []
     if algorithm.needs_replay and not policy.draws_with_gradients:
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
-            "with real-valued actions; for others algorithm=ppo."
+            "with real-valued actions, or a flow policy with model.likelihood=dsrl; for others algorithm=ppo."
         )
-    if cfg.sources.get("algorithm.image_shift") == COMMAND_LINE and not policy.num_images:
-        problems.append(f"algorithm.image_shift has no effect: model '{policy.name}' reads no image; leave it out.")
-    for folder in cfg.algorithm.demonstrations if isinstance(cfg.algorithm, ReplaySettings) else ():
+    once = f"{policy.steers} sees each picture once" if policy.steers else ""
+    blind = once if policy.num_images else f"model '{policy.name}' reads no image"
+    if cfg.sources.get("algorithm.image_shift") == COMMAND_LINE and blind:
+        problems.append(f"algorithm.image_shift has no effect: {blind}; leave it out.")
+    folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, ReplaySettings) else []
+    if folders and policy.steers:
+        problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
+        folders = []
+    for folder in folders:
         shown = read_card(resolve_asset(folder)).env
         if not is_ours(resolve_asset(folder)):
             problems.append(
@@ -200,21 +224,10 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
                 f"{shown.state_dim} of state, cameras {list(shown.cameras)} of {shown.image_size}; this run "
                 f"has {env.action_dim}, {env.state_dim}, {list(env.cameras)} of {env.image_size}. Collect them alike."
             )
-    following = cfg.algorithm.reference_interval is not None
-    if following and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.reference_path):
-        problems.append(
-            "algorithm.reference_interval: the policy's weights replace those of a reference of its own kind in one "
-            "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
-        )
     if algorithm.needs_replay and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
             "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
-        )
-    if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
-        problems.append(
-            f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
-            "reset id; set it to true."
         )
     return problems
 

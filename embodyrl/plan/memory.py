@@ -161,10 +161,12 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
 
 
 def _replay(blueprint: Blueprint, cfg: TrainConfig) -> int:
-    """Observation and action of each record that the run will see, as far as the buffer holds them."""
+    """What is seen and drawn of each record that the run will see, as far as the buffer holds them."""
     if not isinstance(cfg.algorithm, ReplaySettings):
         return 0
-    kept = sum(f.record_bytes for f in blueprint.layout.fields if f.name in (*OBSERVATION, Record.action))
+    features = 4 * blueprint.policy.steering_features
+    names = (Record.tokens,) if features else (*OBSERVATION, Record.action)  # noise: two numbers to a token
+    kept = features + sum(f.record_bytes for f in blueprint.layout.fields if f.name in names)
     return kept * min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
 
 

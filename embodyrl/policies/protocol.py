@@ -127,6 +127,10 @@ class SoftActor(Policy, Protocol):
 
     encoder: Sequence[nn.Parameter]
     """Weights below `features` that the critics train; empty: none."""
+    width: int
+    """L: numbers that are drawn for a chunk."""
+    frozen: bool
+    """`features` of an observation never change, so they are kept in its place."""
 
     def features(self, obs: Observation) -> torch.Tensor:
         """What actor and critics see [B, F], with gradients."""
@@ -134,6 +138,10 @@ class SoftActor(Policy, Protocol):
 
     def draw(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw chunks [B, L], within -1..1, and their log-probability [B], with gradients."""
+        ...
+
+    def chosen(self, tokens: IntArray) -> torch.Tensor:
+        """Chunks [B, L], within -1..1, of tokens that `act` returned."""
         ...
 
     def normalise(self, actions: FloatArray) -> torch.Tensor:

@@ -22,7 +22,7 @@ from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import IntArray, Observation
+from embodyrl.types import FloatArray, IntArray, Observation
 from embodyrl.workers.augment import shift
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer
@@ -32,6 +32,8 @@ from embodyrl.workers.training import InParts, Trainer, mean_metrics
 
 CRITICS, REPLAY = "critics", "replay"
 """Files of a checkpoint."""
+FEATURES = "features"
+"""Field of the buffer in place of the observations, where the policy is frozen below what it draws."""
 
 
 class OffPolicyWorker:
@@ -54,8 +56,7 @@ class OffPolicyWorker:
             "critics": torch.optim.Adam(trained, self._optim.value_lr, **adam),
             "alpha": torch.optim.Adam([self._log_alpha], self._optim.lr, **adam),
         }
-        dims = -self._policy.spec.tokens_per_chunk
-        self._target_entropy = float(dims if rules.target_entropy is None else rules.target_entropy)
+        self._target_entropy = float(-self._policy.width if rules.target_entropy is None else rules.target_entropy)
         self._replay = ReplayBuffer(rules.replay_size, rules.gamma, rules.n_step)
         self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
 
@@ -100,19 +101,19 @@ class OffPolicyWorker:
 
         Without `acting` temperature and actor stay as they are.
         """
+        # Both sets of pictures are shifted before the network sees either, so that their order stays that of old runs.
         seen = [self._look(buffer, places) for buffer, places in chosen]
         then = [self._look(buffer, buffer.after(places)) for buffer, places in chosen]
-        features = torch.cat([self._policy.features(one) for one in seen])
-        action = torch.cat([self._policy.normalise(buffer["action"][places]) for buffer, places in chosen])
-        reward, discount = (
-            on_device(np.concatenate([buffer[name][places] for buffer, places in chosen]), action.device)
-            for name in ("reward", "discount")
+        features = torch.cat([self._features(one) for one in seen])
+        action, reward, discount = (
+            on_device(np.concatenate([buffer[name][places] for buffer, places in chosen]), features.device)
+            for name in ("action", "reward", "discount")
         )
         drawn, logprob = self._policy.draw(features.detach())
         alpha = self._log_alpha.detach().exp()
         alpha_loss = temperature_loss(self._log_alpha, logprob, self._target_entropy)
         with torch.no_grad():
-            after = torch.cat([self._policy.features(one) for one in then])
+            after = torch.cat([self._features(one) for one in then])
             next_action, next_logprob = self._policy.draw(after)
             following = self._targets(after, next_action)[pair]
             target = soft_target(reward, discount, following, next_logprob, alpha)
@@ -139,8 +140,19 @@ class OffPolicyWorker:
                 kept.lerp_(own, self._rules.tau)
         return numbers | {"alpha": alpha.item()}
 
-    def _look(self, buffer: ReplayBuffer, places: IntArray) -> Observation:
-        """Observations whose pictures are shifted at random, all of one observation alike (DrQ, arXiv 2004.13649)."""
+    def _features(self, seen: Observation | FloatArray) -> Tensor:
+        """[B, F] of what `_look` returned."""
+        if isinstance(seen, Observation):
+            return self._policy.features(seen)
+        return on_device(seen, next(self._critics.parameters()).device)
+
+    def _look(self, buffer: ReplayBuffer, places: IntArray) -> Observation | FloatArray:
+        """Observations whose pictures are shifted at random, all of one observation alike (DrQ, arXiv 2004.13649).
+
+        Of a frozen policy the features that were kept.
+        """
+        if self._policy.frozen:
+            return buffer[FEATURES][places]
         seen = read_observation(buffer, places)
         pixels, (count, cameras) = self._rules.image_shift, seen.images.shape[:2]
         if not (pixels and seen.images.size and self._policy.spec.num_images):
@@ -171,8 +183,8 @@ class OffPolicyWorker:
         valid = arena[Record.valid][records]
         self._replay.add(
             Frames(
-                seen={str(name): arena[name][records] for name in OBSERVATION},
-                action=np.where(is_action[:, None, None], arena[Record.action][records], 0.0),
+                seen=self._seen(records),
+                action=np.where(is_action[:, None], self._policy.chosen(arena[Record.tokens][records]).cpu(), 0.0),
                 reward=np.where(valid, arena[Record.advantage][records], 0.0).sum(1, dtype=np.float32),
                 acted=is_action,
                 terminated=is_action & (arena[Record.terminated][records] & valid).any(1),
@@ -180,6 +192,15 @@ class OffPolicyWorker:
             )
         )
         return acted
+
+    def _seen(self, records: IntArray) -> dict[str, np.ndarray]:
+        """What the buffer keeps of the observations of some records."""
+        if not self._policy.frozen:
+            return {str(name): self._arena[name][records] for name in OBSERVATION}
+        parts = np.array_split(records, -(-len(records) // self._batch_size))
+        with torch.no_grad():
+            features = [self._policy.features(read_observation(self._arena, part)) for part in parts]
+        return {FEATURES: torch.cat(features).cpu().numpy()}
 
     def _load_demonstrations(self) -> ReplayBuffer:
         """All chunks of the data sets; a demonstration that ends with its first success is over with it."""
@@ -200,7 +221,7 @@ class OffPolicyWorker:
         buffer.add(
             Frames(
                 seen={str(name): array for name, array in zip(OBSERVATION, seen, strict=True)},
-                action=demos.chunks(steps, length),
+                action=self._policy.normalise(demos.chunks(steps, length)).cpu().numpy(),
                 reward=(self._rules.reward_scale * (earned[stop] - earned[steps])).astype(np.float32),
                 acted=np.ones(len(steps), np.bool_),
                 terminated=first & (stop == demos.stop[episode]),
@@ -236,4 +257,7 @@ class OffPolicyWorker:
             self._optimizers[name].param_groups[0]["lr"] = rate
         self._log_alpha.data.copy_(state["log_alpha"])
         if (folder / f"{REPLAY}.json").is_file():
-            self._replay.load_state(load_state(folder, REPLAY))
+            kept = load_state(folder, REPLAY)
+            if "action" in kept and kept["action"].ndim == 3:  # older checkpoints: in the environment's units
+                kept["action"] = self._policy.normalise(kept["action"]).cpu().numpy()
+            self._replay.load_state(kept)

@@ -16,9 +16,9 @@ class Frames:
     """N observations of some episodes, one after the other, and what was done after each."""
 
     seen: Mapping[str, np.ndarray]
-    """[N, ...] fields of the observations."""
+    """[N, ...] fields of the observations, or the features of a frozen policy."""
     action: FloatArray
-    """[N, K, A] in the environment's units."""
+    """[N, L] what was drawn, within -1..1."""
     reward: FloatArray
     """[N] of the chunk."""
     acted: BoolArray

@@ -38,7 +38,7 @@ def frames(length: int, *, terminated: bool, final: bool, episode: int = 0) -> F
     acted = np.arange(count) < length
     return Frames(
         seen={"state": np.arange(count, dtype=np.float32)[:, None]},
-        action=np.zeros((count, 1, 1), np.float32),
+        action=np.zeros((count, 1), np.float32),
         reward=np.where(acted, np.arange(count), 0).astype(np.float32),
         acted=acted,
         terminated=terminated & (np.arange(count) == length - 1),
@@ -82,8 +82,8 @@ def test_one_update_is_that_of_stable_baselines(make):
                     bias[q, 0] = filled((bias.shape[-1],), 200 + 10 * q + k + 0.3 * late)
     state = np.stack([filled((6, 3), 20).numpy() * 2, filled((6, 3), 21).numpy() * 2], 1).reshape(12, 3)
     acted = np.arange(12) % 2 == 0
-    action, reward = np.zeros((12, 1, 1), np.float32), np.zeros(12, np.float32)
-    action[acted] = 2 * filled((6, 1, 1), 22).numpy() * 1.8  # the environment's torque is within -2..2
+    action, reward = np.zeros((12, 1), np.float32), np.zeros(12, np.float32)
+    action[acted] = filled((6, 1), 22).numpy() * 1.8
     reward[acted] = filled((6,), 23).numpy() * 3
     arrays = {"images": np.zeros((12, 0, 0, 0, 3), np.uint8), "observed_state": state}
     batch = Frames(

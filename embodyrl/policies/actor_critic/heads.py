@@ -149,6 +149,13 @@ class SquashedHead(GaussianHead):
         logprob = logprob - 2.0 * (math.log(2.0) - choice - functional.softplus(-2.0 * choice))
         return logprob, -logprob
 
+    def draw(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw tangents [B, K * A] and the log density [B] of each row, with gradients."""
+        mean, log_std = self.spread(outputs)
+        choice = mean + log_std.exp() * torch.randn_like(mean)
+        logprob, _ = self.score(outputs, choice, 1.0)
+        return choice.tanh().flatten(1), logprob.sum((1, 2))
+
     def to_actions(self, choice: np.ndarray) -> FloatArray:
         """Actions of choices, both [B, K, A]."""
         return super().to_actions(np.tanh(choice))

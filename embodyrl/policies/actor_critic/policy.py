@@ -94,6 +94,8 @@ class RunningMoments(nn.Module):
 class ActorCriticPolicy:
     """Implements `Policy`, `LearnsStatistics` and, with squashed actions, `SoftActor`."""
 
+    frozen = False
+
     def __init__(
         self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, *, path: str | None, log_std: float
     ) -> None:
@@ -107,6 +109,7 @@ class ActorCriticPolicy:
             self.load_weights(resolve_asset(path))
         self._net.to(self._device).requires_grad_(request.trainable)
         self.module: nn.Module = self._net
+        self.width = spec.tokens_per_chunk
         self.encoder = () if self._net.encoder is None else tuple(self._net.encoder.parameters())
 
     @torch.no_grad()
@@ -159,11 +162,11 @@ class ActorCriticPolicy:
     def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Draw chunks [B, L], within -1..1, and their log-probability [B] (see `SoftActor.draw`)."""
         assert isinstance(self._net.head, SquashedHead)
-        outputs = self._net.outputs(features)
-        mean, log_std = self._net.head.spread(outputs)
-        choice = mean + log_std.exp() * torch.randn_like(mean)
-        logprob, _ = self._net.head.score(outputs, choice, 1.0)
-        return choice.tanh().flatten(1), logprob.sum((1, 2))
+        return self._net.head.draw(self._net.outputs(features))
+
+    def chosen(self, tokens: IntArray) -> Tensor:
+        """Chunks [B, L] within -1..1 (see `SoftActor.chosen`)."""
+        return on_device(self._net.head.to_choice(tokens), self._device).tanh()
 
     def normalise(self, actions: FloatArray) -> Tensor:
         """Chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
@@ -172,7 +175,7 @@ class ActorCriticPolicy:
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
         """Networks as large as the policy's (see `SoftActor.build_critics`)."""
-        widths = (self._shape.features + self.spec.tokens_per_chunk, *self._shape.hidden)
+        widths = (self._shape.features + self.width, *self._shape.hidden)
         generator = torch.Generator().manual_seed(seed)
         return Critics(count, widths, generator, layer_norm=layer_norm).to(self._device)
 

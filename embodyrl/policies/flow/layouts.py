@@ -10,8 +10,9 @@ from torch import Tensor
 from embodyrl.errors import CheckpointError
 
 EMBEDDING = "language.embed_tokens.weight"
-HEADS = ("value_head.", "noise_head.")
-"""Heads that RL adds (RLinf's names): a model may lack what a checkpoint has, and start what it has not."""
+HEADS = ("value_head.", "noise_head.", "noise_actor.")
+"""Heads that RL adds (the first two by RLinf's names): a model may lack what a checkpoint has, and the other way
+round."""
 _TELLING = ("vision.embeddings.", "language.layers.", "expert.layers.", "action_in_proj.", "action_out_proj.")
 _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
 """lerobot kept the statistics of the data beside the weights until its processors got files of their own."""

@@ -26,6 +26,7 @@ from embodyrl.policies.flow.likelihood import (
     uniforms,
 )
 from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, GreedyStart, Likelihood, ValueFrom
+from embodyrl.policies.flow.steering import NoiseActor, SteeredStart
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -79,7 +80,7 @@ class NoiseHead(nn.Module):
         return (0.5 * (self._low + (self._high - self._low) * share)).exp()
 
 
-RL_HEADS = ("value_head", "noise_head")
+RL_HEADS = ("value_head", "noise_head", "noise_actor")
 """Parts of `FlowModule` that reinforcement learning adds: a checkpoint may lack them, or hold them for nothing."""
 VALUE_WIDTHS = (256, 128)
 
@@ -149,12 +150,16 @@ class FlowModule(nn.Module):
         self.network = network
         self.value_head: nn.Module | None = None
         self.noise_head: NoiseHead | None = None
+        self.noise_actor: NoiseActor | None = None
         if value_dim:
             reads_prefix = cfg.value_from is ValueFrom.prefix
             self.value_head = _value_head(network.prefix_width if reads_prefix else network.hidden_width, value_dim)
         if cfg.likelihood is Likelihood.flow_noise:
             low, high = cfg.noise_range
             self.noise_head = NoiseHead(network.hidden_width, network.shape.width, low, high)
+        if cfg.likelihood is Likelihood.dsrl:
+            rows = 1 if cfg.noise_repeated else network.shape.horizon
+            self.noise_actor = NoiseActor(network.hidden_width, rows * network.shape.width)
 
 
 class FlowPolicy:
@@ -179,14 +184,20 @@ class FlowPolicy:
         self._temperature = request.temperature
         self._device = torch.device(request.device)
         self._module = module.to(self._device).requires_grad_(request.trainable)
+        if module.noise_actor is not None:
+            module.network.requires_grad_(False)
         self.module: nn.Module = module
         half = cfg.precision is Precision.bf16
         self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
-        self._likelihood: ChunkLikelihood = (
-            FpoLikelihood(cfg, self._shape)
-            if cfg.likelihood is Likelihood.fpo
-            else ChainLikelihood(cfg, self._shape, module.noise_head)
-        )
+        self._likelihood = self._build_likelihood()
+
+    def _build_likelihood(self) -> ChunkLikelihood:
+        cfg, shape = self._cfg, self._shape
+        if self._module.noise_actor is not None:
+            return SteeredStart(cfg, shape, self._module.noise_actor)
+        if cfg.likelihood is Likelihood.fpo:
+            return FpoLikelihood(cfg, shape)
+        return ChainLikelihood(cfg, shape, self._module.noise_head)
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -196,7 +207,7 @@ class FlowPolicy:
         tokens = np.zeros((len(obs), self.spec.tokens_per_chunk), np.int64)
         logprob = np.zeros(tokens.shape, np.float32)
         if noise is None:
-            state = follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps)
+            state = follow_ode(velocity, self._greedy_start(obs, velocity), self._cfg.num_steps)
         else:
             chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, temperature or self._temperature)
             state = chosen.state
@@ -233,12 +244,12 @@ class FlowPolicy:
         within 0.1 of the given ones, of a range of 2; it is not measured while training.
         """
         target = on_device(self._scale.from_actions(actions, obs), self._device)
-        velocity = partial(self._velocity, self._prefix(obs))
+        velocity = self._velocity_of(obs)
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
         loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
         near = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
-            near = (follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps) - target).abs() < 0.1
+            near = (follow_ode(velocity, self._greedy_start(obs, velocity), self._cfg.num_steps) - target).abs() < 0.1
             # Padding flows to 0 by itself and would count as right.
             near = near[..., : self._shape.action_dim]
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
@@ -266,7 +277,7 @@ class FlowPolicy:
     def _size(self) -> tuple[int, int]:
         return self._shape.horizon, self._shape.width
 
-    def _greedy_start(self, obs: Observation) -> Tensor:
+    def _greedy_start(self, obs: Observation, velocity: Velocity) -> Tensor:
         """[B, H, D]"""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
@@ -278,6 +289,9 @@ class FlowPolicy:
     def _prefix(self, obs: Observation) -> Any:
         with self._autocast:
             return self._module.network.encode_prefix(obs)
+
+    def _velocity_of(self, obs: Observation) -> Velocity:
+        return partial(self._velocity, self._prefix(obs))
 
     def _velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         with self._autocast:
@@ -301,7 +315,8 @@ class FlowPolicy:
 
     def _spread(self, per_action: Tensor) -> Tensor:
         """[B, L] of [B, K, P]."""
-        if per_action.shape[2] == len(self._scale.varies) and self._cfg.likelihood is not Likelihood.fpo:
+        per_number = self._cfg.likelihood not in (Likelihood.fpo, Likelihood.dsrl)
+        if per_number and per_action.shape[2] == len(self._scale.varies):
             per_action = per_action * on_device(self._scale.varies, self._device)
         share = self.spec.tokens_per_chunk // self._shape.executed
         return nn.functional.pad(per_action, (0, share - per_action.shape[2])).flatten(1)

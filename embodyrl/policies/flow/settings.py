@@ -4,8 +4,9 @@ The latter are tokens: int64 numbers that nobody above the policy interprets.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated
 
 import numpy as np
@@ -13,9 +14,11 @@ from pydantic import AfterValidator, Field
 
 from embodyrl.config.settings import Count, Says
 from embodyrl.policies.settings import WeightSettings
-from embodyrl.types import FloatArray, IntArray
+from embodyrl.types import FloatArray, IntArray, PolicySpec
 
-Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo"])
+STEERING_WIDTHS = (256, 256)
+"""Hidden layers of DSRL's actor and critics."""
+Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl"])
 Stochastic = StrEnum("Stochastic", ["one", "all"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
 FpoRatio = StrEnum("FpoRatio", ["mean", "sample"])
@@ -39,7 +42,8 @@ class FlowSettings(WeightSettings):
     (random: as published evaluations draw it, and still the same for the same observation)."""
     likelihood: Likelihood = Likelihood.flow_sde
     """Where log-probabilities for RL come from: stochastic steps with a noise level (flow_sde, flow_cps) or with
-    learned noise (flow_noise), or differences of the flow-matching loss (fpo). Greedy acting follows the ODE."""
+    learned noise (flow_noise), or differences of the flow-matching loss (fpo). Greedy acting follows the ODE.
+    dsrl: the flow is frozen, and an actor learns to choose the noise that it starts from (algorithm=sac)."""
     stochastic_steps: Stochastic = Stochastic.one
     """flow_sde, flow_cps: one step of each chunk, drawn evenly, or all of them; flow_noise always takes all."""
     ignore_last: bool = False
@@ -52,6 +56,10 @@ class FlowSettings(WeightSettings):
     """flow_noise: bounds of the standard deviation of a step."""
     joint_logprob: JointLogprob = JointLogprob.sum
     """All steps: the chain's log-probability (sum), or the mean over its steps and its first state, as RLinf has it."""
+    noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
+    """dsrl: chosen noise lies within -noise_bound..noise_bound."""
+    noise_repeated: bool = False
+    """dsrl: one row of noise is chosen for all rows of a chunk, as its authors do for pi0, instead of each."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: (noise, time) pairs per chunk, fixed when it is chosen."""
     fpo_ratio: FpoRatio = FpoRatio.mean
@@ -78,7 +86,9 @@ class FlowSettings(WeightSettings):
     def problems(self) -> Iterator[str]:
         """Somewhere there must be noise."""
         yield from super().problems()
-        if self.likelihood is not Likelihood.fpo and not self.every_step and self.drawn_steps == 0:
+        if self.likelihood in (Likelihood.fpo, Likelihood.dsrl):
+            return
+        if not self.every_step and self.drawn_steps == 0:
             yield (
                 "model.num_steps=1 leaves no stochastic step: flow_cps and ignore_last take none from the last. Set "
                 "model.num_steps to 2 or more."
@@ -96,7 +106,9 @@ class FlowSettings(WeightSettings):
             (not levelled, other, ("stochastic_steps", "noise_level")),
             (not levelled or self.every_step, other if not levelled else "stochastic_steps is all", ("ignore_last",)),
             (chosen is not Likelihood.flow_noise, other, ("noise_range",)),
-            (chosen is Likelihood.fpo, other, ("joint_logprob",)),
+            (chosen in (Likelihood.fpo, Likelihood.dsrl), other, ("joint_logprob",)),
+            (chosen is not Likelihood.dsrl, other, ("noise_bound", "noise_repeated")),
+            (chosen is Likelihood.dsrl, other, ("greedy_start",)),
             (levelled and not self.every_step, "stochastic_steps is one", ("joint_logprob",)),
             (chosen is not Likelihood.fpo, other, ("fpo_pairs", "fpo_ratio")),
         ):
@@ -115,6 +127,17 @@ class ChunkShape:
     """K <= H: rows that are executed, and that count."""
     action_dim: int
     """A <= D: numbers of a row that mean something."""
+
+
+def steered(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden_width: int) -> PolicySpec:
+    """The spec of a flow policy, with what DSRL changes where it is asked for."""
+    if cfg.likelihood is not Likelihood.dsrl:
+        return spec
+    numbers = shape.width * (1 if cfg.noise_repeated else shape.horizon)
+    widths = (hidden_width, *STEERING_WIDTHS, 2 * numbers)
+    trained = sum((a + 1) * b for a, b in pairwise(widths))
+    spec = replace(spec, draws_with_gradients=True, num_trained=trained)
+    return replace(spec, steers="model.likelihood=dsrl", steering_features=hidden_width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +171,7 @@ class ChunkRecord:
 
     One stochastic step: its index; the state before it; of the state after it what is executed. All steps: the seed of
     the first state; all states between; of the last one what is executed. FPO: the seed of the pairs; the chunk; for
-    ratios of single pairs what each was.
+    ratios of single pairs what each was. DSRL: the seed; the noise that was chosen.
     """
 
     shape: ChunkShape
@@ -164,6 +187,8 @@ class ChunkRecord:
             each = cfg.fpo_ratio is FpoRatio.sample
             kept = shape.executed * cfg.fpo_pairs if each else 0
             per_action, floats = cfg.fpo_pairs if each else 1, state + kept
+        elif cfg.likelihood is Likelihood.dsrl:
+            per_action, floats = 1, shape.width if cfg.noise_repeated else state
         else:
             return cls.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)
         return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=per_action)

@@ -251,9 +251,11 @@ def test_settings_say_what_contradicts_itself():
     assert "certain" in next(settings(num_steps=1, likelihood="flow_cps", stochastic_steps="all").problems())
     assert not list(settings(num_steps=1, likelihood="flow_noise").problems())
     idle = {key for key, _ in settings(likelihood="fpo").idle()}
-    assert idle == {
-        f"model.{k}" for k in ("stochastic_steps", "noise_level", "ignore_last", "noise_range", "joint_logprob")
-    }
+    chains = {f"model.{k}" for k in ("stochastic_steps", "noise_level", "ignore_last", "noise_range", "joint_logprob")}
+    assert idle == chains | {"model.noise_bound", "model.noise_repeated"}
+    idle = {key for key, _ in settings(likelihood="dsrl", num_steps=1).idle()}
+    assert idle == chains | {"model.greedy_start", "model.fpo_pairs", "model.fpo_ratio"}
+    assert not list(settings(likelihood="dsrl", num_steps=1).problems())
 
 
 @pytest.mark.parametrize("way", ["sde one", "sde all", "cps one", "noise", "fpo", "fpo sample"])

@@ -29,6 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "noise mean": {"likelihood": "flow_noise", "joint_logprob": "mean"},
     "fpo": {"likelihood": "fpo"},
     "fpo sample": {"likelihood": "fpo", "fpo_ratio": "sample", "fpo_pairs": 3},
+    "dsrl": {"likelihood": "dsrl"},
+    "dsrl repeated": {"likelihood": "dsrl", "noise_repeated": True},
 }
 ENV = EnvSpec(
     name="probe",

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, steered
 from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import WARMUP_STEPS
@@ -54,7 +54,7 @@ class SmallFlowFactory:
             CheckpointError: the folder's JSON files are malformed.
         """
         plan = _plan(cfg, env)
-        return PolicySpec(
+        spec = PolicySpec(
             name="flow_small",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action_dim,
@@ -67,6 +67,7 @@ class SmallFlowFactory:
             warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
+        return steered(spec, cfg, plan.shape, plan.config.width)
 
     def build(self, cfg: SmallFlowSettings, request: PolicyRequest) -> Policy:
         """Build the policy with fresh weights from the seed, or with those in `cfg.path`.

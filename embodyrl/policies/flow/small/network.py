@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from embodyrl.policies.flow.policy import RL_HEADS, FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import ChunkShape, FlowSettings
 from embodyrl.policies.flow.small.config import CONFIG_FILE, SmallConfig, Units
+from embodyrl.policies.flow.steered import policy_class
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import fill_weights, on_device
 from embodyrl.types import FloatArray, Observation, PolicySpec
@@ -297,7 +298,7 @@ def build_policy(
         torch.manual_seed(request.seed)
         network = SmallFlow(config, shape, units, words=max(1, longest))
         module = FlowModule(network, cfg, request.value_dim)
-    policy = FlowPolicy(spec, cfg, module, network, SmallFiles(config), request)
+    policy = policy_class(cfg)(spec, cfg, module, network, SmallFiles(config), request)
     if folder is not None:
         policy.load_weights(folder)
     return policy

@@ -6,7 +6,7 @@ from typing import Self
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, steered
 from embodyrl.policies.flow.specs import CONFIG_FILE, FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.folder import (
     TOKENIZER_FILE,
@@ -140,11 +140,12 @@ class VlaFactory:
         sizes, only = Sizes.of(model), cfg.train_expert_only
         lora = sizes.adapters(lora_spec(cfg).r, expert_only=only) if cfg.is_lora else None
         kept = sizes.activation_bytes(cfg.num_images_in_input, expert_only=only)
-        return PolicySpec(
+        shape = _shape(cfg, model, env)
+        spec = PolicySpec(
             name=cfg.model_type,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action_dim,
-            tokens_per_chunk=ChunkRecord.of(cfg, _shape(cfg, model, env)).tokens,
+            tokens_per_chunk=ChunkRecord.of(cfg, shape).tokens,
             imitated=model.horizon,
             value_dim=value_dim,
             num_images=cfg.num_images_in_input,
@@ -158,6 +159,7 @@ class VlaFactory:
             warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
+        return steered(spec, cfg, shape, model.expert.width)
 
     def build(self, cfg: VlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.

@@ -30,6 +30,7 @@ from embodyrl.policies.flow.model import BACKBONE
 from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import ChunkShape, ValueFrom
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
+from embodyrl.policies.flow.steered import policy_class
 from embodyrl.policies.flow.vla.folder import side_files, starts_random
 from embodyrl.policies.flow.vla.models import Pi0, SmolVla
 from embodyrl.policies.flow.vla.network import VlaNetwork, VlaReader
@@ -218,7 +219,7 @@ def build_policy(
         torch.manual_seed(request.seed)
         module = FlowModule(network, cfg, request.value_dim)
     files = VlaFiles(folder, network, lora_spec(cfg) if adapted else None)
-    policy = FlowPolicy(spec, cfg, module, reader, files, request)
+    policy = policy_class(cfg)(spec, cfg, module, reader, files, request)
     _fill(module, files, cfg, folder, request)
     if request.trainable:
         trained = ("expert",) if cfg.train_expert_only else ("expert", *BACKBONE)

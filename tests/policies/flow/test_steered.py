@@ -1,0 +1,157 @@
+"""DSRL: the flow stays as it is, what is learned is the noise that it starts from."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_policy import build, folder, noise_for, observe, stir  # noqa: F401
+
+from embodyrl.channels.arena import Arena
+from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
+from embodyrl.policies.flow.steered import SteeredFlowPolicy
+from embodyrl.policies.protocol import SoftActor
+from embodyrl.scheduler.placement import policy_init
+from embodyrl.types import FloatArray
+from embodyrl.workers.off_policy import FEATURES, OffPolicyWorker
+from embodyrl.workers.policy_host import PolicyHost
+from embodyrl.workers.replay import Frames
+
+RUN = ("model=flow_small", "algorithm=sac", "model.likelihood=dsrl", "launcher=inline")
+
+
+def steer(folder: Path, **keys: object) -> SteeredFlowPolicy:  # noqa: F811
+    policy = build(folder, likelihood="dsrl", **keys)
+    assert isinstance(policy, SteeredFlowPolicy)
+    assert isinstance(policy, SoftActor)
+    stir(policy)
+    return policy
+
+
+def flow_from(policy: SteeredFlowPolicy, start: torch.Tensor) -> FloatArray:
+    """Actions of the same flow from given noise, step by step."""
+    obs, network, steps = observe(6), policy.module.network, 4
+    with torch.no_grad():
+        prefix, x = network.encode_prefix(obs), start
+        for k in range(steps):
+            v, _ = network.velocity(prefix, x, torch.full((6,), 1 - k / steps))
+            x = x - v / steps
+    return network.to_actions(x.numpy(), obs)
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_the_noise_that_was_chosen_is_what_the_flow_starts_from(folder, repeated):  # noqa: F811
+    policy = steer(folder, noise_repeated=repeated, noise_bound=2.0)
+    out = policy.act(observe(6), noise=noise_for(policy, 6))
+    chosen = policy.chosen(out.tokens)
+    assert chosen.shape == (6, policy.width) == (6, 4 if repeated else 12)
+    assert chosen.abs().max() < 1
+    start = 2.0 * (chosen[:, None].expand(-1, 3, -1) if repeated else chosen.unflatten(1, (3, 4)))
+    assert np.abs(flow_from(policy, start) - out.actions).max() < 1e-5
+
+
+def test_an_untrained_actor_acts_greedily_like_the_flow_alone(folder):  # noqa: F811
+    """Zero weights of the last layer: the mean is the middle of the noise."""
+    policy = steer(folder)
+    last = policy.module.noise_actor.layers[-1]
+    torch.nn.init.zeros_(last.weight)
+    torch.nn.init.zeros_(last.bias)
+    alone = build(folder)
+    alone.module.network.load_state_dict(policy.module.network.state_dict())
+    mine, theirs = (p.act(observe(6), noise=None).actions for p in (policy, alone))
+    assert np.array_equal(mine, theirs)
+
+
+def test_the_density_is_that_of_the_squashed_gaussian(folder):  # noqa: F811
+    """Joint over all chosen numbers, at the first action; against torch's own transformed distribution."""
+    policy = steer(folder)
+    obs = observe(6)
+    out = policy.act(obs, noise=noise_for(policy, 6))
+    mean, log_std = policy.module.noise_actor(policy.features(obs))[:, 0].chunk(2, -1)
+    torch_own = torch.distributions.TransformedDistribution(
+        torch.distributions.Normal(mean, log_std.exp()), [torch.distributions.transforms.TanhTransform(cache_size=1)]
+    )
+    expected = torch_own.log_prob(policy.chosen(out.tokens)).sum(1).detach().numpy()
+    assert out.logprob[:, 0] == pytest.approx(expected, abs=1e-3)
+    assert not out.logprob[:, 1:].any()
+
+
+def test_only_the_actor_learns(folder):  # noqa: F811
+    policy = steer(folder, value_dim=1)
+    trained = {name.split(".")[0] for name, p in policy.module.named_parameters() if p.requires_grad}
+    assert trained == {"noise_actor", "value_head"}
+    policy.score(observe(2), policy.act(observe(2), noise=noise_for(policy, 2)).tokens).logprob.sum().backward()
+    assert all(p.grad is None for p in policy.module.network.parameters())
+    assert policy.module.noise_actor.layers[0].weight.grad.abs().sum() > 0
+
+
+def test_the_actor_comes_back_with_the_weights(folder, tmp_path):  # noqa: F811
+    policy, other = steer(folder), build(folder, likelihood="dsrl", seed=3)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    policy.save(saved)
+    other.load_weights(saved)
+    assert np.array_equal(*(p.act(observe(6), noise=None).actions for p in (policy, other)))
+
+
+def test_demonstrations_say_nothing_of_noise(folder):  # noqa: F811
+    policy = steer(folder)
+    with pytest.raises(ConfigError, match=r"leave model\.likelihood out"):
+        policy.imitate(observe(2), np.zeros((2, 3, 4), np.float32))
+    with pytest.raises(ConfigError, match="demonstrations hold actions"):
+        policy.normalise(np.zeros((2, 3, 4), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("algorithm.demonstrations=[assets]",), "hold actions, model.likelihood=dsrl chooses noise"),
+        (("algorithm.image_shift=2",), "model.likelihood=dsrl sees each picture once"),
+        (("model.greedy_start=zero",), "likelihood is dsrl"),
+        (("model.likelihood=flow_sde",), "or a flow policy with model.likelihood=dsrl"),
+    ],
+)
+def test_what_has_no_effect_is_refused(words, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        draw_blueprint(load_config("train", [*RUN, *words, f"runner.output_dir={tmp_path}"]), training=True)
+
+
+def test_an_update_learns_from_features_that_were_kept(tmp_path):
+    """A buffer with no picture in it; the best noise is at a bound, and the actor goes there."""
+    rates = ("actor.optim.lr=1e-3", "actor.optim.value_lr=3e-3", "algorithm.alpha_init=0.01")
+    words = [*RUN, *rates, "actor.global_batch_size=32", "model.noise_repeated=true", f"runner.output_dir={tmp_path}"]
+    blueprint = draw_blueprint(load_config("train", words), training=True)
+    with (
+        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
+        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+    ):
+        actor = host._actor
+        assert isinstance(actor, OffPolicyWorker)
+        frozen = {name: p.clone() for name, p in host.policy.module.network.named_parameters()}
+        torch.manual_seed(0)
+        count, width = 512, actor._policy.width
+        tried = torch.rand(count, width) * 2 - 1
+        actor._replay.add(
+            Frames(
+                seen={FEATURES: np.full((count, host.policy.module.network.hidden_width), 0.1, np.float32)},
+                action=tried.numpy(),
+                reward=-tried[:, 0].numpy(),
+                acted=np.ones(count, np.bool_),
+                terminated=np.ones(count, np.bool_),
+                episode=np.arange(count),
+            )
+        )
+        for step in range(60):
+            rows = np.random.default_rng(step).integers(0, count, 32)
+            metrics = actor._step([(actor._replay, rows)], np.arange(2), step)
+        assert math.isfinite(metrics["loss"])
+        features = torch.full((1, host.policy.module.network.hidden_width), 0.1)
+        mean, _ = host.policy.module.noise_actor.head.spread(host.policy.module.noise_actor(features))
+        assert mean.tanh()[0, 0, 0] < -0.7
+        assert all(torch.equal(p, frozen[name]) for name, p in host.policy.module.network.named_parameters())
