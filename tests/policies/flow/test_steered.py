@@ -17,7 +17,7 @@ from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.policies.flow.steered import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
-from embodyrl.scheduler.placement import policy_init
+from embodyrl.scheduler.start import policy_init
 from embodyrl.types import FloatArray
 from embodyrl.workers.off_policy import FEATURES, OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
