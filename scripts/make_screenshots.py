@@ -1,10 +1,12 @@
 """Draws the pictures of the documentation from real runs, with headless Chromium.
 
     python scripts/make_screenshots.py TRAINING EVALUATION
+    python scripts/make_screenshots.py --pair NAME BEFORE NOW
 
 TRAINING is a run folder with curves (`embodyrl train runner.max_steps=20` makes one), EVALUATION one with recordings
 (`embodyrl eval env=tabletop model=scripted model.expert_noise=0.9 eval.episodes=21 video=all`). Writes
-docs/images/{dashboard,report,gallery}.png.
+docs/images/{dashboard,report,gallery}.png. BEFORE and NOW are files with what two versions wrote to a terminal of 104
+columns, drawn one below the other as docs/images/NAME.png.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image, ImageChops
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from embodyrl.cli.report import picture as draw
 from embodyrl.monitor.history import read_history
@@ -32,12 +35,12 @@ GALLERY = """<style>header, nav, footer, main > * { display: none !important; }
 }</script></body>"""
 
 
-def shoot(browser: str, page: Path, name: str, width: int, height: int) -> None:
+def shoot(chromium: str, page: Path, name: str, width: int, height: int) -> None:
     """Take a picture of a page as a small PNG of at most 256 colours."""
     target = page.with_suffix(".png")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={width},{height}"]
     flags += [f"--screenshot={target}", "--virtual-time-budget=20000", f"--user-data-dir={page.parent / 'profile'}"]
-    subprocess.run([browser, *flags, page.as_uri()], check=True, capture_output=True, timeout=300)
+    subprocess.run([chromium, *flags, page.as_uri()], check=True, capture_output=True, timeout=300)
     with Image.open(target) as image:
         picture = image.convert("RGB")
     # Whatever is below the page's last line is cut off.
@@ -50,23 +53,46 @@ def shoot(browser: str, page: Path, name: str, width: int, height: int) -> None:
     sys.stdout.write(f"{name}.png {small.size[0]} x {small.size[1]}, {len(buffer.getvalue()) / 1024:.0f} KiB\n")
 
 
-def main(training: Path, evaluation: Path) -> None:
-    """Draw all three."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    assert browser is not None, "needs chromium or google-chrome"
+def terminal(shown: RenderableType, title: str) -> str:
+    """What a terminal showed, as an SVG."""
+    console = Console(width=104, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(shown)
+    return console.export_svg(title=title, unique_id="t" + title.replace(" ", ""))
+
+
+def pair(name: str, before: Path, now: Path) -> None:
+    """Draw two terminals."""
+    titles = (("21 November 2026", before), ("now", now))
+    screens = "<br>".join(terminal(Text.from_ansi(file.read_text(encoding="utf-8")), title) for title, file in titles)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
-        console = Console(width=104, record=True, file=io.StringIO(), force_terminal=True)
-        console.print(draw(read_history(training)))
-        svg = console.export_svg(title=f"embodyrl view runs/{training.name}")
+        page.write_text(f"<style>body {{ margin: 8px; }} svg {{ width: 984px; }}</style>{screens}", encoding="utf-8")
+        shoot(browser(), page, name, 1000, 1600)
+
+
+def browser() -> str:
+    """Where Chromium is."""
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    assert found is not None, "needs chromium or google-chrome"
+    return found
+
+
+def main(training: Path, evaluation: Path) -> None:
+    """Draw all three."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        svg = terminal(draw(read_history(training)), f"embodyrl view runs/{training.name}")
         page.write_text(f"<style>body {{ margin: 8px; }} svg {{ width: 1184px; }}</style>{svg}", encoding="utf-8")
-        shoot(browser, page, "dashboard", 1200, 640)
+        shoot(browser(), page, "dashboard", 1200, 640)
         write_report([training], page)
-        shoot(browser, page, "report", 1280, 1000)
+        shoot(browser(), page, "report", 1280, 1000)
         write_report([evaluation], page)
         page.write_text(page.read_text(encoding="utf-8").replace("</body>", GALLERY), encoding="utf-8")
-        shoot(browser, page, "gallery", 1280, 820)
+        shoot(browser(), page, "gallery", 1280, 820)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1] == "--pair":
+        pair(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))

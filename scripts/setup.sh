@@ -78,7 +78,7 @@ python_packages() {
         return 1
     }
     [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ] && return
-    say "installing Python packages into .venv: embodyrl${EXTRAS:+[$EXTRAS]}"
+    say "installing Python packages into .venv: embodyrl${EXTRAS:+[$EXTRAS]} (a few minutes; 2 GB and more)"
     # torch first: as a dependency of something else a build would be taken that nobody chose.
     install_torch
     install --editable ".${EXTRAS:+[$EXTRAS]}"

@@ -56,6 +56,8 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
         codes.append(done.returncode)
         found.append(next((describe_run(run) for run in run_folders(place) if run not in before), {}))
     _print_table(jobs, codes, found)
+    if paths := [run["path"] for run in found if run]:
+        print(f"next  embodyrl report {' '.join(paths)} --open")
     return 1 if any(codes) else 0
 
 

@@ -44,7 +44,7 @@ class Paired:
         line = f"paired on {self.pairs} episodes with the same initial state and seed"
         verdict = "differ" if self.differ else "no significant difference"
         if self.gain is not None:
-            return f"{line}: return of {names[1]} less that of {names[0]} {self.gain} ({verdict})"
+            return f"{line}: return of {names[1]} minus that of {names[0]}: {self.gain} ({verdict})"
         test = "McNemar" if self.states == self.pairs else f"McNemar over {self.states} states"
         return (
             f"{line}: only {names[0]} succeeds {self.only_first}, only {names[1]} {self.only_second}; {test} "

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from processes import SOURCE
 from run_files import write_run
+from toy_runs import toy_words
 
 import embodyrl
 from embodyrl.cli.commands import COMMANDS
@@ -115,6 +116,20 @@ def test_a_sweep_with_one_wrong_combination_starts_nothing(capfd: pytest.Capture
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "seed=-1: must be" in captured.err
+
+
+@pytest.mark.integration
+def test_a_sweep_ends_in_a_table_and_the_report_of_its_runs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", f"{tests.parent}:{tests}")
+    words = toy_words(tmp_path, "runner.max_steps=1", "launcher=inline", "video=none")
+    assert main(["train", "-m", *words, "seed=3"]) == 0
+    *_, heading, row, last = capfd.readouterr().out.splitlines()
+    assert heading.split() == ["run", "settings", "step", "success", "return"]
+    assert row.split()[:2] == ["run", "1"]
+    assert last == f"next  embodyrl report {tmp_path / 'run'} --open"
 
 
 def test_the_python_functions_check_like_the_commands() -> None:

@@ -126,7 +126,7 @@ def test_returns_stand_for_success_where_it_is_not_known() -> None:
     after = played(*((s, 1000, None, 10.0 * s + 4 + s % 2) for s in range(6)))
     assert str(before.score()).startswith("25 [")
     line = pair(before.episodes, after.episodes).sentence(("A", "B"))
-    assert "return of B less that of A 4.5 [" in line
+    assert "return of B minus that of A: 4.5 [" in line
     assert line.endswith("(differ)")
 
 
