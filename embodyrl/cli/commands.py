@@ -1,5 +1,6 @@
 """The commands of the program, read from commands.toml. Light: it is imported for every call."""
 
+import shutil
 import textwrap
 import tomllib
 from dataclasses import dataclass, field
@@ -48,9 +49,17 @@ COMMANDS: dict[str, Command] = {name: _read(raw) for name, raw in _SURFACE["comm
 
 def overview() -> str:
     """Text of `embodyrl --help`."""
-    width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
-    return _SURFACE["overview"].format(commands=lines)
+    width, columns = max(map(len, COMMANDS)), _columns()
+    lines = [
+        textwrap.fill(f"  {name:<{width}}  {command.summary}", columns, subsequent_indent=" " * (width + 4))
+        for name, command in COMMANDS.items()
+    ]
+    return _SURFACE["overview"].format(commands="\n".join(lines))
+
+
+def _columns() -> int:
+    """Width of text for this terminal, as argparse chooses it, and never too wide to read."""
+    return min(120, shutil.get_terminal_size().columns - 2)
 
 
 def _groups_and_keys() -> str:
@@ -59,19 +68,19 @@ def _groups_and_keys() -> str:
     from embodyrl.config.settings import spell
     from embodyrl.plan.keys import all_keys
 
-    lines = ["groups (group=option; * = default):"]
+    lines, columns = ["groups (group=option; * = default):"], _columns()
     for group, default in tree.default_options("train").items():
         lines.append(f"  {group}")
         found = tree.options(group)
         width = max(map(len, found))
         for option, file in found.items():
             mark = "*" if option == default else " "
-            text = textwrap.shorten(tree.one_line(file), 100 - width, placeholder="...")
+            text = textwrap.shorten(tree.one_line(file), max(30, columns - width - 6), placeholder="...")
             lines.append(f"   {mark} {option:<{width}}  {text}")
     lines += ["", "common keys (key=value):"]
     for name in _SURFACE["common_keys"]:
         key = all_keys()[name]
         lines.append(f"  {name}: {key.type_text} = {spell(key.default)}")
-        lines.append(f"      {key.doc}")
+        lines.append(textwrap.fill(key.doc, columns, initial_indent=" " * 6, subsequent_indent=" " * 6))
     lines += ["", "all keys: embodyrl show train"]
     return "\n".join(lines)

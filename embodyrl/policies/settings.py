@@ -62,7 +62,7 @@ class WeightSettings(ModelSettings):
     """A policy with weights."""
 
     path: Path | None = None
-    """Checkpoint folder in the model's public layout."""
+    """Checkpoint in the model's public layout: a folder, or owner/name[@revision] on the hub."""
     precision: Precision = Precision.bf16
     """Compute precision; master weights stay fp32 while training."""
 

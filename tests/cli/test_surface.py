@@ -118,6 +118,14 @@ def test_a_sweep_with_one_wrong_combination_starts_nothing(capfd: pytest.Capture
     assert "seed=-1: must be" in captured.err
 
 
+def test_help_fits_into_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in (["--help"], ["train", "--help"]):
+        assert main(words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if len(line) > 80 and not line.startswith("  embodyrl ")] == [], "but examples"
+
+
 @pytest.mark.integration
 def test_a_sweep_ends_in_a_table_and_the_report_of_its_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

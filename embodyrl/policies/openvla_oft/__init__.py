@@ -31,7 +31,8 @@ from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 TRY_NOW = "To try things without a download, use model=openvla_oft_tiny."
 PUBLIC_LAYOUT = (
-    "a local folder in the public OpenVLA-OFT layout (config.json, preprocessor_config.json, tokenizer.json, "
+    "a local folder, or owner/name on the hub, "
+    "in the public OpenVLA-OFT layout (config.json, preprocessor_config.json, tokenizer.json, "
     "dataset_statistics.json, model*.safetensors)"
 )
 NO_PATH = (

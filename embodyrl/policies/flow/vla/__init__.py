@@ -109,7 +109,8 @@ def _layer(layers: LayersSpec, kv_inputs: int, condition: int) -> int:
 
 
 PUBLIC_LAYOUT = (
-    "a local folder with config.json, model*.safetensors, statistics and the language model's tokenizer.json, as "
+    "a local folder, or owner/name on the hub, "
+    "with config.json, model*.safetensors, statistics and the language model's tokenizer.json, as "
     "openpi (PyTorch), lerobot, transformers or RLinf publish it"
 )
 TRY_NOW = "To try things without a download, use model=openvla_oft_tiny or model=flow_small."
