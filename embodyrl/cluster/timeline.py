@@ -67,6 +67,7 @@ class Timeline:
         """A request is on its way."""
         name, size = _describe(request)
         self._open.setdefault(worker, deque()).append((name, self._now(), size))
+        # Read before the update: its records are freed, and taken by others, once it is done.
         if isinstance(request, UpdateRequest):
             versions = self._arena[Record.version][records_of(request.tickets)]
             self._staleness.update((request.step - versions).tolist())
@@ -83,6 +84,7 @@ class Timeline:
             return
         name, asked, size = self._open[worker].popleft()
         now = self._now()
+        # One request at a time: this one began when the one before it ended, however early it was sent.
         self._add(Span(worker, name, max(asked, self._free_since.get(worker, 0.0)), now, size, detail))
         self._free_since[worker] = now
 
@@ -113,6 +115,7 @@ class Timeline:
         inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
         wall, workers = max(end - start, 1e-9), len(self._env_workers)
         env = {w: [(s.start, s.end) for s in inside if s.worker == w] for w in self._env_workers}
+        # As a union: seconds of processes that act side by side must not add up to more than the wall's.
         acting = _union((s.start, s.end) for s in inside if s.name == "infer")
         working = [s for s in inside if s.name == "infer" or s.worker in env]
         any_env = _union(span for spans in env.values() for span in spans)

@@ -100,6 +100,7 @@ class VideoRecorder:
             self._fail(f"frame {self._frames} has shape {frame.shape}, the first one had {self._shape}")
         self._shape = frame.shape
         self.success |= success
+        # Simulators may draw the next frame into the same memory.
         self._last = frame.copy()
         self._frames += 1
         self._write(self._compose(frame), self._repeats)
@@ -120,9 +121,11 @@ class VideoRecorder:
             self._close()
             import imageio_ffmpeg
 
+            # An encoder without room on the disk may end as if all were well, so its frames are counted.
             written = imageio_ffmpeg.count_frames_and_secs(str(self._partial))[0] or 0
             if written != self._written:
                 self._fail(f"only {written} of {self._written} frames were written; is the disk full?")
+            # The name says the outcome, which nobody knows before the end.
             os.replace(self._partial, target)
         except _FAILURES as error:
             self._fail(_first_line(error), error)
@@ -178,6 +181,7 @@ class VideoRecorder:
     def _compose(self, frame: ByteArray, *, at_end: bool = False) -> ByteArray:
         from PIL import Image, ImageDraw
 
+        # Whole factors keep small pictures even.
         scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
         width, height = frame.shape[1] * scale, frame.shape[0] * scale
         picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)

@@ -148,6 +148,7 @@ def _require_small_dump(size: int) -> None:
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What the command asks of environment and policy that they cannot do."""
     problems = sampling_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
+    # Only what was typed is refused: a preset may well say things that this environment leaves without effect.
     for key, reason in cfg.model.idle_in(env):
         if cfg.sources.get(key) == COMMAND_LINE:
             problems.append(f"{key} has no effect: {reason}; leave it out.")
@@ -312,6 +313,7 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
     replay = isinstance(cfg, TrainConfig) and isinstance(cfg.algorithm, ReplaySettings)
     critic = isinstance(cfg, TrainConfig) and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
+    # Each of these works in one process only: further GPUs are left alone rather than the run refused.
     alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))
     return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
 
@@ -350,6 +352,7 @@ def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None
     if algorithm.needs_finals:
         # One more record per episode that is truncated or cut, for the value of its last observation.
         shortest = 1 if env.may_truncate else cfg.env.train.max_episode_steps
+        # The shortest episode that can be truncated leaves the most last observations.
         per_episode = -(-shortest // cfg.model.num_action_chunks)
         finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch
     return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight

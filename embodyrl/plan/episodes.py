@@ -145,6 +145,7 @@ def refill_episodes(
 ) -> EpisodeList:
     """Plan further groups for training step `step`, in place of those that were filtered out."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
+    # Behind all groups that the step could have planned: an episode id, which keys the noise, is used once a step.
     index = np.arange(first * size, (first + groups) * size)
     if _is_weighted(cfg):
         rng = np.random.default_rng(derive(cfg.seed, "curriculum-refill", step, attempt))
@@ -186,6 +187,7 @@ def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeL
         sample, place = divmod(i, asked // cfg.eval.samples)
         task, trial = tasks[place % len(tasks)], place // len(tasks)
         ids = reset_ids_of(env, split, task)
+        # It would count one episode twice, and make an interval narrower than it is.
         if (sample or trial >= len(ids)) and repeats_exactly(cfg, env, policy, task):
             continue
         episodes.append(
@@ -250,6 +252,7 @@ def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes |
         return _weighted_ids(cfg, env, count, seen, np.random.default_rng(derive(cfg.seed, "curriculum", step)))
     ids = _reset_ids(env, cfg.env.train)
     stream: list[int] = []
+    # Computed, not remembered: a resumed run finds its place in the stream again.
     position = step * count
     while len(stream) < count:
         lap, offset = divmod(position + len(stream), len(ids))

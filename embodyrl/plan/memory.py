@@ -78,6 +78,7 @@ class MemoryPlan:
         training, acting = self.gradients + self.activations + self.in_use, self.gathered + self.acting_batch
         # What was gathered for acting is freed for training, but in pieces that the C library keeps.
         running = max(acting, training) if self.on_gpu else self.gathered + training
+        # CUDA graphs keep the memory that they were recorded in.
         running = acting + training if self.keeps_acting else running
         return max(fixed + running, self.building + self.process)
 
@@ -110,6 +111,7 @@ def plan_memory(blueprint: Blueprint) -> MemoryPlan:
     """
     fsdp = blueprint.config(TrainConfig).actor.fsdp
     once = _plan(blueprint, "step" if fsdp.gradient_sync == "auto" else fsdp.gradient_sync)
+    # Asked only where it decides something, for it starts a program.
     gpu = gpu_memory() if once.on_gpu and blueprint.ranks > 1 and fsdp.gradient_sync == "auto" else 0
     return _plan(blueprint, "micro_batch") if gpu and fullest_gpu(blueprint, once) > gpu else once
 
@@ -123,6 +125,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
     # Beside adapters the rest is kept in the compute precision; what is trained is float32.
     kept = (whole if adapters else 0) + 4 * trained
     sharded = blueprint.ranks > 1 or fsdp.cpu_offload
+    # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
     shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
     offloaded = fsdp.cpu_offload and on_gpu
     vllm = cfg.rollout.backend == "vllm"
@@ -196,6 +199,7 @@ def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: 
 
 def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters: bool) -> int:
     """Layers are gathered in the compute precision, this one and the next; all that is no layer as it is kept."""
+    # It says nothing of its layers, so a quarter of all weights is a guess.
     if not policy.largest_layer[0]:
         return total // 4
     return (2 if half else 4) * 2 * policy.largest_layer[0] + (2 if half and adapters else 4) * policy.outside_layers
@@ -208,6 +212,7 @@ def engine_share(blueprint: Blueprint) -> float:
         return _UNKNOWN_SHARE
     if isinstance(blueprint.cfg, TrainConfig) and blueprint.algorithm is not None:
         plan = plan_memory(blueprint)
+        # `plan.engine` was counted in what the process needs: what the engine may take is that and all that is left.
         left = gpu - (plan.acting if blueprint.is_disaggregated else fullest_gpu(blueprint, plan)) + plan.engine
         if blueprint.is_disaggregated:
             left += 2 * blueprint.policy.num_parameters + _ENGINE
@@ -313,6 +318,7 @@ def predict(blueprint: Blueprint) -> Rates | None:
     flops, item = (FLOPS, 2) if cfg.model.half else (SLOW_FLOPS, 4)
     acting = cfg.rollout.acting_processes or blueprint.ranks
     batch = max(1, blueprint.num_slots // (acting * cfg.rollout.pipeline_stage_num))
+    # Acting is bound by reading all weights once a pass as long as its batch is small.
     reading = policy.act_passes * item * policy.num_parameters / BANDWIDTH
     act = acting * batch / (OVERHEAD * max(batch * policy.forward_flops / flops, reading))
     # Forward and backward pass: three forward passes, of frozen weights two; one more where layers are recomputed.
@@ -329,6 +335,7 @@ def predict(blueprint: Blueprint) -> Rates | None:
         "acting": samples / act,
         "training": samples * (cfg.algorithm.update_epoch / train + rescored * once),
     }
+    # Simulators and the policy work side by side while the episodes run; the update waits for both.
     seconds = max(parts["simulators"], parts["acting"]) + parts["training"]
     return Rates(
         simulators=simulators, acting=act, training=train, seconds=seconds, bound_by=max(parts, key=parts.__getitem__)

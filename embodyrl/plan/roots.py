@@ -101,6 +101,7 @@ class Root(Settings):
     seed: Index = 0
     """The one seed; every random stream is derived from it."""
 
+    # Private, so that it is no key, is not written to files and does not make two equal configs different.
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property

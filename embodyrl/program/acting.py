@@ -78,6 +78,7 @@ class LoadedPolicy:
     def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:
         """Actions [B, K, A] as the environment takes them, with tokens and log-probabilities [B, L]; no gradients."""
         out = self.policy.act(obs, noise=noise)
+        # A copy, because the gripper is rewritten in place and a policy may keep what it returned.
         actions = np.array(out.actions)
         convert_gripper(actions, self.policy.spec.gripper, self.blueprint.env.gripper)
         return replace(out, actions=actions)
@@ -101,6 +102,7 @@ def load_policy(
     """
     place, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
     cfg = load_config("eval", [f"ckpt={place}", *words], base=base)
+    # First composed without a path: only then is it known whether this model has one.
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
         cfg = load_config("eval", [f"ckpt={place}", f"model.path={place}", *words])
     check_components(cfg)

@@ -139,6 +139,7 @@ class GRPO:
         """
         with tempfile.TemporaryDirectory(prefix="embodyrl-rows-") as folder:
             rows = Path(folder) / "rows.jsonl"
+            # Rewards are always given a reference; rows without an answer have an empty one.
             lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
             rows.write_text("".join(lines), encoding="utf-8")
             chosen = (

@@ -38,6 +38,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+    # As a class attribute, for Gymnasium's wrappers ask for it before any frame is drawn.
     render_mode = "rgb_array"
 
     def __init__(self, cfg: EvalConfig) -> None:
@@ -85,6 +86,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one action."""
+        # A chunk of one action in one slot.
         row = np.asarray(action, np.float32).reshape(1, 1, -1)
         result = self.env.step_chunk([0], row)
         ended, cut = bool(result.terminated[0, 0]), bool(result.truncated[0, 0])

@@ -167,6 +167,7 @@ class _Child:
                 self._left = self._left[1:]
                 continue
             code = self.stop()
+            # Its own alarm ends the child; where that cannot get through, our clock does.
             late = line is None or code == -signal.SIGALRM
             why = f"no verdict within {self._timeout_s:g} s" if late else f"the judging process ended ({code})"
             replies.append(why)

@@ -20,7 +20,7 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
 from embodyrl.scheduler.slot import Open, Phase, Slots
-from embodyrl.types import BoolArray, Episode, EpisodeSpec, EpisodeStart, IntArray
+from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 from embodyrl.workers.messages import (
     Done,
     EnvReport,
@@ -47,6 +47,7 @@ class RolloutScheduler(EventLoop):
         cfg, algorithm = blueprint.cfg, blueprint.algorithm
         self._num_stages = cfg.rollout.pipeline_stage_num
         self._step_timeout_s = cfg.faults.step_timeout_s
+        # One death says little: the worker's other slots were at work as well.
         self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
         self._needs_values = algorithm is not None and algorithm.needs_values
         self._needs_finals = algorithm is not None and algorithm.needs_finals
@@ -74,6 +75,7 @@ class RolloutScheduler(EventLoop):
         """Let the policy act with these weights from its next chunk on; running episodes go on with them."""
         for replies in self._policy.publish():
             self.run_until(replies.complete)
+        # Only now may slots act whose episodes wait for this version.
         self._version = version
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
@@ -110,7 +112,9 @@ class RolloutScheduler(EventLoop):
         """Send idle stages and, if it is time, the policy their work; returns how long to wait for news at most."""
         if not self._rollouts:
             return PATIENCE_S
-        self._repeat_actions()
+        if any(rollout.replayed is not None for rollout in self._rollouts):
+            self._slots.repeat_actions(np.flatnonzero(self._may_act))
+        # Simulators before the policy: whether a small batch waits for more depends on whether one of them is at work.
         self._dispatch_env()
         self._dispatch_inference()
         waits_for_batch = not self._policy.busy and self._may_act.any()
@@ -127,6 +131,7 @@ class RolloutScheduler(EventLoop):
 
     def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
         """Give the records of a collection, or of some of its episodes, back to the arena."""
+        # Popped below, so that no record is freed twice.
         chosen = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
         if chosen:
             self._arena.free(np.concatenate([collection.tickets.pop(episode_id) for episode_id in chosen]))
@@ -150,11 +155,13 @@ class RolloutScheduler(EventLoop):
                 continue
             phase = self._slots.phase[rows]
             acted = rows[phase == Phase.ACTED]
+            # Some actions of this stage are still to come: a step of half the stage would split it for good.
             if len(acted) and ((phase == Phase.INFERRING) | may_act[rows]).any():
                 acted = acted[:0]
             resets = self._reset_requests(key[0], rows[phase == Phase.IDLE])
             if not len(acted) and not resets:
                 continue
+            # Before the request is made: this allocates the records that it names as targets.
             self._slots.step(acted)
             self._sequence += 1
             request = EnvRequest(
@@ -166,6 +173,7 @@ class RolloutScheduler(EventLoop):
                 resets=resets,
             )
             self._busy[key] = request
+            # The slots of a worker may run one after the other, so the deadline grows with their number.
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
     def _reset_requests(self, worker: str, rows: IntArray) -> tuple[ResetRequest, ...]:
@@ -177,16 +185,18 @@ class RolloutScheduler(EventLoop):
             if rollout is None:
                 continue
             slot = self._slots.each[row]
+            # Its simulator holds a cut episode that nobody wants any more: a reset drops it.
             if not rollout.continues:
                 slot.open = None
             (fresh if slot.open is None else going_on).append(row)
             self._slots.assign(row, rollout)
         if not fresh and not going_on:
             return ()
+        # In this order: `go_on` fills the targets that `begin` allocates.
         self._slots.begin(np.array(fresh + going_on))
         self._slots.go_on(np.array(going_on, np.int64))
         first = self._first[worker]
-        return tuple(self._reset_request(row, first) for row in fresh)
+        return tuple(self._slots.reset_request(row, first) for row in fresh)
 
     def _next_rollout(self, worker: str, row: int) -> Rollout | None:
         """The first rollout whose next episode this slot can run now.
@@ -223,39 +233,6 @@ class RolloutScheduler(EventLoop):
         """[N] the policy may look at the slot's observation with the present weights."""
         return self._slots.may_act(self._version)
 
-    def _reset_request(self, row: int, first: int) -> ResetRequest:
-        slot = self._slots.each[row]
-        rollout, spec = slot.rollout, slot.episode
-        assert rollout is not None and spec is not None
-        choice = rollout.video(spec) if rollout.video is not None else None
-        return ResetRequest(
-            slot=row - first,
-            start=EpisodeStart(
-                reset_id=spec.reset_id,
-                seed=spec.seed,
-                max_episode_steps=rollout.plan.max_episode_steps,
-                ignore_terminations=rollout.plan.ignore_terminations,
-            ),
-            target=int(self._slots.target[row]),
-            video_stem=choice[0] if choice else None,
-            keep_video=choice[1] if choice else "all",
-        )
-
-    def _repeat_actions(self) -> None:
-        """Where a rollout repeats episodes, their actions take the policy's place."""
-        if all(rollout.replayed is None for rollout in self._rollouts):
-            return
-        for row in np.flatnonzero(self._may_act).tolist():
-            slot = self._slots.each[row]
-            if slot.rollout is None or slot.rollout.replayed is None:
-                continue
-            assert slot.episode is not None
-            chunks = slot.rollout.replayed[slot.episode.episode_id]
-            # A simulator that does not repeat itself may go on for longer than it did.
-            chunk = chunks[min(int(self._slots.chunks[row]), len(chunks) - 1)]
-            self._arena[Record.action][records_of(self._slots.current[row])] = chunk
-            self._slots.phase[row] = Phase.ACTED
-
     def _dispatch_inference(self) -> None:
         """Batch whatever is ready: at the target size, after a short wait, or when nothing else can arrive."""
         slots = self._slots
@@ -272,6 +249,7 @@ class RolloutScheduler(EventLoop):
         self._ready_since = 0.0
         rollout = slots.each[ready[0]].rollout
         assert rollout is not None
+        # Temperature and greed hold for a whole batch: slots of another mode wait for the next one.
         if len({one.mode for one in self._rollouts}) > 1:
             modes = [(other := slots.each[row].rollout) and other.mode for row in ready]
             ready = ready[[mode == rollout.mode for mode in modes]]
@@ -294,6 +272,7 @@ class RolloutScheduler(EventLoop):
         self._tally.infer_s += done.seconds
         self._tally.inferences += 1
         self._tally.inferred += len(rows)
+        # Their workers died meanwhile. Until now the policy was reading the records, so only now they may be freed.
         stale = [row for row in rows.tolist() if self._slots.each[row].stale]
         self._slots.phase[rows] = Phase.ACTED
         for row in stale:
@@ -308,6 +287,7 @@ class RolloutScheduler(EventLoop):
         self._tally.render_s += report.render_s
         self._tally.reset_s += report.reset_s
         first = self._first[worker]
+        # What belongs to an episode is noted before `_on_stepped` closes it: its slot then forgets whose it was.
         recordings = {first + r.slot: r for r in report.recordings}
         for row, recording in recordings.items():
             rollout = self._slots.each[row].rollout
@@ -323,6 +303,7 @@ class RolloutScheduler(EventLoop):
 
     def _on_stepped(self, rows: IntArray, records: IntArray, recordings: Mapping[int, Recording]) -> None:
         terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _ENDS)
+        # `take_chunks` has to see every row: it counts the chunks of the quota.
         over = self._slots.take_chunks(rows) | terminated | truncated
         self._slots.advance(rows[~over])
         if not over.any():
@@ -355,6 +336,7 @@ class RolloutScheduler(EventLoop):
 
     def _on_death(self, worker: str) -> None:
         """Play the running episodes of a dead worker again; the policy may still be reading some of their records."""
+        # The restarted worker knows nothing of these requests, and the old one's replies can no longer come.
         self._busy = {key: request for key, request in self._busy.items() if key[0] != worker}
         for row in self._rows_of(worker):
             slot = self._slots.each[row]
@@ -370,6 +352,7 @@ class RolloutScheduler(EventLoop):
         """Put the slot's episode back into its queue, or give it up if it is what kills the workers."""
         spec = self._slots.each[row].episode
         assert spec is not None
+        # Only an episode that the worker was busy with can have killed it.
         rollout.fatal[spec.episode_id] += (at_work := self._slots.phase[row] in (Phase.RESETTING, Phase.STEPPING))
         hopeless = at_work and rollout.fatal[spec.episode_id] >= self._max_attempts
         self._arena.free(self._slots.drop(row, again=not hopeless))
@@ -389,6 +372,7 @@ class RolloutScheduler(EventLoop):
         pending = [e for e in out.episodes if e.final_record >= 0]
         if not pending:
             return
+        # `_on_stepped` appended the record of the last observation to those of the chunks.
         tickets = np.array([out.tickets[e.spec.episode_id][-1] for e in pending])
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
         self.run_until(self._policy.ask_acting(request).complete)

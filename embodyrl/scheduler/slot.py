@@ -11,7 +11,8 @@ import numpy as np
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.scheduler.rollout import NO_QUOTA, Rollout
-from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, IntArray
+from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, EpisodeStart, IntArray
+from embodyrl.workers.messages import ResetRequest
 
 
 class Phase(IntEnum):
@@ -109,6 +110,25 @@ class Slots:
         self.phase[rows], self.chunks[rows] = Phase.RESETTING, 0
         self.target[rows] = self._arena.allocate_all(len(rows))
 
+    def reset_request(self, row: int, first: int) -> ResetRequest:
+        """What the env worker of a slot that has begun is asked; `first`: the worker's first slot."""
+        slot = self.each[row]
+        rollout, spec = slot.rollout, slot.episode
+        assert rollout is not None and spec is not None
+        choice = rollout.video(spec) if rollout.video is not None else None
+        return ResetRequest(
+            slot=row - first,
+            start=EpisodeStart(
+                reset_id=spec.reset_id,
+                seed=spec.seed,
+                max_episode_steps=rollout.plan.max_episode_steps,
+                ignore_terminations=rollout.plan.ignore_terminations,
+            ),
+            target=int(self.target[row]),
+            video_stem=choice[0] if choice else None,
+            keep_video=choice[1] if choice else "all",
+        )
+
     def go_on(self, rows: IntArray) -> None:
         """Show running episodes, cut ones that go on, to the policy: nothing is simulated for that."""
         for row in rows.tolist():
@@ -123,6 +143,19 @@ class Slots:
     def advance(self, rows: IntArray) -> None:
         """The observations in `target` are complete."""
         self.current[rows], self.phase[rows] = self.target[rows], Phase.READY
+
+    def repeat_actions(self, rows: IntArray) -> None:
+        """Where a rollout repeats episodes, their actions take the policy's place."""
+        for row in rows.tolist():
+            slot = self.each[row]
+            if slot.rollout is None or slot.rollout.replayed is None:
+                continue
+            assert slot.episode is not None
+            chunks = slot.rollout.replayed[slot.episode.episode_id]
+            # A simulator that does not repeat itself may go on for longer than it did.
+            chunk = chunks[min(int(self.chunks[row]), len(chunks) - 1)]
+            self._arena[Record.action][records_of(self.current[row])] = chunk
+            self.phase[row] = Phase.ACTED
 
     def step(self, rows: IntArray) -> None:
         """Their next observations are to be written."""

@@ -136,6 +136,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
     if learner is not None:
         actor = learner.actor
         if blueprint.ranks > 1:
+            # By the driver, which sees all GPUs: ranks that chose for themselves might choose differently.
             actor = actor.updated({"fsdp.gradient_sync": plan_memory(blueprint).gradient_sync})
         learning = {
             "algorithm": learner.algorithm,

@@ -40,6 +40,7 @@ class StepRollouts:
         rollout.on_episode = note
         collection = self._scheduler.finish(rollout)
         if self._algorithm.needs_greedy:
+            # Without records: only their returns are compared with.
             found = self._scheduler.collect(Rollout(greedy_episodes(self._cfg, rollout.plan), greedy=True, keep=False))
             collection.greedy = {e.spec.group_id: e for e in found.episodes}
             collection.tally.add(found.tally)
@@ -77,6 +78,7 @@ class StepRollouts:
         plan = refill_episodes(self._cfg, self._blueprint.env, step, attempt, missing, seen=self._algorithm.seen)
         more = self._scheduler.collect(Rollout(plan))
         collection.episodes += more.episodes
+        # Episode ids of refills lie behind those of the step, so neither overwrites the other.
         collection.tickets |= more.tickets
         collection.dropped += more.dropped
         collection.unjudged += more.unjudged

@@ -118,6 +118,7 @@ class ActorWorker:
             skipped += metrics is None
             if metrics:
                 steps.append(metrics)
+                # After the step that went too far, not before it: what it did shows only now.
                 if metrics.get("ratio", 0.0) > limit or metrics.get("kl", 0.0) > kl_limit:
                     stopped = 1.0
                     break

@@ -131,6 +131,7 @@ class EnvWorker:
         state = np.empty((count, *arena[Record.observed_state].shape[1:]), np.float32)
         with arena.write_all(targets) as records:
             env.observe_batch(slots, images, state)
+            # The first one is enough; the error leaves all of these records unreadable.
             for slot in np.asarray(slots)[~np.isfinite(state).all(axis=1)].tolist():
                 raise EnvError(_not_finite(env, slot, state[slots.index(slot)]))
             arena[Record.observed_state][records] = state

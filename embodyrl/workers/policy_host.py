@@ -155,6 +155,7 @@ class PolicyHost:
         error = ""
         try:
             metrics = self._carry_out(request)
+        # An answer and not the end of the worker: whoever asked may go on without this checkpoint.
         except CheckpointError as problem:
             metrics, error = {}, str(problem)
         seconds = time.perf_counter() - started
@@ -233,6 +234,7 @@ def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_are
     """Write parts of the weights into a bucket, in the type of those who take them; all ranks, the first writes."""
     parameters = {name: weight for name, weight, _ in _weights(module)}
     writes = ranks.rank_info.rank == 0
+    # All ranks gather, for that is collective, also those that do not write.
     whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in request.parts)}
     if writes:
         with bucket_arena.write(request.ticket) as record:
@@ -246,6 +248,7 @@ def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) ->
     (record,) = bucket_arena.read([request.ticket])
     with torch.no_grad():
         for part, source in _views(request.parts, bucket_arena, int(record)):
+            # In place: recorded graphs and compiled code hold these very tensors.
             parameters[part.name].view(-1)[part.start : part.stop].copy_(source)
     # An engine (vLLM) and a critic apart look at this before they act.
     weights_changed(module)

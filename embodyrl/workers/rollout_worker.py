@@ -31,6 +31,7 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
     even[0], odd[0] = np.arange(1, shape[1] + 1), chunks[:, None]
     key = np.stack([np.zeros(shape, np.uint64), np.broadcast_to(seeds[:, None], shape)])
     for _ in range(10):
+        # The two halves of a round at once: `[::-1]` swaps which product goes to which word.
         even, odd = (_high(_FACTORS, even) ^ odd ^ key)[::-1], _FACTORS * even
         key = key + _KEY_STEPS
     # Each number of 64 bits gives two of 32, the low one first, of which 24 bits are used.

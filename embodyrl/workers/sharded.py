@@ -67,6 +67,7 @@ class ShardedRanks:
         self._cfg = cfg
         self._acts = acts
         device = next(module.parameters()).device.type
+        # Before the mesh, which is made of the process group.
         _join(rank_info, device)
         shards = rank_info.world if cfg.shard_size == -1 else cfg.shard_size
         if shards == rank_info.world:
@@ -97,6 +98,7 @@ class ShardedRanks:
         """See `Ranks.score`."""
         adds_up = last or self._cfg.gradient_sync == "micro_batch"
         self._root.set_requires_gradient_sync(adds_up)
+        # FSDP reduces gradients in the last backward pass only; before it whole ones pile up on every rank.
         self._root.set_is_last_backward(adds_up)
         kind, tensors = self._root(compute)
         return kind(**tensors)
@@ -146,6 +148,7 @@ class ShardedRanks:
             if id(shard) not in whole:
                 tensor = _whole(shard, keep=first)  # collective
                 if write and not first:
+                    # The other ranks hold names and shapes only, so that all run the same code.
                     tensor = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
                 whole[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
             _replace(self._module, name, whole[id(shard)])

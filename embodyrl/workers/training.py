@@ -70,6 +70,7 @@ class Schedule:
         cfg, left = self._cfg, self._total - position
         share = cfg.warmup_ratio * self._total
         if position < share:
+            # Plus 1, so that the first step is not one of rate 0.
             return min(1.0, (position + 1.0) / share)
         if self.taken < self._warmup:
             return (self.taken + 1) / self._warmup
@@ -344,6 +345,7 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
     order = np.argsort(-cost, kind="stable")
     batches: list[IntArray] = []
     while order.size:
+        # Sorted by length, so the first one says how long all of the batch are padded to.
         count = max(1, budget // max(1, int(cost[order[0]])))
         batches.append(order[:count])
         order = order[count:]

@@ -101,6 +101,7 @@ class Scene:
         rotation, position = self._data.xmat[body].reshape(3, 3), self._data.xpos[body]
         geoms = self._solid[np.isin(self._model.geom_bodyid[self._solid], list(self._family(body)))]
         centers, halves = self._extent(geoms, rotation)
+        # Into the body's own frame, in which the box stays tight however the body is turned.
         centers = (centers - position) @ rotation
         low, high = (centers - halves).min(axis=0), (centers + halves).max(axis=0)
         return Box(center=position + rotation @ (low + high) / 2, axes=rotation.copy(), half=(high - low) / 2)

@@ -244,6 +244,7 @@ class TaskSimulator:
         self._data.qpos[:] = self._view_qpos
         self._model.site_rgba[:] = self._view_sites
         try:
+            # Poses of bodies, centres, cameras and lights: what drawing reads, and no dynamics.
             mujoco.mj_kinematics(self._model, self._data)
             mujoco.mj_comPos(self._model, self._data)
             mujoco.mj_camlight(self._model, self._data)

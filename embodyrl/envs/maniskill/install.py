@@ -91,6 +91,7 @@ def _described(cfg: str) -> Description:
             f"ManiSkill failed to build its task: {_last_words(done)}. Fix: {INSTALL}; {VULKAN_FIX}"
         )
     answer = json.loads(done.stdout)
+    # Errors travel by class name and text: both processes have the same classes.
     if "error" in answer:
         raise getattr(errors, answer["error"])(answer["text"])
     found: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in answer["found"].items()}

@@ -105,6 +105,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
     }
     try:
         with _quiet(), _lean(cfg):
+            # The user's own arguments last: they may replace everything but what `problems` reserves.
             return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs})
     except (EOFError, SystemExit) as error:
         raise MissingDependencyError(
@@ -208,6 +209,7 @@ def draws_scene(env: Any) -> bool:
         build(options)
         drawn.append(_generators(env) != before)
 
+    # On the object, and taken away again: other environments of the process keep the class's.
     env._reconfigure = watched
     try:
         with _quiet():

@@ -221,6 +221,7 @@ class GaussianChain(ABC):
             x = after
         states = torch.stack(begun, 1)  # [B, steps, H, D]
         kept = states[:, 1:] if self._every else states[torch.arange(len(x), device=device), chosen.flatten(), None]
+        # Whole states where the network will be asked again; of what a step led to, only the numbers that are scored.
         floats = torch.cat([kept.flatten(1), self._part(last).flatten(1)], 1)
         tokens = self.record.layout.pack((seeds if self._every else place)[:, None], floats.cpu().numpy())
         return Chosen(state=x, tokens=tokens, logprob=logprob / self._terms)

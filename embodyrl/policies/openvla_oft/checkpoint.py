@@ -81,6 +81,7 @@ def read_pt(path: Path, name: str) -> dict[str, Tensor]:
     """
     try:
         raw = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # As DistributedDataParallel saved them.
         state = {str(key).removeprefix("module."): tensor for key, tensor in raw.items()}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError, ValueError) as error:
         raise CheckpointError(

@@ -219,6 +219,7 @@ class LlamaModel(nn.Module):
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         x = embeddings
         for layer in self.layers:
+            # Only in the last layer: all others feed keys and values of every token to the layer above.
             wanted = rows if layer is self.layers[-1] else None
             x = checkpoint(layer, x, plan, wanted, use_reentrant=False) if recompute else layer(x, plan, wanted)
         return self.norm(x)

@@ -88,6 +88,7 @@ def load_merged(
         raise CheckpointError(
             f"{adapter} adapts '{strangers[0]}', which {folder} does not have; it is of another model."
         )
+    # Merged weight by weight on the way in: the whole model is never there twice.
     load_into(module, folder, change=loaded.merged, beside=beside, fresh_heads=fresh_heads)
 
 

@@ -256,6 +256,7 @@ class OpenVlaOftPolicy:
         ids, lengths = (on_device(x, self._device) for x in self._prompts.batch(obs.instructions))
         state = None
         if self._state_bounds is not None:
+            # As the public inference code does: flat dimensions are not set to 0, as those of actions are.
             normalised = normalise(obs.state, self._state_bounds, flat_to_zero=False)
             state = on_device(normalised, self._device).to(self._input_dtype)
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)

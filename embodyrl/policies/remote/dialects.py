@@ -41,6 +41,7 @@ class Names:
     def write(self, seen: Seen) -> dict[str, Any]:
         """The observation as a message; cameras beyond the names are left out."""
         pictures: dict[str, Any] = dict(zip(self.images, seen.images, strict=False))
+        # `pictures` becomes the message itself where there is no group, so the other parts are added to it.
         message = {self.group: pictures} if self.group else pictures
         message |= {self.prompt[0]: seen.prompt}
         return message if seen.state is None else message | {self.state[0]: seen.state}

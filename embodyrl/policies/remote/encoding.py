@@ -95,6 +95,7 @@ def _array(found: Mapping[Any, Any]) -> np.ndarray:
     data = _field(found, "data")
     if dtype.kind not in _KINDS:
         raise MessageError(f"an array of {dtype}; only booleans, integers and floats are read.")
+    # Before the array is made: a lie about its size must not become memory that is read or reserved.
     if not isinstance(data, bytes) or min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
         raise MessageError(f"an array of shape {shape} and type {dtype} whose data do not have that size.")
     return np.frombuffer(data, dtype).reshape(shape)

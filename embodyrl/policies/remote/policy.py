@@ -36,6 +36,7 @@ class RemotePolicy(OnlyActs):
         self._sequence = 0
         connection = ExitStack()
         self._socket = _connect(cfg, connection)
+        # Policies have no `close`: the connection ends with the object, or with the process.
         weakref.finalize(self, connection.close)
         self.server = self._greet()
 
@@ -88,6 +89,7 @@ class RemotePolicy(OnlyActs):
             actions = np.asarray(found, np.float32)
         except (TypeError, ValueError):
             actions = np.zeros(0, np.float32)
+        # A server that gives one action at a time may leave the chunk's axis out.
         actions = actions[None] if actions.ndim == 1 and actions.size else actions
         if actions.ndim != 2 or actions.shape[1] != wanted[1]:
             raise self._error(f"its answer holds actions of shape {list(actions.shape)}, not [any, {wanted[1]}].")
@@ -112,6 +114,7 @@ class RemotePolicy(OnlyActs):
                 raise self._error("it does not speak vla-eval's protocol. Fix: model.protocol=openpi.")
             if said.get("type") == "error":
                 raise self._error(f"it reports: {str(payload.get('error', payload))[:2000]}")
+            # By number: an answer that came too late for an earlier question must not be taken for this one's.
             if said.get("type") == kind and said.get("seq") == self._sequence:
                 return payload
         raise self._error(f"no {kind} has come for {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
@@ -147,6 +150,7 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
     client = need("websockets.sync.client")
     clock = RunClock()
     while True:
+        # Only time in which this process ran counts: a laptop that was closed has not waited.
         left = cfg.connect_timeout_s - clock.now()
         try:
             opened = client.connect(

@@ -217,8 +217,10 @@ def build_policy(
     network = VlaNetwork(model, reader, shape, pools=pools)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
+        # The heads draw from the global generator, which is given back as it was.
         module = FlowModule(network, cfg, request.value_dim)
     files = VlaFiles(folder, network, lora_spec(cfg) if adapted else None)
+    # Before the weights are read: it decides what has a gradient, and `_adapt` changes that again.
     policy = policy_class(cfg)(spec, cfg, module, reader, files, request)
     _fill(module, files, cfg, folder, request)
     if request.trainable:
