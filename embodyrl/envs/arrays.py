@@ -1,47 +1,33 @@
 """Episode semantics over simulators that step as arrays: `ChunkedEnv` with index arrays instead of loops over slots."""
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Never
+from typing import Any, Never
 
 import numpy as np
 import numpy.typing as npt
 
+from embodyrl.envs.chunked import SimEnv
 from embodyrl.envs.protocol import AfterStep
-from embodyrl.envs.reward import RewardStep, StepReward, StepRewardSettings
+from embodyrl.envs.reward import StepReward
 from embodyrl.envs.simulators import ArraySimulators
 from embodyrl.errors import EnvError
-from embodyrl.types import (
-    ByteArray,
-    ChunkResult,
-    EpisodeStart,
-    FloatArray,
-    IntArray,
-    ObservationOut,
-)
+from embodyrl.types import ByteArray, ChunkResult, EpisodeStart, FloatArray, IntArray, ObservationOut
 
 Float64 = npt.NDArray[np.float64]
 _NOTHING, _RUNNING, _OVER = 0, 1, 2
 """States of a slot."""
 
 
-class ArrayEnv:
+class ArrayEnv(SimEnv):
     """An `Env` over `ArraySimulators`; ends, rewards and errors as those of `ChunkedEnv`."""
 
-    def __init__(
-        self,
-        sims: ArraySimulators,
-        num_slots: int,
-        *,
-        use_rel_reward: bool,
-        reward_coef: float,
-        reward: StepRewardSettings | None = None,
-    ) -> None:
-        self._own = StepReward(reward) if reward is not None and reward.path is not None else None
-        spec = replace(sims.spec, reward_factor=reward_coef)
-        self.spec = self._own.declare(spec) if self._own else spec
+    _sims: ArraySimulators
+
+    def __init__(self, sims: ArraySimulators, num_slots: int, **rewards: Any) -> None:
+        """`rewards`: see `SimEnv`."""
+        super().__init__(sims.spec, **rewards)
         self.task_limit: int | None = None
-        self._sims, self._relative, self._coef = sims, use_rel_reward, reward_coef
+        self._sims = sims
         self._first_ids = np.cumsum([0, *self.spec.states_per_task])
         self._phase = np.zeros(num_slots, np.int8)
         self._reset_id, self._steps, self._limit = (np.zeros(num_slots, np.int64) for _ in range(3))
@@ -50,14 +36,10 @@ class ArrayEnv:
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Begin an episode in each slot; EnvError for an unknown reset id or a time limit below 1."""
+        self._check_starts(starts)
         rows = np.asarray(slots, np.int64)
         ids = np.asarray([start.reset_id for start in starts], np.int64)
         limits = np.asarray([start.max_episode_steps for start in starts], np.int64)
-        if wrong := [int(i) for i in ids if not 0 <= i < self.spec.num_reset_ids]:
-            last = self.spec.num_reset_ids - 1
-            raise EnvError(f"env '{self.spec.name}': reset id {wrong[0]} is outside 0..{last}.")
-        if (limits < 1).any():
-            raise EnvError(f"env '{self.spec.name}': max_episode_steps is {limits.min()}; at least 1.")
         self._phase[rows] = _NOTHING
         self._sims.begin(rows, ids, np.asarray([start.seed for start in starts], np.int64))
         self._reset_id[rows], self._limit[rows] = ids, limits
@@ -71,9 +53,7 @@ class ArrayEnv:
         rows = np.asarray(slots, np.int64)
         self._check(rows, actions)
         shape = actions.shape[:2]
-        flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
-        parts = np.zeros((len(rows), len(self.spec.components)), np.float32)
-        result = ChunkResult(reward=np.zeros(shape, np.float32), components=parts, unjudged={}, **flags)
+        result = self._nothing_yet(*shape)
         for k in range(shape[1]):
             running = np.flatnonzero(self._phase[rows] == _RUNNING)
             if not running.size:
@@ -107,31 +87,28 @@ class ArrayEnv:
         result.success[running, k] = step.success
         result.terminated[running, k], result.truncated[running, k] = ended, cut
         if self._own is not None:
-            earned = self._own_rewards(self._own, result, running, slots, actions, k, earned)
+            earned = self._own_rewards(self._own, result, running, slots, actions, (k, earned))
         result.reward[running, k] = self._coef * earned
 
     def _own_rewards(
-        self, own: StepReward, result: ChunkResult, running: IntArray, slots: IntArray, actions: FloatArray, k: int,
-        simulated: Float64,
-    ) -> Float64:  # fmt: skip
-        """Ask the user's function about each slot."""
+        self,
+        own: StepReward,
+        result: ChunkResult,
+        running: IntArray,
+        slots: IntArray,
+        actions: FloatArray,
+        simulated: tuple[int, Float64],
+    ) -> Float64:
+        """Ask the user's function about each slot; `simulated`: place in the chunk, and what is earned without it."""
         earned = np.zeros(len(slots))
         for place, (row, slot) in enumerate(zip(running.tolist(), slots.tolist(), strict=True)):
-            task = int(self.tasks_of(slots[place : place + 1])[0])
-            step = RewardStep(
-                slot=slot, step=int(self._steps[slot]), reset_id=int(self._reset_id[slot]), task_id=task,
-                instruction=self.spec.tasks[task], action=actions[place], reward=float(self._last[slot]),
-                success=bool(result.success[row, k]), terminated=bool(result.terminated[row, k]),
-                truncated=bool(result.truncated[row, k]), look=lambda slot=slot: self._look(slot),
-                ask=lambda slot=slot: self._sims.info(slot),
-            )  # fmt: skip
-            parts, why = own.parts(step, float(simulated[place]))
-            assert result.components is not None
-            result.components[row] += parts
+            start = slot, int(self._reset_id[slot]), int(self._steps[slot])
+            rewards = float(self._last[slot]), float(simulated[1][place])
+            at = row, simulated[0]
+            earned[place], why = self._own_reward(own, result, at, start, actions[place], rewards)
             if why is not None and not self._unjudged[slot]:  # once an episode, which counts as one
                 self._unjudged[slot] = True
                 result.unjudged[slot] = f"{self._where(slot)}: {why}"
-            earned[place] = own.total(parts)
         return earned
 
     def expert_chunk(
@@ -166,19 +143,8 @@ class ArrayEnv:
         self._require_begun(np.array([slot]))
         return self.spec.tasks[int(self.tasks_of(np.array([slot]))[0])]
 
-    def render(self, slot: int) -> np.ndarray:
-        """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
-        return self._sims.render(slot)
-
-    def close(self) -> None:
-        """Free the simulators; idempotent."""
-        self._sims.close()
-
-    def _look(self, slot: int) -> ObservationOut:
-        shape = (1, len(self.spec.cameras), *self.spec.image_size, 3)
-        images, state = np.zeros(shape, np.uint8), np.zeros((1, self.spec.state_dim), np.float32)
-        self._sims.observe(np.array([slot]), images, state)
-        return ObservationOut(images=images[0], state=state[0])
+    def _observe_into(self, slot: int, out: ObservationOut) -> None:
+        self._sims.observe(np.array([slot]), out.images[None], out.state[None])
 
     def _check(self, slots: IntArray, actions: FloatArray) -> None:
         self._require_begun(slots)
@@ -202,8 +168,4 @@ class ArrayEnv:
             raise EnvError(f"env '{self.spec.name}', slot {int(idle[0])}: no episode; call reset for this slot first.")
 
     def _where(self, slot: int) -> str:
-        task, state = self.spec.task_of(int(self._reset_id[slot]))
-        return (
-            f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
-            f"step {int(self._steps[slot])}"
-        )
+        return self._place(slot, int(self._reset_id[slot]), int(self._steps[slot]))

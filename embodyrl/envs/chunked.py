@@ -1,6 +1,7 @@
 """Episode semantics over single-step simulators: one place that decides when an episode ends and what it earns."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,9 +10,9 @@ import numpy as np
 
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.reward import RewardStep, StepReward, StepRewardSettings
-from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
+from embodyrl.envs.simulators import ArraySimulators, BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.errors import EnvError
-from embodyrl.types import ChunkResult, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
 
 Choice = Callable[[int, int, int], FloatArray]
 """(row, k, slot) -> action [A]"""
@@ -31,7 +32,104 @@ class _Progress:
     """No step's reward is unknown so far."""
 
 
-class ChunkedEnv:
+class SimEnv(ABC):
+    """What environments over simulators share: checks of starts, empty results, the user's reward, messages."""
+
+    _sims: SlotSimulators | ArraySimulators
+
+    def __init__(
+        self, spec: EnvSpec, *, use_rel_reward: bool, reward_coef: float, reward: StepRewardSettings | None = None
+    ) -> None:
+        self._own = StepReward(reward) if reward is not None and reward.path is not None else None
+        spec = replace(spec, reward_factor=reward_coef)
+        self.spec = self._own.declare(spec) if self._own else spec
+        self._relative, self._coef = use_rel_reward, reward_coef
+
+    def render(self, slot: int) -> np.ndarray:
+        """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
+        return self._sims.render(slot)
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        self._sims.close()
+
+    def _check_starts(self, starts: Sequence[EpisodeStart]) -> None:
+        for start in starts:
+            if not 0 <= start.reset_id < self.spec.num_reset_ids:
+                raise EnvError(
+                    f"env '{self.spec.name}': reset id {start.reset_id} is outside 0..{self.spec.num_reset_ids - 1}."
+                )
+            if start.max_episode_steps < 1:
+                raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
+
+    def _nothing_yet(self, slots: int, actions: int) -> ChunkResult:
+        """The result of a chunk of which nothing was executed."""
+        shape = (slots, actions)
+        flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
+        parts = np.zeros((slots, len(self.spec.components)), np.float32)
+        return ChunkResult(reward=np.zeros(shape, np.float32), components=parts, unjudged={}, **flags)
+
+    def _look(self, slot: int) -> ObservationOut:
+        """What a slot shows, in memory of its own."""
+        shape = (len(self.spec.cameras), *self.spec.image_size, 3)
+        seen = ObservationOut(images=np.zeros(shape, np.uint8), state=np.zeros(self.spec.state_dim, np.float32))
+        self._observe_into(slot, seen)
+        return seen
+
+    @abstractmethod
+    def _observe_into(self, slot: int, out: ObservationOut) -> None:
+        """Let the simulator write what a slot shows."""
+
+    def _own_reward(
+        self,
+        own: StepReward,
+        result: ChunkResult,
+        at: Place,
+        start: tuple[int, int, int],
+        action: FloatArray,
+        rewards: tuple[float, float],
+    ) -> tuple[float, str | None]:
+        """Ask the user's function about the step just noted; returns what it earned, and why it failed.
+
+        Args:
+            own: the function.
+            result: of the chunk; takes the parts of the reward.
+            at: the step's place in it.
+            start: slot, reset id and number of the step in its episode.
+            action: [A] as executed.
+            rewards: the simulator's own, and what is earned without the function.
+        """
+        slot, reset_id, steps = start
+        task = self.spec.task_of(reset_id)[0]
+        step = RewardStep(
+            slot=slot,
+            step=steps,
+            reset_id=reset_id,
+            task_id=task,
+            instruction=self.spec.tasks[task],
+            action=action,
+            reward=rewards[0],
+            success=bool(result.success[at]),
+            terminated=bool(result.terminated[at]),
+            truncated=bool(result.truncated[at]),
+            look=lambda: self._look(slot),
+            ask=lambda: self._sims.info(slot),
+        )
+        parts, why = own.parts(step, rewards[1])
+        assert result.components is not None
+        result.components[at[0]] += parts
+        return own.total(parts), why
+
+    def _place(self, slot: int, reset_id: int, steps: int) -> str:
+        """Where something happened, for messages."""
+        task, state = self.spec.task_of(reset_id)
+        return (
+            f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
+            f"step {steps}"
+        )
+
+
+class ChunkedEnv(SimEnv):
     """An `Env` over `SlotSimulators`.
 
     An episode ends *terminated* when the simulator says so (unless the episode ignores terminations), else
@@ -43,23 +141,14 @@ class ChunkedEnv:
     `reward` of the user's, `coef` times what that one returns takes its place, or is added to it.
     """
 
-    def __init__(
-        self,
-        sims: SlotSimulators,
-        num_slots: int,
-        *,
-        use_rel_reward: bool,
-        reward_coef: float,
-        reward: StepRewardSettings | None = None,
-    ) -> None:
+    _sims: SlotSimulators
+
+    def __init__(self, sims: SlotSimulators, num_slots: int, **rewards: Any) -> None:
+        """`rewards`: see `SimEnv`."""
         assert num_slots >= 1
-        self._own = StepReward(reward) if reward is not None and reward.path is not None else None
-        spec = replace(sims.spec, reward_factor=reward_coef)
-        self.spec = self._own.declare(spec) if self._own else spec
+        super().__init__(sims.spec, **rewards)
         self.task_limit = sims.task_limit
         self._sims = sims
-        self._relative = use_rel_reward
-        self._coef = reward_coef
         self._progress: list[_Progress | None] = [None] * num_slots
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
@@ -69,13 +158,7 @@ class ChunkedEnv:
             EnvError: a start asks for an unknown reset id or for no steps at all.
         """
         assert len(slots) == len(starts)
-        for start in starts:
-            if not 0 <= start.reset_id < self.spec.num_reset_ids:
-                raise EnvError(
-                    f"env '{self.spec.name}': reset id {start.reset_id} is outside 0..{self.spec.num_reset_ids - 1}."
-                )
-            if start.max_episode_steps < 1:
-                raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
+        self._check_starts(starts)
         for slot in slots:
             # A reset that fails leaves no episode behind that somebody could go on with.
             self._progress[slot] = None
@@ -144,10 +227,7 @@ class ChunkedEnv:
                 raise EnvError(
                     f"{self._where(slot)}: the episode is over; step_chunk expects a running one. Reset the slot first."
                 )
-        shape = (len(slots), num_actions)
-        flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
-        parts = np.zeros((len(slots), len(self.spec.components)), np.float32)
-        result = ChunkResult(reward=np.zeros(shape, np.float32), components=parts, unjudged={}, **flags)
+        result = self._nothing_yet(len(slots), num_actions)
         self._fill(result, slots, choose, after_step)
         return result
 
@@ -185,43 +265,16 @@ class ChunkedEnv:
         result.valid[at] = True
         result.success[at], result.terminated[at], result.truncated[at] = step.success, ended, at_limit and not ended
         if self._own is not None:
-            earned = self._own_reward(self._own, result, at, slot, action, earned)
+            start, simulated = (slot, progress.start.reset_id, progress.steps), (step.reward, earned)
+            earned, why = self._own_reward(self._own, result, at, start, action, simulated)
+            if why is not None and progress.judged:  # a failure is said once for each episode
+                progress.judged = False
+                result.unjudged[slot] = f"{self._where(slot)}: {why}"
         result.reward[at] = self._coef * earned
         return progress.over
 
-    def _own_reward(
-        self, own: StepReward, result: ChunkResult, at: Place, slot: int, action: FloatArray, simulated: float
-    ) -> float:
-        """Ask the user's function about the step just noted; a failure is said once for each episode."""
-        progress, task = self._begun(slot), self._task(slot)
-        step = RewardStep(
-            slot=slot,
-            step=progress.steps,
-            reset_id=progress.start.reset_id,
-            task_id=task,
-            instruction=self.spec.tasks[task],
-            action=action,
-            reward=progress.last_reward,
-            success=bool(result.success[at]),
-            terminated=bool(result.terminated[at]),
-            truncated=bool(result.truncated[at]),
-            look=lambda: self._look(slot),
-            ask=lambda: self._sims.info(slot),
-        )
-        parts, why = own.parts(step, simulated)
-        assert result.components is not None
-        result.components[at[0]] += parts
-        if why is not None and progress.judged:
-            progress.judged = False
-            result.unjudged[slot] = f"{self._where(slot)}: {why}"
-        return own.total(parts)
-
-    def _look(self, slot: int) -> ObservationOut:
-        """What a slot shows, in memory of its own."""
-        shape = (len(self.spec.cameras), *self.spec.image_size, 3)
-        seen = ObservationOut(images=np.zeros(shape, np.uint8), state=np.zeros(self.spec.state_dim, np.float32))
-        self._sims.observe(slot, seen)
-        return seen
+    def _observe_into(self, slot: int, out: ObservationOut) -> None:
+        self._sims.observe(slot, out)
 
     def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
         """Write the current observation of each slot into its views (also of an episode that is over)."""
@@ -242,11 +295,7 @@ class ChunkedEnv:
     def render(self, slot: int) -> np.ndarray:
         """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
         self._begun(slot)
-        return self._sims.render(slot)
-
-    def close(self) -> None:
-        """Free the simulators; idempotent."""
-        self._sims.close()
+        return super().render(slot)
 
     def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
         good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action_dim
@@ -275,11 +324,7 @@ class ChunkedEnv:
 
     def _where(self, slot: int) -> str:
         progress = self._begun(slot)
-        task, state = self.spec.task_of(progress.start.reset_id)
-        return (
-            f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
-            f"step {progress.steps}"
-        )
+        return self._place(slot, progress.start.reset_id, progress.steps)
 
 
 class LockstepEnv(ChunkedEnv):

@@ -24,14 +24,30 @@ class SimStep:
     `may_truncate`."""
 
 
-class SlotSimulators(ABC):
+class Simulators:
+    """What all simulators have in common."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self.spec = spec
+
+    def render(self, slot: int) -> ByteArray:
+        """Return an upright RGB frame [H, W, 3] uint8."""
+        raise EnvError(f"env '{self.spec.name}' has no picture to record; set video=none.")
+
+    def info(self, slot: int) -> Mapping[str, Any]:
+        """What the simulator says about the last step beside `SimStep`, for reward functions."""
+        return {}
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        return None
+
+
+class SlotSimulators(Simulators, ABC):
     """N single-step simulators; `ChunkedEnv` turns them into an `Env`. Slots count from 0."""
 
     task_limit: int | None = None
     """See `Env.task_limit`."""
-
-    def __init__(self, spec: EnvSpec) -> None:
-        self.spec = spec
 
     @abstractmethod
     def reset(self, slot: int, reset_id: int, seed: int) -> None:
@@ -52,14 +68,6 @@ class SlotSimulators(ABC):
     def expert(self, slot: int) -> FloatArray:
         """Return the scripted expert's next action [A]; only called for tasks in `spec.expert_tasks`."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
-
-    def info(self, slot: int) -> Mapping[str, Any]:
-        """What the simulator says about the last step beside `SimStep`, for reward functions."""
-        return {}
-
-    def close(self) -> None:
-        """Free the simulators; idempotent."""
-        return None
 
 
 class BatchedSimulators(SlotSimulators):
@@ -84,14 +92,11 @@ class SimSteps:
     truncated: BoolArray
 
 
-class ArraySimulators(ABC):
+class ArraySimulators(Simulators, ABC):
     """N simulators of one kind whose state is arrays: one call begins, steps or observes many slots.
 
     `ArrayEnv` turns them into an `Env`. `slots` [n] are row numbers, each at most once; only these slots move.
     """
-
-    def __init__(self, spec: EnvSpec) -> None:
-        self.spec = spec
 
     @abstractmethod
     def begin(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
@@ -104,15 +109,3 @@ class ArraySimulators(ABC):
     @abstractmethod
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray) -> None:
         """Write what the slots show into `images` [n, C, H, W, 3] and `state` [n, S]."""
-
-    def render(self, slot: int) -> ByteArray:
-        """Return an upright RGB frame [H, W, 3] uint8."""
-        raise EnvError(f"env '{self.spec.name}' has no picture to record; set video=none.")
-
-    def info(self, slot: int) -> Mapping[str, Any]:
-        """What the simulator says about the last step beside `SimSteps`, for reward functions."""
-        return {}
-
-    def close(self) -> None:
-        """Free the simulators; idempotent."""
-        return None

@@ -200,6 +200,19 @@ def fitting_models(env: EnvSpec) -> str:
     return "model=cnn" if env.cameras else "model=mlp"
 
 
+def seen_problems(who: str, env: EnvSpec) -> list[str]:
+    """What a policy that reads camera images and gives box actions misses in an environment, one line each."""
+    if not env.cameras or env.action_kind != ActionKind.box:
+        has = f"{len(env.cameras)} cameras and {env.action_kind} actions"
+        return [
+            f"{who} reads camera images and gives box actions, env '{env.name}' has {has}; choose another model, for "
+            f"example {fitting_models(env)}."
+        ]
+    if env.image_rotation_deg not in (0, 180):
+        return [f"env '{env.name}' declares image_rotation_deg={env.image_rotation_deg}; only 0 and 180 work."]
+    return []
+
+
 def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> None:
     """Write a folder of `Policy.save` as a checkpoint that needs no other: adapters merged, in the compute precision.
 

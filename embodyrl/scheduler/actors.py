@@ -14,12 +14,7 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers
 from embodyrl.types import IntArray, PreparedBatch
-from embodyrl.workers.messages import (
-    LoadRequest,
-    SaveRequest,
-    ScoreRequest,
-    UpdateRequest,
-)
+from embodyrl.workers.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
 
 ALGORITHM_FILE = "algorithm.json"
 

@@ -147,15 +147,7 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
         return _read_paligemma(config, where, adaptive=adaptive or config.get("type") == "pi05")
     except CheckpointError:
         raise
-    except (
-        OSError,
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where} is missing or malformed ({error!r}). It wants the config.json of a pi0, pi0.5 or SmolVLA "
             f"checkpoint (openpi, lerobot or transformers); fetch it again."

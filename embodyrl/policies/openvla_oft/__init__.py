@@ -25,9 +25,9 @@ from embodyrl.policies.openvla_oft.sizes import (
     outside_parameters,
     sample_size,
 )
-from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
+from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
-from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
+from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
 
 TRY_NOW = "To try things without a download, use model=openvla_oft_tiny."
 PUBLIC_LAYOUT = (
@@ -131,12 +131,8 @@ def _trained(cfg: OftSettings, config: OftConfig, options: OftOptions) -> int:
 
 
 def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
-    if not env.cameras or env.action_kind != ActionKind.box:
-        has = f"{len(env.cameras)} cameras and {env.action_kind} actions"
-        return [
-            f"OpenVLA reads camera images and gives box actions, env '{env.name}' has {has}; choose another model, for "
-            f"example {fitting_models(env)}."
-        ]
+    if problems := seen_problems("OpenVLA", env):
+        return problems
     data_set = config.statistics.find(cfg.unnorm_key, env.unnorm_key)
     problems = []
     width = len(config.statistics.bounds(data_set, "action", cfg.action_normalization).mask)
@@ -152,8 +148,6 @@ def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
                 f"model.use_proprio=true: the proprio statistics '{data_set}' in {config.folder} have {width} "
                 f"dimensions, env '{env.name}' gives {env.state_dim}; set another unnorm_key, or use_proprio=false."
             )
-    if env.image_rotation_deg not in (0, 180):
-        problems.append(f"env '{env.name}' declares image_rotation_deg={env.image_rotation_deg}; only 0 and 180 work.")
     return problems
 
 

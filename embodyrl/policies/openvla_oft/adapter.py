@@ -64,7 +64,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             use_rslora=bool(raw.get("use_rslora", False)),
         )
         strange = {name: raw[name] for name, only in _ONLY.items() if raw.get(name, only) not in (only, None)}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where} is missing or malformed ({error!r}). model.lora.path wants a folder with {ADAPTER_CONFIG} and "
             f"{ADAPTER_WEIGHTS}, as peft writes it."

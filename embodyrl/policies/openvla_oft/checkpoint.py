@@ -109,7 +109,7 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("model*.safetensors"))
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}. Fetch the file again.") from error
     missing = [name for name in names if not (folder / name).exists()]
     if missing:

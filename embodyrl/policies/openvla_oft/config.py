@@ -191,7 +191,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path} is missing. The folder is not a checkpoint in the public OpenVLA-OFT layout, or its download is "
             f"incomplete; fetch the whole repository again."
         ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object. Fetch the file again.")

@@ -35,15 +35,7 @@ from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, Bounds, normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
-from embodyrl.types import (
-    FloatArray,
-    ImitationScores,
-    IntArray,
-    Observation,
-    PolicyOutput,
-    PolicyScores,
-    PolicySpec,
-)
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 
 class OpenVlaOftPolicy:

@@ -18,7 +18,7 @@ from embodyrl.policies.flow.vla.folder import (
 )
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
-from embodyrl.policies.protocol import Policy, PolicyRequest, fitting_models
+from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
@@ -185,12 +185,8 @@ def _shape(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> ChunkShape:
 
 
 def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
-    if not env.cameras or env.action_kind != ActionKind.box:
-        has = f"{len(env.cameras)} cameras and {env.action_kind} actions"
-        return [
-            f"{cfg.model_type} reads camera images and gives box actions, env '{env.name}' has {has}; choose another "
-            f"model, for example {fitting_models(env)}."
-        ]
+    if problems := seen_problems(cfg.model_type, env):
+        return problems
     problems = []
     if cfg.num_action_chunks > model.horizon:
         problems.append(
@@ -206,8 +202,6 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
             f"model.delta_dims={cfg.delta_dims}: env '{env.name}' has {env.action_dim} numbers in an action and "
             f"{env.state_dim} in its state."
         )
-    if env.image_rotation_deg not in (0, 180):
-        problems.append(f"env '{env.name}' declares image_rotation_deg={env.image_rotation_deg}; only 0 and 180 work.")
     return problems
 
 
