@@ -24,10 +24,9 @@ from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.roots import TextTask, TrainConfig
-from embodyrl.scheduler.actors import Actors
+from embodyrl.scheduler.actors import Actors, StepRollouts
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
-from embodyrl.scheduler.step_rollouts import StepRollouts
 from embodyrl.types import PreparedBatch
 
 _NOTHING = PreparedBatch(

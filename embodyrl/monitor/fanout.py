@@ -4,13 +4,90 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from embodyrl.errors import ConfigError, UnknownNameError, masked
-from embodyrl.monitor.background import BackgroundMonitor
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo
+
+_BACKLOG = 1000
+"""Calls that may wait."""
+
+
+class BackgroundMonitor(Monitor):
+    """Hands calls on to a monitor, in order. A failure there is raised at the next call here."""
+
+    def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
+        """Wrap `monitor`; one call may take `patience_s`, and the end of all `close_s`."""
+        self._monitor = monitor
+        self._patience_s, self._close_s = patience_s, close_s
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_BACKLOG)
+        self._failure: Exception | None = None
+        self._since = float("inf")
+        """Start of the call that is under way."""
+        self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
+
+    def open(self, run_dir: Path, info: RunInfo) -> None:
+        """Start the thread and let it open the logger; return as soon as that is done or given up."""
+        opened = threading.Event()
+        self._calls.put(partial(self._monitor.open, run_dir, info))
+        self._calls.put(opened.set)
+        self._thread.start()
+        while not opened.wait(0.02):
+            self._check()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See `Monitor.log`."""
+        self._hand_on(partial(self._monitor.log, step, dict(metrics)))
+
+    def video(self, step: int, path: Path) -> None:
+        """See `Monitor.video`."""
+        self._hand_on(partial(self._monitor.video, step, path))
+
+    def text(self, line: str) -> None:
+        """See `Monitor.text`."""
+        self._hand_on(partial(self._monitor.text, line))
+
+    def close(self) -> None:
+        """See `Monitor.close`."""
+        if self._thread.ident is None:
+            return
+        if self._thread.is_alive():
+            self._hand_on(self._monitor.close)
+            self._hand_on(None)
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"its last calls did not end within {self._close_s:g} s; they are lost")
+        if self._failure is not None:
+            raise self._failure
+
+    def _hand_on(self, call: Callable[[], None] | None) -> None:
+        self._check()
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            raise TimeoutError(f"{_BACKLOG} calls wait for it") from None
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if time.monotonic() - self._since > self._patience_s:
+            raise TimeoutError(f"one call takes longer than {self._patience_s:g} s")
+
+    def _work(self) -> None:
+        try:
+            while (call := self._calls.get()) is not None:
+                self._since = time.monotonic()
+                call()
+                self._since = float("inf")
+        except Exception as error:
+            self._failure = error
+
 
 _log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from processes import MARK, TESTS, listening, start_cli
 from toy_runs import toy_words, train_toy
 
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.commands.serve.answering import Answering
-from embodyrl.commands.serve.server import PolicyServer
+from embodyrl.commands.serve.server import Answering, PolicyServer
 from embodyrl.errors import CheckpointError, EmbodyError, Interrupted
 from embodyrl.plan.config import load_config
 from embodyrl.plan.settings import ServeSettings

@@ -14,9 +14,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
+from embodyrl.scheduler.actors import StepRollouts
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.slot import Phase
-from embodyrl.scheduler.step_rollouts import StepRollouts
 
 
 def sampler_of(stage: Stage) -> StepRollouts:

@@ -41,8 +41,7 @@ def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str]
         say(f"  {name:<10} {text}")
     import torch
 
-    from embodyrl.commands.serve.answering import Answering
-    from embodyrl.commands.serve.server import PolicyServer
+    from embodyrl.commands.serve.server import Answering, PolicyServer
     from embodyrl.workers.training import best_device, seed_everything
 
     torch.set_num_threads(available_cores())
