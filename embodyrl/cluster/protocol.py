@@ -1,22 +1,54 @@
-"""The launcher seam: start workers, send requests, wait for replies and deaths."""
+"""The launcher seam: start workers, send requests, wait for replies and deaths; how long they may take."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol, TypeAlias
 
 from pydantic import Field
 
-from embodyrl.config.settings import Says, Settings
+from embodyrl.config.settings import Index, Says, Seconds, Settings
 from embodyrl.errors import ConfigError
 from embodyrl.registry import Registry
 
 if TYPE_CHECKING:
     from embodyrl.workers.lifecycle import WorkerSpec
     from embodyrl.workers.messages import Reply, Request
+
+
+OnVideoError = StrEnum("OnVideoError", ["warn", "stop"])
+OnEnvCrash = StrEnum("OnEnvCrash", ["restart", "fail"])
+
+
+class StepTimeout(Settings):
+    """How long a simulator may take."""
+
+    step_timeout_s: Seconds = 120.0
+    """Longest answer of an env worker for one action chunk or reset, per slot."""
+
+
+class WorkerTimeouts(Settings):
+    """How long workers may take."""
+
+    start_timeout_s: Seconds = 600.0
+    """Longest start of a worker: imports, simulators, weights."""
+    update_timeout_s: Seconds = 3600.0
+    """Longest update, checkpoint or scoring pass of the actor."""
+
+
+class ActingFaults(StepTimeout, WorkerTimeouts):
+    """What happens when a worker fails."""
+
+    on_env_crash: OnEnvCrash = OnEnvCrash.restart
+    """restart the env worker (its running episodes are played again) or fail."""
+    max_restarts_per_worker: Index = 3
+    """Restarts of one env worker before the run fails with exit code 4; also attempts at an episode that kills it."""
+    on_video_error: OnVideoError = OnVideoError.warn
+    """warn and go on, or stop."""
 
 
 class LauncherSettings(Settings):

@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from embodyrl.cluster.protocol import Launcher, Message, WorkerDied
-from embodyrl.cluster.settings import ActingFaults, OnEnvCrash
+from embodyrl.cluster.protocol import ActingFaults, Launcher, Message, OnEnvCrash, WorkerDied
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError, StoppedAtOnce, WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec

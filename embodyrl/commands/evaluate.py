@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.cluster.settings import OnVideoError
+from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import open_run, resolve_weights

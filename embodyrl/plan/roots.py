@@ -10,8 +10,7 @@ from pydantic import PrivateAttr
 from embodyrl.algorithms.protocol import algorithm_settings
 from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, ValueSettings
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings, parse_placement
-from embodyrl.cluster.settings import ActingFaults, StepTimeout
+from embodyrl.cluster.protocol import ActingFaults, LauncherSettings, ProcessSettings, StepTimeout, parse_placement
 from embodyrl.config.settings import Index, Path, Settings, spell
 from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
 from embodyrl.datasets.text import holds_text

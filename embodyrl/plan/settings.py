@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from embodyrl.cluster.settings import ActingFaults, WorkerTimeouts
+from embodyrl.cluster.protocol import ActingFaults, WorkerTimeouts
 from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Seconds, Settings, Share
 from embodyrl.policies.remote.settings import ConversationSettings
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import RecordLayout
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.settings import ActingFaults
+from embodyrl.cluster.protocol import ActingFaults
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.files import available_cores

@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from embodyrl.policies.openvla_oft.linear import adapted
-from embodyrl.policies.openvla_oft.llama import _rotate, _Rotation, rope_tables
+from embodyrl.policies.openvla_oft.llama import _rotate, _Rotation, adapted, rope_tables
 
 
 class Pair(nn.Module):

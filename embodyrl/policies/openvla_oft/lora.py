@@ -21,7 +21,7 @@ from embodyrl.policies.openvla_oft.adapter import (
     read_adapter_spec,
 )
 from embodyrl.policies.openvla_oft.checkpoint import base_state, load_into, map_weights
-from embodyrl.policies.openvla_oft.linear import linears
+from embodyrl.policies.openvla_oft.llama import linears
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
 """Parts that may carry adapters; value head and proprioception projector are trained in full beside them."""

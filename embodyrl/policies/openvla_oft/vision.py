@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from embodyrl.policies.openvla_oft.config import VitSpec
-from embodyrl.policies.openvla_oft.linear import linears
+from embodyrl.policies.openvla_oft.llama import linears
 
 LAYER_NORM_EPS = 1e-6
 
