@@ -132,6 +132,7 @@ class Units:
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Return the mean [B, 1, 1] of `values` over the valid units of each sample."""
+        # `valid` has one entry for all tokens of an action.
         mask = self.valid.expand_as(self.logprob)
         total = values.expand_as(mask).where(mask, values.new_zeros(())).sum((1, 2), keepdim=True)
         return total / mask.sum((1, 2), keepdim=True)

@@ -206,4 +206,5 @@ def _nodes(names: str, text: str | int, num_nodes: int) -> tuple[int, ...]:
             f"cluster.component_placement.{names}='{text}': nodes are numbered 0 to {num_nodes - 1} "
             f"(cluster.num_nodes={num_nodes})."
         )
+    # Each node once, in the order in which they were named.
     return tuple(dict.fromkeys(nodes))

@@ -40,6 +40,7 @@ class ArrayEnv(SimEnv):
         rows = np.asarray(slots, np.int64)
         ids = np.asarray([start.reset_id for start in starts], np.int64)
         limits = np.asarray([start.max_episode_steps for start in starts], np.int64)
+        # Until the simulator has begun: a reset that fails leaves no episode behind.
         self._phase[rows] = _NOTHING
         self._sims.begin(rows, ids, np.asarray([start.seed for start in starts], np.int64))
         self._reset_id[rows], self._limit[rows] = ids, limits
@@ -80,6 +81,7 @@ class ArrayEnv(SimEnv):
         self._steps[slots] += 1
         earned = reward - self._last[slots] if self._relative else reward
         self._last[slots] = reward
+        # A goal that is reached at the time limit ends the episode: nothing is bootstrapped then.
         ended = np.asarray(step.terminated, np.bool_) & ~self._ignores[slots]
         cut = (np.asarray(step.truncated, np.bool_) | (self._steps[slots] >= self._limit[slots])) & ~ended
         self._phase[slots[ended | cut]] = _OVER

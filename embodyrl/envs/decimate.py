@@ -93,6 +93,7 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
     """
     if len(mesh.faces) <= max_faces:
         return mesh
+    # The careful way keeps seams of textures, where it may have to stop early.
     faces = _fewer_faces(mesh, max_faces, sloppy=False)
     if len(faces) > _SEAM_SLACK * max_faces:
         rough = _fewer_faces(mesh, max_faces, sloppy=True)

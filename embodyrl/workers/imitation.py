@@ -44,6 +44,7 @@ class ImitationWorker:
         self._policy.module.train(request.learn)
         if not request.learn:
             return self._measure(records)
+        # By sample and not by rank: the same pictures come out on any number of ranks.
         draws = self._draws(request.augment, len(records))
         result = yield from self._trainer.descend(
             self._costs(records),
@@ -67,6 +68,7 @@ class ImitationWorker:
             scores = ranks.score(lambda rows=rows: self._imitate(records[rows], None), last=True)
             if counts:
                 parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum())})
+        # Sums travel, not means: ranks may have measured different numbers of samples.
         parts = ranks.exchange(parts)
         return {name: sum(part[name] for part in parts) for name in ("loss", "accuracy")}
 

@@ -46,10 +46,12 @@ class OffPolicyWorker:
         self._critics, self._targets = (
             self._policy.build_critics(rules.critics, seed, layer_norm=rules.critic_layer_norm) for _ in range(2)
         )
+        # Built from the same seed as the critics, so they begin as copies of them.
         self._targets.requires_grad_(False)
         device = next(self._critics.parameters()).device
         self._log_alpha = torch.tensor(math.log(rules.alpha_init), device=device, requires_grad=True)
         adam: dict[str, Any] = {"betas": (self._optim.adam_beta1, self._optim.adam_beta2), "eps": self._optim.adam_eps}
+        # What both see is trained by the critics alone: the policy's gradient spoils it (arXiv 1910.01741).
         adam["fused"] = True  # as the policy's (`Optimization`)
         trained = [*self._critics.parameters(), *self._policy.encoder]
         self._optimizers = {
@@ -65,6 +67,7 @@ class OffPolicyWorker:
 
         Returns metrics averaged over the updates.
         """
+        # Before anything is learned: the records belong to others as soon as this request is answered.
         new = self._store(request)
         if isinstance(self._policy, LearnsStatistics):
             self._policy.take_statistics(read_observation(self._arena, new))
@@ -109,16 +112,19 @@ class OffPolicyWorker:
             on_device(np.concatenate([buffer[name][places] for buffer, places in chosen]), features.device)
             for name in ("action", "reward", "discount")
         )
+        # Drawn once, for temperature and policy alike; no gradient of theirs reaches what both see.
         drawn, logprob = self._policy.draw(features.detach())
         alpha = self._log_alpha.detach().exp()
         alpha_loss = temperature_loss(self._log_alpha, logprob, self._target_entropy)
         with torch.no_grad():
             after = torch.cat([self._features(one) for one in then])
             next_action, next_logprob = self._policy.draw(after)
+            # The smallest of a pair, whatever the number of critics: of all of them it would be far too low.
             following = self._targets(after, next_action)[pair]
             target = soft_target(reward, discount, following, next_logprob, alpha)
         value = self._critics(features, action)
         loss = critic_loss(value, target)
+        # Before the first of the three steps, so that a skipped update leaves all weights as they were.
         if not math.isfinite(loss.item() + alpha_loss.item()):
             self._trainer.refuse(f"loss {loss.item()} of the critics")
             return {}
@@ -127,6 +133,7 @@ class OffPolicyWorker:
         self._descend("critics", loss)
         numbers = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
         if acting:
+            # Through the critics after their step; the gradients that they get here are dropped by their next one.
             policy_loss = actor_loss(self._critics(features.detach(), drawn), logprob, alpha)
             self._trainer.optimization.zero_grad()
             policy_loss.backward()
@@ -174,6 +181,7 @@ class OffPolicyWorker:
         arena, finals = self._arena, dict(request.finals)
         acted = arena.read(request.tickets)
         episode = np.asarray(request.episode, dtype=np.int64)
+        # Records of one episode are neighbours: a batch comes episode by episode.
         ends = np.flatnonzero(np.append(episode[1:] != episode[:-1], True)) + 1
         closing = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
         last = arena.read([ticket for _, ticket in closing])
@@ -214,6 +222,7 @@ class OffPolicyWorker:
         stop = np.minimum(steps + length, demos.stop[episode])
         earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
         wins = np.concatenate([[0], demos.success.cumsum()])
+        # Of cumulative sums: exactly one success so far, and it is the last step of the chunk.
         first = (wins[stop] - wins[demos.start[episode]] == 1) & demos.success[stop - 1]
         buffer = ReplayBuffer(len(steps), self._rules.gamma, self._rules.n_step)
         words = [encode_instruction(str(text), width) for text in demos.instruction[steps]]
@@ -244,6 +253,7 @@ class OffPolicyWorker:
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
         state = load_state(folder, CRITICS)
+        # Loading brings the saved rates along, but those of this run's config hold.
         rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in self._optimizers.items()}
         try:
             for name, part in self._parts().items():

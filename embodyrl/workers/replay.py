@@ -79,6 +79,7 @@ class ReplayBuffer:
         if not arrays:
             return
         count = len(arrays["ahead"])
+        # A full ring begins at `next`; brought into order, its newest part is its end.
         order = np.roll(np.arange(count), -state["next"]) if count == state["size"] else np.arange(count)
         self._arrays = {name: np.ascontiguousarray(array[order[-self._size :]]) for name, array in arrays.items()}
         self._count = min(count, self._size)
@@ -88,6 +89,7 @@ class ReplayBuffer:
         needed, capacity = min(self._count + total, self._size), len(self._arrays.get("ahead", ()))
         if needed <= capacity:
             return
+        # Doubled: a buffer for a million pictures need not be reserved by a run that sees a thousand.
         capacity = min(self._size, max(needed, 2 * capacity, 1024))
         for name, array in new.items():
             larger = np.zeros((capacity, *array.shape[1:]), array.dtype)
@@ -106,6 +108,7 @@ class ReplayBuffer:
             reward[here] += discount[here] * frames.reward[now]
             discount[here] *= np.where(frames.terminated[now], 0.0, self._gamma)
             ahead[here] += 1
+            # The last frame has none after it; `together` says so, and the index stays within the array.
             at[here] = after = np.minimum(now + 1, count - 1)
             together = (now + 1 < count) & (frames.episode[after] == frames.episode[now])
             goes_on[here] = together & frames.acted[after] & (discount[here] > 0)

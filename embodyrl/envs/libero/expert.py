@@ -153,6 +153,7 @@ class Expert:
 
     def act(self, scene: Scene) -> FloatArray:
         """Return the next action [7] for the current state of the slot's model."""
+        # Slots share the model: its derived poses may be those of another slot's last step.
         scene.refresh()
         self._scene = scene
         try:
@@ -186,9 +187,11 @@ class Expert:
 
         base, lift = self._now.hand[:2].copy(), self._carry_height(goal, start)
         yield from self._move(lambda: np.array([*base, lift]), CLOSED, tolerance=0.02, limit=60)
+        # It stayed on the table: the next attempt takes another grasp.
         if self._now.box(goal.subject).bottom < start.bottom + 0.03:
             return
 
+        # Where it lies in the hand now: an object is rarely held by its centre.
         held = self._offset(goal.subject)
         yield from self._carry(goal, held, lambda: lift, tolerance=0.012, limit=90)
         yield from self._carry(
@@ -278,12 +281,14 @@ class Expert:
         """Angle (rad) about the vertical that brings the fingers parallel to `axis`; the hand is symmetric."""
         now = self._now.finger_axis
         angle = float(np.arctan2(now[0] * axis[1] - now[1] * axis[0], now @ axis))
+        # Into a quarter turn to each side: turned by half a circle the fingers are where they were.
         return (angle + np.pi / 2) % np.pi - np.pi / 2
 
     def _command(self, error: DoubleArray, turn: float, grip: float, speed: float = 1.0) -> FloatArray:
         """Action that moves by `error` (m), keeps the hand vertical, and turns it by `turn` (rad)."""
         action = np.zeros(7)
         action[:3] = np.clip(error / _STEP, -speed, speed)
+        # The rotation vector towards straight down, for small tilts.
         action[3:6] = np.cross(self._now.hand_axis, [0.0, 0.0, -1.0])
         action[5] += turn / _TURN
         action[6] = grip

@@ -70,6 +70,7 @@ class Expert:
         cube, base = _position(env.cubeA), _position(env.cubeB)
         offset = cube - base
         centred = np.linalg.norm(offset[:2])
+        # 0.04 m is the side of a cube.
         lies = centred < 0.012 and abs(offset[2] - 0.04) < 0.006
         held = bool(env.agent.is_grasping(env.cubeA)[0])
         if self._in_place or (lies and held):

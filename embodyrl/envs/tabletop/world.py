@@ -126,6 +126,7 @@ class World:
         if self.held is not None:
             self.blocks[self.held] = self.x, self.y
         if close and not self.closed:
+            # Only at the moment of closing: closed fingers that come upon a block push it.
             self.held = self._between_fingers()
             self.lifted |= self.held == self.task.block
         elif not close:
@@ -189,6 +190,7 @@ def new_world(task: Task, reset_id: int, axis: Axis = Axis.base) -> World:
     shift = rng.uniform((-0.03, 0.14), (0.03, 0.24), (len(columns), 2))
     plates = tuple((_PLATE_COLUMNS[c] + float(sx), float(sy)) for c, (sx, sy) in zip(columns, shift, strict=True))
     blocks: list[Point] = []
+    # Drawn again until it has room. The order of draws is part of a table: another one would lay all tables anew.
     while len(blocks) < len(BLOCK_COLOURS):
         x, y = rng.uniform((-0.25, -0.25), (0.25, 0.03)).tolist()
         if all(math.dist((x, y), other) > _BLOCK_SPACING for other in blocks):

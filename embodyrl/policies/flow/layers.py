@@ -172,6 +172,7 @@ class DecoderLayer(nn.Module):
         normed, gate = self.input_layernorm(x, condition)
         own, seen = None, view.memory
         if view.among:
+            # Of the tokens' own, also where a memory is seen: the caller may keep them as the memory of others.
             own = seen = self.self_attn.keys_values(normed, view.rope)
             if not output:
                 return None, own

@@ -145,6 +145,7 @@ def layout_of(keys: Iterable[str], where: Path) -> Layout:
         CheckpointError: none fits.
     """
     present = tuple(keys)
+    # Of equals the first one counts.
     best = max(LAYOUTS, key=lambda layout: layout.likeness(present))
     if best.likeness(present):
         return best
@@ -189,6 +190,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
             aside[key] = tensor
         elif key != layout.tied:
             ours = layout.ours(key)
+            # There and back again: a name that does not return would be written under another one.
             if layout.theirs(ours) != key:
                 raise CheckpointError(
                     f"{where}: '{key}' is no name of the layout that the other weights have ({layout.name}). The files "
@@ -200,6 +202,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
         assert layout.tied is not None
         names.append(layout.tied)
         tied = stored[layout.tied]
+        # Some files keep the embedding under the name of the output matrix only.
         own = weights.setdefault(EMBEDDING, tied)
         if (own.shape, own.dtype) != (tied.shape, tied.dtype) or not torch.equal(own, tied):
             raise CheckpointError(
@@ -229,6 +232,7 @@ def check_weights(target: Mapping[str, Tensor], weights: Mapping[str, Tensor], s
             f"{where} has {len(surplus)} weights that this model does not know: {_some(surplus)}. config.json and the "
             f"weights do not belong together (pi0 or pi0.5, number of layers), or adapters are not merged."
         )
+    # A head that the file lacks as a whole is fine; half a head is a damaged file.
     heads = {head for head in HEADS if not any(key.startswith(head) for key in weights)}
     missing = sorted(theirs(key) for key in target if key not in weights and not key.startswith(tuple(heads)))
     if missing:

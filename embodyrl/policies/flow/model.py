@@ -257,6 +257,7 @@ class FlowModel(nn.Module, ABC):
             time: [B], or [1] if it is the same for all, which is cheaper.
         """
         tokens, condition = self.embed_suffix(memory, x.to(self.action_in_proj.weight.dtype), time)
+        # The last tokens are the actions'; before them may stand the state's.
         hidden = self.expert(tokens, memory.views, condition)[:, -self.spec.horizon :]
         return Denoised(velocity=self.action_out_proj(hidden).float(), hidden=hidden)
 

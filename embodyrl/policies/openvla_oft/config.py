@@ -169,6 +169,7 @@ def _parse(folder: Path) -> OftConfig:
         )
     llama = _read_llama(_field(config, "text_config", where), where)
     statistics = folder / STATISTICS_FILE
+    # Fine-tuned checkpoints bring a file of their own; the base model's are in config.json.
     raw = _read_json(statistics) if statistics.exists() else _field(config, "norm_stats", where)
     return OftConfig(
         folder=folder,
@@ -176,6 +177,7 @@ def _parse(folder: Path) -> OftConfig:
         pixel_norms=_read_pixel_norms(folder),
         llama=llama,
         pad_token_id=int(_field(config, "pad_token_id", where)),
+        # The table of embeddings is padded to a multiple; ids of actions count from the end of the real vocabulary.
         action_vocab_end=llama.vocab_size - int(_field(config, "pad_to_multiple_of", where)),
         n_bins=int(_field(config, "n_action_bins", where)),
         statistics=Statistics(raw, folder),

@@ -82,6 +82,7 @@ class Statistics:
 def unnormalise(normalised: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
     """Map values [..., D] from -1..1 to the units of the training data; masked ones stay."""
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
+    # 1e-8 as in the public code, to the last bit, though here nothing is divided.
     scaled = 0.5 * (normalised + 1.0) * (high - low + 1e-8) + low
     return np.where(bounds.mask, scaled, normalised).astype(np.float32)
 

@@ -146,6 +146,7 @@ class LookedFor(nn.Module):
         grid = self.between(F.gelu(self.norm1(grid) * (1 + scale1) + shift1))
         maps = self.maps(F.gelu(self.norm2(grid) * (1 + scale2) + shift2))
         height, width = maps.shape[2:]
+        # A softmax over places, so that the expected place has a gradient towards where the map is bright.
         share = maps.flatten(2).softmax(2).unflatten(2, (height, width))
         down = (share.sum(3) * torch.linspace(-1, 1, height, device=maps.device)).sum(2)
         across = (share.sum(2) * torch.linspace(-1, 1, width, device=maps.device)).sum(2)
@@ -201,6 +202,7 @@ class SmallFlow(nn.Module):
         words, known = self.word(ids), ids > 0
         parts = [words + _waves(ids.shape[1], self.config.width, ids.device)]
         if self.config.num_images:
+            # `known` is never empty: an empty instruction is one unknown word.
             mean = (words * known[..., None]).sum(1) / known.sum(1, keepdim=True)
             parts.append(self._see(obs, mean))
         if self.config.state_dim:
@@ -213,6 +215,7 @@ class SmallFlow(nn.Module):
             tokens = block(tokens, seen)
         tokens = self.norm(tokens)
         both = self.memory(tokens).unflatten(2, (2, self.config.layers, self.config.heads, -1))
+        # Made for all layers of the expert at once: no step of the flow changes them.
         keys, values = both.permute(2, 3, 0, 4, 1, 5).unbind()
         mask = F.pad(seen, (0, self.shape.horizon), value=True)
         shares = seen[:, 0, 0, :, None] / seen.sum(3, keepdim=True)[:, 0]

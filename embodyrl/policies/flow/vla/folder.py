@@ -275,6 +275,7 @@ def _find_statistics(folder: Path) -> tuple[Mapping[str, FlowStatistics], float]
         )
     if openpi:
         return read_openpi(openpi[0]), OPENPI_EPS
+    # Processors of their own came later: older models keep the numbers among their weights.
     for path in (*sorted(folder.glob(_NORMALIZER)), *sorted(folder.glob("model*.safetensors"))):
         tensors = _vectors(path)
         if tensors or path.name.startswith("policy_"):

@@ -40,6 +40,7 @@ class Pi0(FlowModel):
 
     def memory(self, prefix: Prefix) -> Memory:
         """Every expert layer sees the language layer's keys and values; the state token does not see the actions."""
+        # pi0's suffix begins with the token of the state.
         lead = 0 if self.spec.adaptive else 1
         size, device = lead + self.spec.horizon, prefix.valid.device
         blocks = (torch.arange(size, device=device) >= lead).long()
@@ -97,6 +98,7 @@ class SmolVla(FlowModel):
         joint = View(
             rotary(count + steps, self.spec.expert), torch.cat([past.expand(-1, -1, size, -1), own], dim=-1)
         )  # fmt: skip
+        # Positions of their own, from 0; keys translated from the other stack are not rotated again.
         across = View(rotary(steps[None], self.spec.expert), past, among=False)
         views = []
         for i, (layer, pair) in enumerate(zip(self.expert.layers, layers, strict=True)):
