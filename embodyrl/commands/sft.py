@@ -97,6 +97,7 @@ class _Sft:
                     self.material.model,
                     request,
                     self.material.layout,
+                    width=self.material.train.width,
                     total_steps=session.total,
                     log_dir=folder.logs,
                     say=self.monitor.text,

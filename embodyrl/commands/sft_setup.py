@@ -60,9 +60,11 @@ class Samples:
     """[N] the goal holds in what is seen."""
     replies: Sequence[str] = ()
     """[M] of text, instead of actions."""
+    width: int = 1
+    """2: a chunk of a better episode and one of a worse one follow each other."""
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self.steps) // self.width
 
     def write(self, arena: Arena, record: int, row: int) -> None:
         """Put one sample into a record."""
@@ -133,6 +135,8 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     if cfg.model.weights is None:
         return _from_nothing(cfg, env)
     source = start_model(cfg)
+    if cfg.objective.name is Objective.dpo:
+        return _ranked(cfg, env)
     # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
     # statistics will do.
     action, state = (np.zeros((1, size), np.float32) for size in (env.action_dim, env.state_dim))
@@ -146,6 +150,25 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     entry = data_statistics(train.actions[:, 0], demos.state[steps], env, episodes)
     model = with_statistics(cfg.model, source, folder, key, entry)
     return Material(env=env, policy=spec, model=model, train=train, validation=validation)
+
+
+def _ranked(cfg: SftConfig, env: EnvSpec) -> Material:
+    """Pairs of episodes; what actions mean stays as it is, for the policy and its reference are one model.
+
+    Raises:
+        ConfigError: the model does not fit the data, or no episode is better than another.
+    """
+    spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
+    if problems := mismatches(env, spec):
+        raise ConfigError(problems)
+    train, validation = load_samples(cfg, env, spec)
+    if not len(train):
+        raise ConfigError(
+            f"objective.name=dpo: data.path={cfg.data.path} has no two episodes of one initial state of which one is "
+            "better. Let a policy collect several of each: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
+            "collect.episodes=200 collect.filter=all`."
+        )
+    return Material(env=env, policy=spec, model=cfg.model, train=train, validation=validation)
 
 
 def _from_nothing(cfg: SftConfig, env: EnvSpec) -> Material:
@@ -174,16 +197,19 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     assert isinstance(cfg.data, DemonstrationSettings)
     first = load_demonstrations(resolve_asset(cfg.data.path))
     demos = join_demonstrations([first, *(_more(path, env) for path in cfg.data.more)])
-    train, held_out = list(range(demos.num_episodes)), []
-    if cfg.data.val_path is None and cfg.data.val_share and demos.num_episodes > 1:
-        count = max(1, round(cfg.data.val_share * demos.num_episodes))
-        order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(demos.num_episodes)
-        held_out, train = sorted(order[:count].tolist()), sorted(order[count:].tolist())
-    training = _samples(demos, train, env, policy)
+    ranked = cfg.objective.name is Objective.dpo
+    kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
+    known, count = np.unique(kinds), 0
+    if cfg.data.val_path is None and cfg.data.val_share and len(known) > 1:
+        count = max(1, round(cfg.data.val_share * len(known)))
+    order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(len(known))
+    aside = np.isin(kinds, known[order[:count]])
+    training = _samples(demos, np.flatnonzero(~aside).tolist(), env, policy, ranked=ranked)
     if cfg.data.val_path is None:
-        return training, _samples(demos, held_out, env, policy) if held_out else None
+        held_out = np.flatnonzero(aside).tolist()
+        return training, _samples(demos, held_out, env, policy, ranked=ranked) if held_out else None
     validation = _more(cfg.data.val_path, env)
-    return training, _samples(validation, list(range(validation.num_episodes)), env, policy)
+    return training, _samples(validation, list(range(validation.num_episodes)), env, policy, ranked=ranked)
 
 
 def _more(folder: str, env: EnvSpec) -> Demonstrations:
@@ -195,11 +221,12 @@ def _more(folder: str, env: EnvSpec) -> Demonstrations:
     return load_demonstrations(resolve_asset(folder))
 
 
-def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
-    steps = demos.steps_of(episodes)
-    actions = demos.chunks(steps, policy.imitated or policy.num_action_chunks)
+def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, ranked: bool) -> Samples:
+    length = policy.imitated or policy.num_action_chunks
+    steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
+    actions = demos.chunks(steps, length)
     convert_gripper(actions, env.gripper, policy.gripper)
-    return Samples(demos=demos, steps=steps, actions=actions, shown=demos.shown)
+    return Samples(demos=demos, steps=steps, actions=actions, shown=demos.shown, width=2 if ranked else 1)
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
@@ -261,7 +288,7 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
 
 def augments(cfg: SftConfig) -> bool:
     """Whether images are changed at random."""
-    return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug
+    return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
 
 
 def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,8 @@ class Demonstrations:
     """[E] one past its last step."""
     instruction: npt.NDArray[np.object_]
     """[N] text of each step's episode."""
+    reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[E] initial state of each episode, -1 where another program wrote the data; empty for text."""
 
     @property
     def num_episodes(self) -> int:
@@ -164,6 +166,24 @@ class Demonstrations:
         """Return the actions [B, K, A] that follow each step; after an episode's end its last action repeats."""
         stop = self.stop[np.searchsorted(self.stop, steps, side="right")]
         return self.action[np.minimum(steps[:, None] + np.arange(length), stop[:, None] - 1)]
+
+    def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
+        """Steps [M, 2] where chunks of an episode begin, and those of a worse one from the same initial state.
+
+        Better is what succeeds, else what earns more; chunk by chunk, as far as both go.
+        """
+        worth = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
+        pairs = [
+            np.stack([self.start[e] + at, self.start[other] + at], axis=1)
+            for e in episodes
+            for other in episodes
+            if self.reset_id[e] == self.reset_id[other] >= 0 and worth[e] > worth[other]
+            for at in [np.arange(0, min(self.stop[i] - self.start[i] for i in (e, other)), length)]
+        ]
+        return np.concatenate([np.zeros((0, 2), np.int64), *pairs])
+
+    def _slices(self, episodes: Sequence[int]) -> list[tuple[int, slice]]:
+        return [(e, slice(self.start[e], self.stop[e])) for e in episodes]
 
     def observe(self, steps: IntArray) -> Observation:
         """Gather the observations of the given steps."""
@@ -210,6 +230,7 @@ def load_demonstrations(root: Path) -> Demonstrations:
         start=np.array([row["dataset_from_index"] for row in rows], np.int64),
         stop=np.array([row["dataset_to_index"] for row in rows], np.int64),
         instruction=np.repeat(np.array([row["tasks"][0] for row in rows], object), [row["length"] for row in rows]),
+        reset_id=np.array([row.get(f"{layout.OWN}reset_id", -1) for row in rows], np.int64),
     )
 
 
@@ -234,6 +255,7 @@ def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
         start=np.concatenate([part.start + offset for part, offset in zip(parts, offsets, strict=True)]),
         stop=np.concatenate([part.stop + offset for part, offset in zip(parts, offsets, strict=True)]),
         instruction=np.concatenate([part.instruction for part in parts]),
+        reset_id=np.concatenate([part.reset_id for part in parts]),
     )
 
 

@@ -237,8 +237,9 @@ class SftConfig(RunConfig):
     def problems(self) -> Iterator[str]:
         """Say which ranks there cannot be, and which data an objective wants."""
         yield from _ranks(self)
+        either = self.objective.name in (Objective.imitation, Objective.dpo)
         wanted = PairSettings if self.objective.of_pairs else DemonstrationSettings
-        if self.objective.name is not Objective.imitation and not isinstance(self.data, wanted) and self.data.path:
+        if not either and not isinstance(self.data, wanted) and self.data.path:
             kind = "rows of text with two answers" if self.objective.of_pairs else "episodes that `collect` wrote"
             yield f"objective.name={self.objective.name} learns from {kind}; data.path={self.data.path} holds others."
 

@@ -113,6 +113,15 @@ class TextPolicy(Policy, Protocol):
 
 
 @runtime_checkable
+class TokenPolicy(Policy, Protocol):
+    """A policy whose actions are tokens that any action can be written in."""
+
+    def encode_actions(self, actions: FloatArray) -> IntArray:
+        """Tokens [B, L] of actions [B, K, A] in the environment's units."""
+        ...
+
+
+@runtime_checkable
 class LearnsStatistics(Policy, Protocol):
     """A policy whose weights hold statistics of what it has seen in training."""
 

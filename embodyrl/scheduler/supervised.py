@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import RecordLayout
 from embodyrl.cluster import LAUNCHERS
@@ -31,6 +33,12 @@ from embodyrl.workers.messages import PolicyHostInit, SaveRequest
 class Samples(Protocol):
     """Observations, and what is to be imitated at each."""
 
+    width: int
+    """Records of one sample, whose rows follow each other."""
+
+    width: int
+    """Records of one sample, whose rows follow each other."""
+
     def write(self, arena: Arena, record: int, row: int) -> None:
         """Put one of them into a record."""
         ...
@@ -49,6 +57,7 @@ class SupervisedActors(Started):
     @contextmanager
     def holding(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
         """Put the samples `rows` into records for as long as the body runs."""
+        rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
         tickets = self.arena.allocate_all(len(rows))
         # Written by the driver itself, which holds the data set: there is no env worker.
         with self.arena.write_all(tickets) as records:
@@ -64,6 +73,7 @@ def start_supervised(
     request: PolicyRequest,
     layout: RecordLayout,
     *,
+    width: int,
     total_steps: int,
     log_dir: Path,
     say: Callable[[str], None],
@@ -75,6 +85,7 @@ def start_supervised(
         model: its model, with the statistics of its data.
         request: how to build the policy.
         layout: of the arena, which holds the samples of one optimizer step.
+        width: records of one sample.
         total_steps: of the run.
         log_dir: where the ranks write their logs.
         say: shows a line to the user.
@@ -83,7 +94,7 @@ def start_supervised(
         WorkerError: a rank could not start.
     """
     ranks, faults = count_ranks(cfg), cfg.faults
-    arena = Arena.create(layout, cfg.actor.global_batch_size)
+    arena = Arena.create(layout, width * cfg.actor.global_batch_size)
     timeline = Timeline(num_slots=0, env_workers=(), arena=arena, keep=False)
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
     limits = ActingFaults(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)

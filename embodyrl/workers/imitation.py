@@ -11,7 +11,8 @@ from embodyrl.algorithms.policy_losses import preference_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.conversation import Message, join_messages, split_messages
-from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, weights_changed
+from embodyrl.errors import ConfigError
+from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, TokenPolicy, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 from embodyrl.workers.augment import augment, draw
@@ -32,13 +33,18 @@ class ImitationWorker:
         self._arena = arena
         self._objective = objective
         self._reference = reference
+        if objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
+            raise ConfigError(
+                f"objective.name=dpo: model '{self._policy.spec.name}' has no tokens for the actions of others; use an "
+                "OpenVLA-OFT model with discrete actions."
+            )
 
     def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
         """Take one optimizer step on the mean loss of the records, or measure its sum.
 
         Returns loss, grad_norm, lr and skipped_nonfinite; or, where nothing is learnt, the sums `loss` and `accuracy`.
         """
-        records = self._arena.read(request.tickets)
+        records = self._samples(self._arena.read(request.tickets))
         self._trainer.ranks.train()
         # Dropout and the like; RL never gets here, acting and scoring must be one function.
         self._policy.module.train(request.learn)
@@ -82,7 +88,14 @@ class ImitationWorker:
         tokens = self._policy.encode_replies(self._pairs(records))
         return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
 
+    def _samples(self, records: IntArray) -> IntArray:
+        """[n] one record of each sample, or [n, 2], one of a better and one of a worse episode."""
+        of_episodes = self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy)
+        return records.reshape(-1, 2) if of_episodes else records
+
     def _imitate(self, records: IntArray, draws: Tensor | None) -> ImitationScores:
+        if records.ndim == 2:
+            return self._prefer_episode(records)
         obs = read_observation(self._arena, records)
         if draws is not None:
             device = next(self._policy.module.parameters()).device
@@ -105,6 +118,16 @@ class ImitationWorker:
             reference = self._reference.score(both, tokens).logprob.sum(1)
         ratio = self._objective.beta * (self._policy.score(both, tokens).logprob.sum(1) - reference)
         return self._compared(ratio)
+
+    def _prefer_episode(self, records: IntArray) -> ImitationScores:
+        """DPO: log-ratios of chunks [n, 2] of a better and a worse episode, each with what was seen there."""
+        assert self._reference is not None, "no reference policy was built"
+        assert isinstance(self._policy, TokenPolicy)
+        flat = records.T.ravel()
+        obs, tokens = read_observation(self._arena, flat), self._policy.encode_actions(self._arena[Record.action][flat])
+        with torch.no_grad():
+            reference = self._reference.score(obs, tokens).logprob.sum(1)
+        return self._compared(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
 
     def _rank(self, obs: Observation, records: IntArray) -> ImitationScores:
         """Values of conversations that end with the better and with the worse answer, as a judge sees them."""

@@ -20,7 +20,8 @@ class ObjectiveSettings(Settings):
     """What supervised training minimises."""
 
     name: Objective = Objective.imitation
-    """imitation of actions and answers; dpo: prefer the better of two answers; preference, success: a value head
+    """imitation of actions and answers; dpo: prefer the better of two answers, or of two episodes that began alike,
+    chunk by chunk; preference, success: a value head
     becomes a reward model (reward.path), from pairs of answers or from which frames of episodes show success."""
     beta: Positive = 0.1
     """dpo: weight of the log-ratios, large stays close to the reference."""

@@ -147,6 +147,30 @@ def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:
     assert len(whole.steps) == len(whole.demos.action)
 
 
+@pytest.mark.integration
+@pytest.mark.timeout(240)
+def test_better_episodes_of_an_initial_state_are_preferred(tmp_path: Path) -> None:
+    """DPO on what a clumsy expert reached from four states: ln 2 at the start, then less; whole states are held out."""
+    places = (f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "model.expert_noise=1.5")
+    quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "collect.episodes=24", "collect.filter=all")
+    collect(load_config("collect", [*TOY_COLLECT, *HARD[1:], *places, *quiet]))
+    few = ("objective.name=dpo", "objective.beta=0.3", "runner.max_steps=30", "runner.val_check_interval=30")
+    result = train(tmp_path, tmp_path / "demos", *few, "actor.optim.lr=5e-4")
+    first = rows(result.run)[0]
+    assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert first["eval/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert result.metrics["train/loss"] <= 0.6
+    cfg = config(tmp_path, tmp_path / "demos", "objective.name=dpo", "data.val_share=0.25")
+    training, validation = load_samples(cfg, toy_spec(1), TOY_POLICY)
+    assert validation is not None
+    sides = [
+        part.demos.reset_id[np.searchsorted(part.demos.stop, part.steps, side="right")]
+        for part in (training, validation)
+    ]
+    assert not {*sides[0]} & {*sides[1]}
+    assert (sides[0][::2] == sides[0][1::2]).all()
+
+
 def test_statistics_follow_their_definition() -> None:
     rng = np.random.default_rng(0)
     actions, states = rng.normal(size=(1000, 7)).astype(np.float32), rng.normal(size=(1000, 3)).astype(np.float32)

@@ -193,6 +193,28 @@ def test_success_is_learned_where_it_is_seen() -> None:
     assert demos.shown.tolist() == [False, False, True, False, True]
 
 
+def test_episodes_of_one_initial_state_are_ranked_chunk_by_chunk() -> None:
+    """Of lengths 3, 5, 2, 4 from the states 5, 5, 7, 5: the second succeeds, the last earns more than the first."""
+    none = np.zeros((14, 0), np.float32)
+    reward, success = np.zeros(14, np.float32), np.zeros(14, np.bool_)
+    success[7], success[9], reward[12] = True, True, 0.5
+    demos = Demonstrations(
+        images=np.zeros((14, 0, 0, 0, 3), np.uint8),
+        state=none,
+        action=none,
+        reward=reward,
+        success=success,
+        start=np.array([0, 3, 8, 10]),
+        stop=np.array([3, 8, 10, 14]),
+        instruction=np.array(["t"] * 14, object),
+        reset_id=np.array([5, 5, 7, 5]),
+    )
+    pairs = demos.ranked(range(4), 2).tolist()
+    assert pairs == [[3, 0], [5, 2], [3, 10], [5, 12], [10, 0], [12, 2]]
+    assert demos.ranked([0, 2], 2).shape == (0, 2)
+    assert replace(demos, reset_id=np.full(4, -1)).ranked(range(4), 2).shape == (0, 2), "nobody knows where they began"
+
+
 def test_a_reward_sees_its_cameras_whatever_the_policy_reads(tmp_path: Path) -> None:
     view = ["env=tabletop", "env.init_params.camera_names=[front,wrist]"]
     one = draw_blueprint(load_config("train", view), training=True)
@@ -214,7 +236,7 @@ def test_a_reward_sees_its_cameras_whatever_the_policy_reads(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["objective.name=dpo", "data.path=/nowhere/demos"], "rows of text"),
+        (["objective.name=preference", "data.path=/nowhere/demos"], "rows of text"),
         (["objective.name=success", "data.path=test_objectives:pairs"], "episodes"),
         (["objective.beta=0.2", "data.path=/nowhere/demos"], "objective.name is imitation"),
     ],

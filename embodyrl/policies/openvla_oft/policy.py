@@ -119,6 +119,18 @@ class OpenVlaOftPolicy:
         logprob, entropy = categorical_scores(logits / self._temperature, choice)
         return PolicyScores(logprob=logprob, entropy=entropy, value=value)
 
+    def encode_actions(self, actions: FloatArray) -> IntArray:
+        """Tokens of actions (see `TokenPolicy.encode_actions`).
+
+        Raises:
+            ConfigError: the head draws real numbers, whose probabilities are densities.
+        """
+        if self._head is not None:
+            raise ConfigError(
+                f"model.action_head={self._cfg.action_head} has no tokens for actions; use discrete ones."
+            )
+        return self._actions.encode(normalise(actions, self._bounds)).reshape(len(actions), -1)
+
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Loss of actions [B, K, A] as in the official training.
 
