@@ -8,6 +8,9 @@ import pytest
 from toy_runs import resume_toy, rows, weights
 
 import embodyrl
+from embodyrl.commands.collect import collect
+from embodyrl.commands.sft import sft
+from embodyrl.plan.config import load_config
 
 
 def words_for(folder: Path, *words: str) -> list[str]:
@@ -78,6 +81,25 @@ def test_a_student_reaches_its_teacher_on_its_own_observations(tmp_path: Path) -
     taught = validations(teacher)[-1]
     assert before <= taught - 0.25
     assert after >= taught - 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_its_own_ranked_episodes_teach_the_start(tmp_path: Path) -> None:
+    """DPO: four sampled episodes of each of 150 tables, the better preferred to the worse; other tables tell."""
+    model = ("model=openvla_oft_tiny", "model.path=assets/openvla_oft_tabletop", "model.num_images_in_input=1")
+    model = (*model, "model.num_action_chunks=4")
+    view = ("env.init_params.camera_names=[front]", "env.init_params.camera_heights=56")
+    view = ("env=tabletop", *view, "env.init_params.camera_widths=56", "env.train.max_episode_steps=24")
+    asked = ("collect.episodes=600", "collect.filter=all", "eval.sampling_params.do_sample=true")
+    asked = (*asked, "env.train.state_ids=[0,49]", "env.train.task_ids=[0,1,2]", "env.train.total_num_envs=48")
+    places = (f"collect.out={tmp_path}/ranked", f"runner.output_dir={tmp_path}", "runner.logger.backends=[jsonl]")
+    collect(load_config("collect", [*view, *model, *asked, *places]))
+    rates = ("actor.global_batch_size=64", "actor.micro_batch_size=64", "actor.optim.lr=2e-4")
+    rates = (*rates, "actor.optim.schedule=cosine", "runner.max_steps=50", "runner.val_check_interval=-1")
+    words = ("objective.name=dpo", f"data.path={tmp_path}/ranked", *model, *rates, *places[1:])
+    learned = sft(load_config("sft", list(words))).run
+    assert greedy(tmp_path / "after", f"ckpt={learned}") >= greedy(tmp_path / "before") + 0.2
 
 
 @pytest.mark.slow
