@@ -63,6 +63,7 @@ class RunFolder:
         """Note what this attempt cost, and let another process use this run."""
         wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
+        # A full disk must not keep the lock from being released.
         with contextlib.suppress(OSError), open(self.root / COSTS_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         _release(self.root / _LOCK_FILE, self.lock)
@@ -83,7 +84,9 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
         root = resume or _new_root(cfg, command)
         root.mkdir(parents=True, exist_ok=True)
         began = _spent()
+        # Before anything is written: what lies here may be the files of a run that goes on.
         lock = _take(root / _LOCK_FILE, root)
+        # Under the lock, so that no two attempts get one number.
         attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
         logs = root / "logs" / f"attempt_{attempt}"
         logs.mkdir(parents=True)

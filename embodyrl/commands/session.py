@@ -83,6 +83,7 @@ class Session:
         self.restarts = 0
         """Restarts of env workers before this process took over."""
         self._row: dict[str, Any] = {}
+        # One thread, so that checkpoints are moved into place in their order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
 
@@ -111,6 +112,7 @@ class Session:
             return None
         self._store.verify(latest)
         self.step, self._best, self._best_step = read_loop(latest)
+        # Rows of steps after the checkpoint are of an attempt that was cut off; those steps are taken again.
         before = [row for row in rows if row.get("step", 0) <= self.step]
         self._row = before[-1] if before and before[-1].get("step") == self.step else {}
         self.restarts = int(before[-1].get("env/restarts") or 0) if before else 0

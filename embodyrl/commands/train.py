@@ -199,6 +199,7 @@ class _Training:
                 if self.cfg.algorithm.curriculum:
                     by_task = weighs_tasks(self.blueprint.env, self.cfg.env.train)
                     note_outcomes(algorithm.seen, [*rollout.episodes, *rollout.filtered], by_task=by_task)
+                # Before the update, so that simulators reset while the weights change.
                 if not self._validates_after(step):
                     sampler.ahead(step + 1)
                 scores = actors.score(rollout)
@@ -208,7 +209,9 @@ class _Training:
                     self._dump(workers, rollout, batch)
                 self.monitor.progress(0, 0, "update")
                 result = actors.update(step, rollout, batch)
+                # Only now: the update read these records.
                 workers.scheduler.release(rollout)
+                # Before publishing: the version of the weights is the number of updates that they have seen.
                 session.step = step + 1
                 published = time.perf_counter()
                 workers.scheduler.publish(session.step)

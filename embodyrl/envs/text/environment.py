@@ -62,6 +62,7 @@ def answer(call: tuple[str, str], tools: Sequence[str]) -> str:
 
 def clip(text: str, width: int) -> str:
     """Return the beginning of a text that fits into so many UTF-8 bytes."""
+    # `ignore` drops a character that the cut has split.
     return text.encode(errors="replace")[:width].decode(errors="ignore")
 
 
