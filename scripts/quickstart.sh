@@ -4,8 +4,11 @@
 case "${1:-}" in --cuda | --cpu) export TORCH_BUILD="${1#--}" && shift ;; esac
 EXTRAS=
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-(EXTRAS=libero && system_libraries && python_packages) >.venv/libero.log 2>&1 &
+set -m # a group of its own, which Ctrl-C in the training ends as a whole
+(EXTRAS=libero && system_libraries && python_packages) >.venv/libero.log 2>&1 </dev/null &
 libero=$!
+set +m
+trap 'kill -- "-$libero" 2>/dev/null || true' EXIT
 say "training on the table, a few minutes: embodyrl train $*"
 embodyrl train "$@"
 say "LIBERO is being installed (.venv/libero.log)"
