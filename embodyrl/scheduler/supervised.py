@@ -33,8 +33,10 @@ from embodyrl.workers.messages import PolicyHostInit, SaveRequest
 class Samples(Protocol):
     """Observations, and what is to be imitated at each."""
 
-    width: int
-    """Records of one sample, whose rows follow each other."""
+    @property
+    def width(self) -> int:
+        """Records of one sample, whose rows follow each other."""
+        ...
 
     width: int
     """Records of one sample, whose rows follow each other."""
