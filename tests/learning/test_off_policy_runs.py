@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from embodyrl.commands.collect import collect
 from embodyrl.commands.train import train
+from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
@@ -62,6 +64,7 @@ def test_half_of_each_batch_may_be_demonstrations(tmp_path):
     demos = tmp_path / "demos"
     words = ("env=gym", "env.id=Pendulum-v1", "model=random", "launcher=inline", "collect.filter=all")
     collect(load_config("collect", words_of(tmp_path, *words, f"collect.out={demos}", "collect.episodes=2")))
+    assert len(np.unique(load_demonstrations(demos).action)) > 300, "not the middle of the range every time"
     given = (*SMALL, "algorithm=rlpd", f"algorithm.demonstrations=[{demos}]", "runner.max_steps=2")
     run = train(load_config("train", words_of(tmp_path, *given, "algorithm.updates_per_sample=1"))).run
     assert [row["actor/optimizer_steps"] for row in rows(run)] == [16, 16]
