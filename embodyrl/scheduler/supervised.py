@@ -38,9 +38,6 @@ class Samples(Protocol):
         """Records of one sample, whose rows follow each other."""
         ...
 
-    width: int
-    """Records of one sample, whose rows follow each other."""
-
     def write(self, arena: Arena, record: int, row: int) -> None:
         """Put one of them into a record."""
         ...
