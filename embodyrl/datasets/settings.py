@@ -1,5 +1,6 @@
 """Keys of what is learned from: demonstrations, and rows of text."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -22,7 +23,7 @@ class DataSettings(Settings):
     shuffle: bool = True
     """Draw samples in random order."""
 
-    def idle(self):
+    def idle(self) -> Iterator[tuple[str, str]]:
         """Name what other validation data replaces."""
         if self.val_path is not None:
             yield "data.val_share", f"data.val_path={self.val_path} names the validation data"
@@ -73,7 +74,7 @@ class RowSettings(DataSettings):
         val = self.val_path or (self.path if self.val_split else None)
         return [(path, split) for path, split in ((self.path, self.split), (val, self.val_split)) if path is not None]
 
-    def idle(self):
+    def idle(self) -> Iterator[tuple[str, str]]:
         """Name what the other split replaces."""
         yield from super().idle()
         if self.val_split is not None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Generated(Sequence[TextRow]):
     def __len__(self) -> int:
         return self.rows
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def,override]
+    def __getitem__(self, index: Any) -> Any:
         drawn = self.draw(random.Random(f"{self.seed}/{index}"))
         if isinstance(drawn, TextRow):
             return drawn
