@@ -154,7 +154,8 @@ def train_my_run(place: Path) -> None:
 
 def short(name: str, words: list[str]) -> list[str]:
     """A documented run with sizes of a second."""
-    grouped = name == "train" and not any("ppo" in w or "cartpole" in w or "sac" in w for w in words)
+    alone = ("ppo", "cartpole", "sac", "dsrl")
+    grouped = name == "train" and not any(part in w for w in words for part in alone)
     extra = [*SHORT.get(name, ()), *((GROUPS if grouped else GAE) if name == "train" else ())]
     if any(w.startswith("env=text/") for w in words):
         extra = [w for w in extra if "max_episode_steps" not in w]
