@@ -8,7 +8,7 @@ from pathlib import Path
 from embodyrl.checkpoint.store import CheckpointStore, size_bytes
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
-from embodyrl.config.paths import TRUST
+from embodyrl.config.trust import TRUST
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.registry import closest
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodyrl.cli.loopback import Answer, Loopback
 from embodyrl.cli.runs import find_run, latest_run
-from embodyrl.config.paths import TRUST
+from embodyrl.config.trust import TRUST
 from embodyrl.errors import ConfigError
 
 if TYPE_CHECKING:

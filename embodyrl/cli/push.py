@@ -4,7 +4,8 @@ import argparse
 import sys
 
 from embodyrl.cli.output import show_result
-from embodyrl.config.paths import HUB_NAME, TRUST, resolve_run
+from embodyrl.config.paths import HUB_NAME, resolve_run
+from embodyrl.config.trust import TRUST
 from embodyrl.errors import ConfigError
 
 

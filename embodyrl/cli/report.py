@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import printable, show_result
 from embodyrl.cli.runs import find_run, is_running, latest_run
-from embodyrl.config.paths import TRUST
+from embodyrl.config.trust import TRUST
 from embodyrl.errors import CheckFailedError, ConfigError
 from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_history, score_of
 from embodyrl.monitor.samples import Sample, pick_samples, sample_lines

@@ -13,7 +13,8 @@ from typing import Any
 
 from embodyrl.cli.output import no_collecting
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
-from embodyrl.config.paths import TRUST, resolve_run
+from embodyrl.config.paths import resolve_run
+from embodyrl.config.trust import TRUST
 from embodyrl.errors import ConfigError, masked
 from embodyrl.plan.config import dump_config, load_config, load_saved_config, run_config
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig

@@ -22,7 +22,7 @@ from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, 
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import open_run, resolve_weights
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
-from embodyrl.config.paths import resume_word
+from embodyrl.config.trust import resume_word
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history

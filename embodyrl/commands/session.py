@@ -13,7 +13,7 @@ from typing import Any
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands.run_folder import RunFolder
-from embodyrl.config.paths import resume_word
+from embodyrl.config.trust import resume_word
 from embodyrl.errors import CheckpointError, Interrupted, masked
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor

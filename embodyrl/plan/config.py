@@ -23,8 +23,9 @@ from embodyrl.config.load import (
     split_words,
     wrong_values,
 )
-from embodyrl.config.paths import HUB_NAME, distrusted
+from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import find_key, flat, leaves, nodes, plain
+from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
 from embodyrl.plan.keys import CommandKeys

@@ -51,7 +51,6 @@ class OffPolicyWorker:
         device = next(self._critics.parameters()).device
         self._log_alpha = torch.tensor(math.log(rules.alpha_init), device=device, requires_grad=True)
         adam: dict[str, Any] = {"betas": (self._optim.adam_beta1, self._optim.adam_beta2), "eps": self._optim.adam_eps}
-        adam["fused"] = True  # as the policy's (`Optimization`)
         # What both see is trained by the critics alone: the policy's gradient spoils it (arXiv 1910.01741).
         trained = [*self._critics.parameters(), *self._policy.encoder]
         self._optimizers = {

@@ -120,9 +120,9 @@ class Optimization:
             betas=(optim.adam_beta1, optim.adam_beta2),
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
-            # The default on a GPU needs a temporary copy of everything that is trained, and takes three times as long
-            # for small networks on a CPU.
-            fused=True,
+            # The default on a GPU needs a temporary copy of everything that is trained. On a CPU the fused step takes
+            # numbers by their place in memory and is wrong, without a word, where a gradient lies there in another order.
+            fused=torch.cuda.is_available() or None,
         )
         self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps, warmup)
@@ -323,7 +323,7 @@ def _on_host(parts: list[dict[str, Tensor]]) -> list[dict[str, float]]:
     """Numbers instead of scalars on the device, which the host waits for once."""
     if not parts:
         return []
-    numbers = iter(torch.stack([value.detach() for part in parts for value in part.values()]).tolist())
+    numbers = iter(torch.stack([value.detach() for part in parts for value in part.values()]).cpu().tolist())
     return [{name: next(numbers) for name in part} for part in parts]
 
 

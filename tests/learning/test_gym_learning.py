@@ -49,7 +49,7 @@ def test_ppo_learns_cartpole(tmp_path):
     assert first["eval/return"] < 80
     assert rows[1]["train/return"] < 40
     assert last["eval/return"] > 150
-    assert max(row.get("train/return", 0) for row in rows) > 100, "one step ends few episodes"
+    assert last["train/return"] > 100
     assert last["actor/logprob_gap"] < 1e-6, "one row acts, 64 train: only rounding differs"
     assert sum(row.get("env/steps", 0) for row in rows) == 8 * 512
 

@@ -1,0 +1,70 @@
+"""What a config that comes from a folder, and was perhaps written by somebody else, may ask for."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from embodyrl.config.paths import conf_dir
+from embodyrl.config.settings import Settings, leaves, spell
+from embodyrl.registry import installed
+
+TRUST = "trust=true"
+_ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
+_DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
+"""package.module:attr, package:Id-v0 (both import code), and addresses, which are sent what the run sees."""
+_PLAIN = (
+    *("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop"),
+    *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),
+)
+"""Keys whose text names nothing."""
+
+
+def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
+    """Return one line for each value of a saved config that could run code or call a server that nobody here named.
+
+    Fine are names of registered parts, paths that an installed package registers or the shipped conf/ uses, what was
+    also typed, and everything after `trust=true` on the command line.
+
+    Args:
+        saved: leaves of the file by dotted name, unresolved.
+        typed: leaves of the command line.
+        file: for messages.
+    """
+    if typed.get("trust") is True:
+        return []
+    return [
+        f"{file}: {key}: {text} would run code or call a server, and nobody typed it. If you trust whoever wrote this "
+        f"run, add {TRUST}; to allow only this, type {key}={spell(value)} yourself."
+        for key, value in saved.items()
+        if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
+        for text in (key, *_texts(value))
+        if _is_door(text) and not _is_known(text)
+    ]
+
+
+def resume_word(cfg: Settings) -> str:
+    """What `--resume` and `ckpt=` want after the run where its config names code: " trust=true", or nothing."""
+    return f" {TRUST}" if distrusted(dict(leaves(cfg)), {}, Path()) else ""
+
+
+def _is_door(text: str) -> bool:
+    # The values of this user's own environment are this user's; other interpolations could hide a path.
+    plain = _ENV_VALUE.sub("x", text)
+    return "${" in plain or _DOOR.fullmatch(plain) is not None
+
+
+def _is_known(path: str) -> bool:
+    if any(entry.group.startswith("embodyrl.") for entry in installed(value=path)):
+        return True
+    return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
