@@ -121,7 +121,7 @@ class Optimization:
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
             # The default on a GPU needs a temporary copy of everything that is trained. On a CPU the fused step takes
-            # numbers by their place in memory and is wrong, without a word, where a gradient lies there in another order.
+            # numbers by their place in memory: wrong, without a word, where a gradient lies there in another order.
             fused=torch.cuda.is_available() or None,
         )
         self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -11,7 +11,7 @@ from embodyrl.workers.training import Optimization
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
 def test_a_gradient_counts_by_its_place_and_not_by_its_memory(order: str) -> None:
-    """Adam's first step has the size of the rate and the gradient's sign; torch's fused one on a CPU mixes numbers up."""
+    """Adam's first step has the size of the rate and the gradient's sign; on a CPU torch's fused one errs."""
     layer = torch.nn.Linear(7, 5, bias=False)
     before = layer.weight.detach().clone()
     gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
