@@ -204,7 +204,7 @@ class OffPolicyWorker:
         """What the buffer keeps of the observations of some records."""
         if not self._policy.frozen:
             return {str(name): self._arena[name][records] for name in OBSERVATION}
-        parts = np.array_split(records, -(-len(records) // self._batch_size))
+        parts = np.array_split(records, max(1, -(-len(records) // self._batch_size)))
         with torch.no_grad():
             features = [self._policy.features(read_observation(self._arena, part)) for part in parts]
         return {FEATURES: torch.cat(features).cpu().numpy()}
