@@ -169,6 +169,20 @@ def test_meanings_are_turned_where_they_are_turned_around() -> None:
     assert {key: found[key] for key in wanted} == wanted
 
 
+def test_a_loss_at_another_temperature_than_the_samples_is_shown() -> None:
+    result, _ = migrated("cosmos_rl_hub.toml", "train.train_policy.temperature=0.9")
+    (line,) = [fact for fact in side_by_side(result) if fact.is_same is False]
+    assert (line.what, line.theirs, line.ours) == ("loss temperature", 0.9, 1.0)
+
+
+def test_what_has_an_effect_there_and_none_here_is_no_detail() -> None:
+    """Groups are left out before they are whitened over the batch: not with reinforce_pp here."""
+    result, _ = migrated("roll_filter.yaml", "adv_estimator=reinforce", "whiten_advantages=true")
+    key = "rewards.math_rule.query_filter_config.type"
+    assert [v.state for v in result.verdicts if v.key == key] == ["unsupported"]
+    assert [fact.what for fact in side_by_side(result) if fact.is_same is False] == ["filter"]
+
+
 def test_a_defaults_list_and_overrides_are_followed() -> None:
     found = settings("verl_grpo_gsm8k.yaml", "actor_rollout_ref.actor.optim.lr=3e-6", "+actor_rollout_ref.rollout.n=8")
     assert found["data.prompt_key"] == "prompt", "from the inherited file"

@@ -45,6 +45,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": min,
     "max": max,
     "length": len,
+    "last": lambda values: values[-1],
     "devices": devices,
 }
 

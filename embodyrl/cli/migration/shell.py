@@ -51,9 +51,12 @@ def read_shell(text: str) -> Script:
 def _logical_lines(text: str) -> list[str]:
     """Lines without comments; continued ones, and arrays and quoted values of several lines, are joined."""
     kept = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+    # What another program would print is not known; the innermost first, for they may be nested.
+    while kept != (kept := re.sub(r"\$\((?!\()[^()`\n]*\)", "$COMMAND", kept)):
+        pass
     found: list[str] = []
     for line in re.sub(r"\\\n\s*", " ", kept).split("\n"):
-        open_array = found and _ARRAY.match(found[-1].strip()) and not found[-1].rstrip().endswith(")")
+        open_array = found and _ARRAY.match(found[-1]) and found[-1].count("(") > found[-1].count(")")
         if open_array or (found and _OPEN.fullmatch(found[-1])):
             found[-1] += f"\n{line.strip()}"
         else:
@@ -83,8 +86,8 @@ class _Reader:
         if array and line.endswith(")"):
             words = [_expand(word, self.variables) for word in _split(array[3][:-1])]
             self.arrays[array[1]] = (self.arrays.get(array[1], []) if array[2] else []) + words
-        elif any(_is_launch(word) for word in _split(line)):
-            self.scripts.append(_command(_split(line), self.variables, self.arrays))
+        elif any(map(_is_launch, words := _words(line, self.variables, self.arrays))):
+            self.scripts.append(_command(words))
         elif found := _ASSIGNED.fullmatch(line):
             words = _split(found[2])
             value = _expand(words[0] if words else "", self.variables)
@@ -151,10 +154,10 @@ def _expand(word: str, variables: dict[str, str]) -> str:
     return _VARIABLE.sub(value, _SUM.sub(total, word))
 
 
-def _command(words: list[str], variables: dict[str, str], arrays: dict[str, list[str]]) -> Script:
-    """Read the words of one command."""
+def _words(line: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
+    """The words of a command, arrays and variables put in."""
     plain: list[str] = []
-    for word in words:
+    for word in _split(line):
         if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word):
             plain += [_expand(one, variables) for one in arrays.get(array[1], [])]
         elif word not in ("$@", "$*", "\\"):
@@ -162,6 +165,11 @@ def _command(words: list[str], variables: dict[str, str], arrays: dict[str, list
             # What is not known is empty where the script runs.
             several = [one for one in value.split() if not re.fullmatch(r"\$\w+", one)]
             plain += several if " " in value.strip() and all(_WORD.match(one) for one in several) else [value]
+    return plain
+
+
+def _command(plain: list[str]) -> Script:
+    """Read the words of one command."""
     script = Script()
     start = next(i for i, word in enumerate(plain) if _is_launch(word))
     options: dict[str, str] = {}

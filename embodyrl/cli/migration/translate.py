@@ -289,13 +289,19 @@ def _fit(result: Migration) -> None:
             raise ConfigError([f"the {result.system.name} config cannot be translated as a whole:", *problems])
         for key, text in refused.items():
             del result.settings[key]
-            result.verdicts = [_refused(v, text) if key in v.to else v for v in result.verdicts]
+            table = result.system.keys["keys"]
+            result.verdicts = [_refused(v, text, table.get(v.key)) if key in v.to else v for v in result.verdicts]
     raise AssertionError("refused keys were removed, yet the config is still refused")
 
 
-def _refused(verdict: Verdict, text: str) -> Verdict:
-    """What a key becomes that our own checks refuse: it would do nothing, or cannot be."""
+def _refused(verdict: Verdict, text: str, entry: Any) -> Verdict:
+    """What a key becomes that our own checks refuse: it would do nothing, or cannot be.
+
+    Where a table says when it has an effect there, doing nothing here is a difference.
+    """
     idle = "has no effect" in text or "is for text" in text or "does not read" in text
+    rules = entry if isinstance(entry, list) else [entry]
+    idle = idle and not ("does not read" in text and any(isinstance(rule, dict) and "if" in rule for rule in rules))
     state, note = ("not needed", f"without use here: {text}") if idle else ("unsupported", f"refused: {text}")
     return replace(verdict, state=state, note=note, to=())
 
@@ -304,7 +310,8 @@ def _problems(result: Migration) -> list[str]:
     """What is wrong with the config so far; what this machine merely lacks goes to `to_mend`."""
     words = [f"{group}={option}" for group, option in result.groups.items()]
     for key, value in result.settings.items():
-        words.append(f"{key}={json.dumps(value) if isinstance(value, str) else spell(value)}")
+        quoted = isinstance(value, str | list)
+        words.append(f"{key}={json.dumps(value, separators=(',', ':')) if quoted else spell(value)}")
     result.to_mend = []
     try:
         result.config = load_config("train", words, fetch=False)
