@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
     "pendulum-sac": (
         "Pendulum-v1", "sac", 5_000, {"learning_rate": 1e-3, "policy_kwargs": {"net_arch": [64, 64]}},
         ("model.hidden_sizes=[64,64]", "actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3",
-         "algorithm.learning_starts=100", "env.train.max_steps_per_rollout_epoch=10"),
+         "algorithm.learning_starts=100", "env.train.max_steps_per_rollout_epoch=1"),
     ),
     "lunarlander-ppo": (
         "LunarLander-v3", "ppo", 20 * 16 * 1024,

@@ -112,6 +112,50 @@ class GreyStack(Plain):
         return frames
 
 
+class ArraysOfOne(Plain):
+    def step(self, action):
+        seen, reward, over, _, info = super().step(action)
+        return seen, np.array([reward]), int(over), np.array(self.steps >= 20), info
+
+
+class Switches(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.MultiBinary(3)
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return super().step(action.sum() - 1.5)
+
+
+class WholeNumbers(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Box(np.array([-1, 0]), np.array([3, 5]), dtype=np.int32)
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        return super().step(action.sum() - 3)
+
+
+class OutsideItsSpace(Plain):
+    def look(self) -> Any:
+        return super().look() + 500
+
+
+class FloatPicture(Plain):
+    """As torch has it: channels first, 0..1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(0, 1, (3, 16, 16), np.float32)
+
+    def look(self) -> Any:
+        picture = np.zeros((3, 16, 16), np.float32)
+        picture[0, 0, int(self.place) % 16], picture[1, 0, 0] = 1, self.place % 1
+        return picture
+
+
 class OldReset(Plain):
     def reset(self, *, seed=None, options=None):
         return super().reset(seed=seed)[0]
@@ -136,6 +180,60 @@ class NothingStepped(Plain):
 class NoReward(Plain):
     def step(self, action):
         return self.look(), None, False, False, {}
+
+
+class NoInfo(Plain):
+    def step(self, action):  # type: ignore[override]
+        return (*super().step(action)[:4], None)
+
+
+class NoInfoAtFirst(Plain):
+    def reset(self, *, seed=None, options=None):  # type: ignore[override]
+        return super().reset(seed=seed)[0], None
+
+
+class TwoEnds(Plain):
+    def step(self, action):
+        seen, reward, over, cut, info = super().step(action)
+        return seen, reward, np.array([over, over]), cut, info
+
+
+class NoEnd(Plain):
+    def step(self, action):
+        seen, reward, over, _, info = super().step(action)
+        return seen, reward, over, None, info
+
+
+class OneWorldForAll(Plain):
+    where = np.zeros(1)
+
+    def reset(self, *, seed=None, options=None):
+        _, info = super().reset(seed=seed)
+        self.where[:] = self.place
+        return self.look(), info
+
+    def look(self) -> Any:
+        return np.array([self.where[0], self.steps], np.float32)
+
+    def step(self, action):
+        self.where += np.asarray(action)
+        return super().step(action)
+
+
+class ResetsOnce(Plain):
+    def reset(self, *, seed=None, options=None):
+        if hasattr(self, "place"):
+            raise RuntimeError("already running")
+        return super().reset(seed=seed)
+
+
+class Words(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Dict({"n": spaces.Box(-99, 99, (2,)), "say": spaces.Text(20)})
+
+    def look(self) -> Any:
+        return {"n": super().look(), "say": "go"}
 
 
 class NanAtSomeStarts(Plain):

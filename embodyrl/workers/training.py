@@ -18,6 +18,7 @@ from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_r
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import ImitationScores, IntArray, PolicyScores
+from embodyrl.workers.flat_adam import FlatAdamW, build_adam
 from embodyrl.workers.messages import POLICY_FOLDER, RankInfo
 from embodyrl.workers.ranks import VALUE_HEAD, OneRank, Ranks
 from embodyrl.workers.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
@@ -115,14 +116,11 @@ class Optimization:
             groups.append(
                 {"params": value, "lr": optim.value_lr if isinstance(optim, ValueOptimSettings) else optim.lr}
             )
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = build_adam(
             groups,
             betas=(optim.adam_beta1, optim.adam_beta2),
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
-            # The default on a GPU needs a temporary copy of everything that is trained. On a CPU the fused step takes
-            # numbers by their place in memory: wrong, without a word, where a gradient lies there in another order.
-            fused=torch.cuda.is_available() or None,
         )
         self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps, warmup)
@@ -165,19 +163,23 @@ class Optimization:
 
     def _clip_gradients(self) -> float:
         """Bound the gradient of all weights, or those of the policy and of the value head apart; returns its norm."""
-        groups = [group["params"] for group in self.optimizer.param_groups]
+        groups = [[p.grad for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
+        clipped = self.optimizer.gather() if isinstance(self.optimizer, FlatAdamW) else groups
         limits = [self._clip, self._value_clip]
         if self._value_clip is None:
-            groups, limits = [[p for group in groups for p in group]], [self._clip]
+            groups, clipped = ([[one for group in whole for one in group]] for whole in (groups, clipped))
+            limits = [self._clip]
         # With a limit each, the norms are of disjoint sets of weights, so their root sum of squares is the whole one.
         norms: list[float] = []
-        for group, limit in zip(groups, limits, strict=False):
+        for group, vectors, limit in zip(groups, clipped, limits, strict=False):
             if limit is None:
                 continue
-            total = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
+            # Of the tensors one by one: summed up over half a million weights in float32 it was 3e-5 off.
+            total = torch.nn.utils.get_total_norm(group)
             norms.append(float(self._ranks.gathered(total, everywhere=True)))
-            if norms[-1] > limit - 1e-6:  # below it the factor is 1
-                torch.nn.utils.clip_grads_with_norm_(group, limit, total)
+            if limit - 1e-6 < norms[-1] < math.inf:  # below it the factor is 1
+                for gradient in vectors:
+                    gradient.mul_(limit / (norms[-1] + 1e-6))
         return math.hypot(*norms)
 
     def save(self, folder: Path, policy: Policy) -> None:

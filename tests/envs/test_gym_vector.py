@@ -44,6 +44,23 @@ def apart(num_envs: int) -> AsyncVectorEnv:
     return AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
+class Telling(gymnasium.Wrapper):
+    """Says of each step, also of the last one, whether the pole leans to the right."""
+
+    def step(self, action):
+        seen, reward, terminated, truncated, info = self.env.step(action)
+        return seen, reward, terminated, truncated, info | {"success": bool(seen[2] > 0)}
+
+
+def telling(**arguments) -> Telling:
+    return Telling(gymnasium.make("CartPole-v1", **arguments))
+
+
+class TellingBatch(SyncVectorEnv):
+    def __init__(self, num_envs: int) -> None:
+        super().__init__([telling] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
 def three() -> CartPoles:
     return CartPoles(3)
 
@@ -69,7 +86,7 @@ def play(env_id: str) -> list[np.ndarray]:
     for _ in range(30):
         result = env.step_chunk([0, 1, 2], draw.integers(0, 2, (3, 4, 1)).astype(np.float32))
         env.observe([0, 1, 2], outs)
-        seen += [result.reward, result.valid, result.terminated, result.truncated, state.copy()]
+        seen += [result.reward, result.valid, result.terminated, result.truncated, result.success, state.copy()]
         for slot in np.flatnonzero(result.done).tolist():
             env.reset([slot], [start(next_id)])
             next_id += 1
@@ -87,6 +104,15 @@ VECTORS = [f"test_gym_vector:{name}" for name in ("CartPoles", "NextStep", "Same
 def test_a_batch_gives_what_single_environments_give(env_id):
     for ours, single in zip(play(env_id), play("CartPole-v1"), strict=True):
         np.testing.assert_array_equal(ours, single)
+
+
+def test_success_of_an_episode_that_ended_is_its_own():
+    batch = play("test_gym_vector:TellingBatch")
+    for ours, single in zip(batch, play("test_gym_vector:telling"), strict=True):
+        np.testing.assert_array_equal(ours, single)
+    flags = [part for part in batch if part.dtype == np.bool_ and part.shape == (3, 4)]
+    terminated, success = np.stack(flags[1::4]), np.stack(flags[3::4])
+    assert len(np.unique(success[terminated])) == 2, "both outcomes, or this shows little"
 
 
 def test_an_episode_that_waits_for_its_first_action_is_not_moved_by_the_others():

@@ -57,6 +57,8 @@ def spec(h: Harness) -> None:
     h.expect(spec == again, "spec", "the same description in every call", "two different ones")
     _tasks(h, spec)
     _numbers(h, spec)
+    for doubt in spec.doubts:
+        h.prefer(False, "spec", "what it declares to be what it does", doubt)
     if (grip := spec.gripper) is not None:
         inside = -spec.action_dim <= grip.index < spec.action_dim
         h.expect(inside, "spec.gripper.index", f"below {spec.action_dim}", grip.index)

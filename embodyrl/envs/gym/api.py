@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium.vector import VectorEnv
 
 from embodyrl.errors import ConfigError, EmbodyError, EnvError
@@ -72,7 +73,9 @@ def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any
             raise
         raise EnvError(f"env '{env_id}': reset takes no seed. {_OLD}") from error
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
-        raise EnvError(f"env '{env_id}': reset returned {_shape(result)}, expected (observation, info). {_OLD}")
+        pair = isinstance(result, tuple) and len(result) == 2
+        cure = "Fix: where there is nothing to tell, info is {}." if pair else _OLD
+        raise EnvError(f"env '{env_id}': reset returned {_shape(result)}, expected (observation, info). {cure}")
     return result
 
 
@@ -87,16 +90,27 @@ def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str
     expected = "expected (observation, reward, terminated, truncated, info)"
     raise EnvError(
         f"env '{env_id}': step returned {_shape(result)}, {expected}."
-        + (f" {_OLD}" if isinstance(result, tuple) and len(result) == 4 else "")
+        + {4: f" {_OLD}", 5: " Fix: where there is nothing to tell, info is {}."}.get(_length(result), "")
     )
 
 
 def number(env_id: str, reward: Any) -> float:
-    """The reward as a number, else EnvError."""
+    """The reward as a number, also out of an array of one; else EnvError."""
     try:
-        return float(reward)
-    except (TypeError, ValueError) as error:
+        return float(reward.item() if isinstance(reward, np.ndarray) else reward)
+    except (TypeError, ValueError, OverflowError) as error:
         raise EnvError(f"env '{env_id}': step returned the reward {reward!r:.80}, expected a number.") from error
+
+
+def flag(env_id: str, name: str, value: Any) -> bool:
+    """What says whether an episode is over, also as a number or an array of one; else EnvError."""
+    if value is True or value is False:
+        return value
+    if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.size(value) == 1:
+        return bool(value)
+    raise EnvError(
+        f"env '{env_id}': step returned {value!r:.80} for {name}, expected True or False. Fix: return one bool."
+    )
 
 
 def line(error: BaseException) -> str:
@@ -107,6 +121,10 @@ def line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{place}"
+
+
+def _length(result: Any) -> int:
+    return len(result) if isinstance(result, tuple) else 0
 
 
 def _shape(result: Any) -> str:

@@ -19,6 +19,7 @@ from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import line, require_env, require_spaces, require_step, reset_env
 from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.gym.spaces import doubts
 from embodyrl.envs.renderer import choose_renderer
 from embodyrl.errors import ConfigError, EmbodyError, EnvError, MissingDependencyError, UnknownNameError
 from embodyrl.registry import Registry, closest, takes
@@ -58,6 +59,8 @@ class Probe:
     """The `info` of its first step says something of success."""
     vector: bool
     """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
+    doubts: tuple[str, ...] = ()
+    """See `spaces.doubts`, of what was observed first."""
 
 
 def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
@@ -80,7 +83,11 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
         if kwargs.get("render_mode") is not None:
             _draw_without_display()
         try:
-            reports_success = _try_out_vector(cfg, env) if vector else _try_out(cfg, env)
+            found: tuple[str, ...] = ()
+            if vector:
+                reports_success = _try_out_vector(cfg, env)
+            else:
+                reports_success, found = _try_out(cfg, env)
         except EmbodyError:
             raise
         except Exception as error:
@@ -92,16 +99,18 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
             kwargs=kwargs,
             reports_success=reports_success,
             vector=vector,
+            doubts=found,
         )
     finally:
         env.close()
 
 
-def _try_out(cfg: GymSettings, env: AnyEnv) -> bool:
-    """Reset and step once; whether `info` speaks of success."""
-    reset_env(str(cfg.id), env, seed=0)
+def _try_out(cfg: GymSettings, env: AnyEnv) -> tuple[bool, tuple[str, ...]]:
+    """Reset and step once; whether `info` speaks of success, and doubts about what is observed."""
+    first, _ = reset_env(str(cfg.id), env, seed=0)
+    found = tuple(doubts(env.observation_space, first))
     env.action_space.seed(0)
-    return _speaks_of_success(require_step(str(cfg.id), env.step(env.action_space.sample()))[4])
+    return _speaks_of_success(require_step(str(cfg.id), env.step(env.action_space.sample()))[4]), found
 
 
 def _try_out_vector(cfg: GymSettings, env: Any) -> bool:

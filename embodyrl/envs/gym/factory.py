@@ -84,6 +84,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         may_truncate=True,
         reports_success=found.reports_success,
         lockstep=found.vector,
+        doubts=found.doubts,
     )
 
 

@@ -12,7 +12,7 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
-from embodyrl.envs.gym.api import line, number, require_step, reset_env
+from embodyrl.envs.gym.api import flag, line, number, require_step, reset_env
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv, Probe
 from embodyrl.envs.gym.spaces import ObservationWriter, native_actions
 from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
@@ -47,11 +47,12 @@ class GymSims(SlotSimulators):
         result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
         self._observations[slot], reward, terminated, truncated, info = result
         self._infos[slot] = info
+        name = self.spec.name
         return SimStep(
-            reward=number(self.spec.name, reward),
-            terminated=bool(terminated),
+            reward=number(name, reward),
+            terminated=flag(name, "terminated", terminated),
             success=bool(succeeded(info)),
-            truncated=bool(truncated),
+            truncated=flag(name, "truncated", truncated),
         )
 
     def info(self, slot: int) -> dict[str, Any]:

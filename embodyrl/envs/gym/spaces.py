@@ -18,6 +18,8 @@ Path = tuple[str | int, ...]
 _Frames = tuple[int, int, int, int]
 """Frames, height, width and channels (1 or 3) of an image."""
 
+_MOST = 1024
+"""Whole numbers of an action that are still told apart."""
 _CATEGORIES = (spaces.Discrete, spaces.MultiDiscrete)
 
 
@@ -89,6 +91,25 @@ class ObservationWriter:
         return array
 
 
+def doubts(space: Space[Any], observation: Any) -> Iterator[str]:
+    """Yield what is learned from and yet hardly meant: pictures as floats, numbers outside of their space."""
+    for path, leaf in _leaves(space, ()):
+        seen = np.asarray(_at(observation, path))
+        if not isinstance(leaf, spaces.Box) or seen.shape != leaf.shape or seen.dtype.kind not in "fiub":
+            continue
+        outside = seen[(seen < leaf.low) | (seen > leaf.high)]
+        if outside.size:
+            yield (
+                f"'{_spell(path)}' begins with {outside.flat[0]:g}, outside of its space {leaf!s:.60}; fix: its bounds"
+            )
+        least, *others = sorted(leaf.shape) or [0]
+        if len(others) == 2 and leaf.dtype.kind == "f" and least <= 4 <= others[0] // 2:
+            yield (
+                f"'{_spell(path)}' {leaf.shape} looks like a picture of real numbers, which becomes {seen.size} "
+                "numbers of the state; fix: uint8 in 0..255, [H, W, 3], for model=cnn"
+            )
+
+
 def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
     """Describe an action space as data.
 
@@ -100,12 +121,17 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
             return ActionSpace(kind=ActionKind.discrete, sizes=(int(space.n),))
         case spaces.MultiDiscrete():
             return ActionSpace(kind=ActionKind.multi_discrete, sizes=tuple(space.nvec.reshape(-1).tolist()))
+        case spaces.MultiBinary():
+            return ActionSpace(kind=ActionKind.multi_discrete, sizes=(2,) * spaces.flatdim(space))
+        case spaces.Box() if _counts(space):
+            counts = space.high.astype(np.int64) - space.low + 1
+            return ActionSpace(kind=ActionKind.multi_discrete, sizes=tuple(map(int, counts.flat)))
         case spaces.Box() if np.issubdtype(space.dtype, np.floating):
             low, high = (bound.astype(np.float64).reshape(-1).tolist() for bound in (space.low, space.high))
             return ActionSpace(kind=ActionKind.box, low=tuple(low), high=tuple(high))
     raise ConfigError(
-        f"env.id={env_id}: actions of {space} cannot be chosen; Discrete, MultiDiscrete and Box (real numbers) can. "
-        "Bring it to one of them with a wrapper in env.wrappers."
+        f"env.id={env_id}: actions of {space} cannot be chosen; Discrete, MultiDiscrete, MultiBinary and Box (real "
+        f"numbers, or whole ones of up to {_MOST} values) can. Bring it to one of them with a wrapper in env.wrappers."
     )
 
 
@@ -136,9 +162,22 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
     if isinstance(space, spaces.MultiDiscrete):
         sizes, starts = space.nvec.reshape(-1), space.start
         return multi_discrete
+    if isinstance(space, spaces.MultiBinary):
+        sizes, starts = np.full(spaces.flatdim(space), 2), 0
+        return multi_discrete
     assert isinstance(space, spaces.Box)
+    if _counts(space):
+        starts = space.low.astype(np.int64)
+        sizes = (space.high.astype(np.int64) - starts + 1).reshape(-1)
+        return multi_discrete
     low, high, shape, dtype = space.low, space.high, space.shape, space.dtype
     return lambda action: np.clip(action.reshape(shape).astype(dtype), low, high)
+
+
+def _counts(space: spaces.Box) -> bool:
+    """Whether a box holds so few whole numbers that they are categories."""
+    whole = np.issubdtype(space.dtype, np.integer)
+    return whole and bool((space.high.astype(np.float64) - space.low < _MOST).all())
 
 
 def _leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
