@@ -112,3 +112,7 @@ def test_an_unusable_target_is_an_error_and_leaves_nothing(tmp_path):
     with pytest.raises(VideoError, match=r"taken\.partial\.mp4"):
         record(tmp_path / "taken", [1], info=True, success_from=1).finish()
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_the_name_of_a_film_says_failure_where_the_goal_never_held(tmp_path):
+    assert record(tmp_path / "ep", [40, 120], info=False).finish().name == "ep_fail_2steps.mp4"

@@ -259,3 +259,26 @@ def test_numpy_global_generator_is_left_alone(roomy):
     np.random.seed(123)
     roomy.start(0, STOVE, 4)
     assert np.random.random() == expected
+
+
+def test_sampled_states_are_new_ones_like_the_stored():
+    """As the benchmark drew its own: the same spread of placements and joints; the same number is the same state."""
+    cfg = env_of("libero", task_suite_name="libero_object", render_profile="lean", sampled_states=16)
+    spec = FACTORY.spec(cfg, EnvContext())
+    assert spec.states_per_task == (66,) * 10
+    sims = FACTORY.simulators(cfg, EnvContext())
+    try:
+        sims.reset(0, spec.reset_ids_of(0)[50], 7)
+        simulator = sims.pool.use(0)
+        drawn = np.array([simulator.sample_state(50 + k) for k in range(16)])
+        np.testing.assert_array_equal(simulator.sample_state(50), drawn[0])
+        stored = np.asarray(install.suite_init_states("libero_object", 0))
+        assert len(np.unique(drawn[:, 17])) == 16
+        assert not np.isin(drawn[:, 17], stored[:, 17]).any()
+        moves = stored.std(0) > 1e-6
+        np.testing.assert_array_equal(drawn.std(0)[:17] > 1e-6, moves[:17])
+        ratio = drawn.std(0)[:54][moves[:54]] / stored.std(0)[:54][moves[:54]]
+        assert ((ratio > 0.3) & (ratio < 2.0)).all(), ratio
+        np.testing.assert_allclose(drawn.mean(0)[:54], stored.mean(0)[:54], atol=0.03)
+    finally:
+        sims.close()

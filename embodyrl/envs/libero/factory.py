@@ -1,6 +1,9 @@
 """Checks, description and construction of the LIBERO environment; light until `make` is called."""
 
 from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
 
 from embodyrl.envs.factory import SimFactory, camera_problems, task_problems, tasks_in_memory
 from embodyrl.envs.libero import install
@@ -10,9 +13,6 @@ from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, R
 from embodyrl.envs.simulators import SlotSimulators
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention
-
-STATES_PER_TASK = 50
-"""Every task of the benchmark ships 50 fixed initial states."""
 
 SUITE_TASKS = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 
@@ -83,6 +83,8 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
     fast_physics: bool | None = None
     """Inner loop without repeated work, equal to the benchmark's up to rounding; null: on with render_profile=lean."""
+    sampled_states: Annotated[int, Field(ge=0, le=10**6)] = 0
+    """Further initial states of each task, 50 and up, that the benchmark's own sampler draws: nobody has seen them."""
 
 
 class LiberoFactory(SimFactory[LiberoSettings]):
@@ -131,7 +133,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             action_dim=7,
             tasks=tuple(line for name in suites for line in install.instructions(name, tells_in_file=name in _RETOLD)),
             suites=tuple(name for name, _ in tasks) if len(suites) > 1 else (),
-            states_per_task=(STATES_PER_TASK,) * len(tasks),
+            states_per_task=(install.STATES_PER_TASK + cfg.sampled_states,) * len(tasks),
             cameras=tuple(cfg.init_params.camera_names),
             image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
             image_rotation_deg=180,

@@ -127,13 +127,14 @@ class LiberoSims(SlotSimulators):
         task, index = self.spec.task_of(reset_id)
         suite, number, _ = self._tasks[task]
         states = install.suite_init_states(suite, number)
-        if index >= len(states):
+        if index < install.STATES_PER_TASK != len(states):
             raise EnvError(
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
-                f"{self.spec.states_per_task[task]} expected. Fix: {install.INSTALL}"
+                f"{install.STATES_PER_TASK} expected. Fix: {install.INSTALL}"
             )
         self._experts[slot] = Expert(seed)
-        self.pool.begin(slot, task).reset(states[index], seed)
+        simulator = self.pool.begin(slot, task)
+        simulator.reset(states[index] if index < install.STATES_PER_TASK else simulator.sample_state(index), seed)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position and rotation deltas in -1..1 (0.05 m, 0.5 rad), gripper -1 opens."""

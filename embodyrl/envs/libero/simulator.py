@@ -30,6 +30,9 @@ SETTLE_STEPS = 10
 
 SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
 
+JOINT_NOISE = 0.02
+"""Standard deviation, rad, of the robot's joints in the stored states: robosuite's default."""
+
 VIEW_SUBSTEP = 23
 """Substep (of 25) whose positions the benchmark's observations show.
 
@@ -126,6 +129,15 @@ class TaskSimulator:
         self._env._post_process()
         for _ in range(SETTLE_STEPS):
             self.step(SETTLE_ACTION)
+
+    def sample_state(self, seed: int) -> DoubleArray:
+        """Draw an initial state [1 + nq + nv] as the stored ones were: placements, and noise on the robot's joints."""
+        with quiet(), _numpy_seed(seed):
+            self._place_objects()
+            joints = 1 + np.asarray(self._robot._ref_joint_pos_indexes)
+            state = self._env.sim.get_state().flatten()
+            state[joints] += np.random.normal(0.0, JOINT_NOISE, len(joints))
+        return state
 
     def step(self, action: npt.ArrayLike) -> SimStep:
         """Execute one action [7] in -1..1; success is the benchmark's goal predicate after the step."""

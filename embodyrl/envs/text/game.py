@@ -14,6 +14,7 @@ from embodyrl.conversation import Message, join_messages
 from embodyrl.envs.protocol import AfterStep, EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardFactor
 from embodyrl.envs.text.environment import clip
+from embodyrl.envs.text.textworld import COMMANDS, TextWorldGame, game_files
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodyrl.registry import Registry, takes
 from embodyrl.types import ActionKind, ActionSpace, BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
@@ -34,7 +35,8 @@ class GameSettings(EnvSettings):
     """A Gymnasium environment with categories as actions, told in words."""
 
     id: str | None = None
-    """Gymnasium id, for example FrozenLake-v1."""
+    """Gymnasium id, for example FrozenLake-v1; or a game of TextWorld, or a folder of them (*.z8, *.ulx), whose replies
+    say one of the commands that are allowed; there the reset id chooses the game."""
     kwargs: dict[str, Any] = {}
     """Passed to the environment's constructor."""
     words: str | None = None
@@ -64,6 +66,8 @@ class _Game:
     turns: list[Message] = field(default_factory=list)
     steps: int = 0
     reply: str = ""
+    commands: Sequence[str] = ()
+    """What a reply may say, where that changes from turn to turn."""
 
 
 class GameEnv:
@@ -79,7 +83,7 @@ class GameEnv:
         self._words = WORDS.get(cfg.words) if cfg.words else None
         self._names = action_names(cfg, make_game(cfg))
         self._games = [_Game(make_game(cfg)) for _ in range(num_slots)]
-        self._pattern = re.compile("|".join(re.escape(n) for n in sorted(self._names, key=len, reverse=True)))
+        self._pattern = _any_of(self._names)
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Begin a game in each slot; the reset id is its seed."""
@@ -118,10 +122,11 @@ class GameEnv:
         ]
         kept = 2 * self._cfg.history
         game.turns = [*game.turns, *said][-kept:] if kept else []
-        named = self._pattern.findall(game.reply)
+        named = (_any_of(game.commands) if game.commands else self._pattern).findall(game.reply)
         if not named:
             return self._cfg.unread_reward, False, False, False
-        seen, earned, terminated, truncated, info = game.env.step(self._names.index(named[-1]))
+        action = named[-1] if game.commands else self._names.index(named[-1])
+        seen, earned, terminated, truncated, info = game.env.step(action)
         if not np.isfinite(earned):
             raise EnvError(f"env '{self.spec.name}': the game returned reward {earned}.")
         game.seen = self._tell(game, seen, info)
@@ -129,6 +134,7 @@ class GameEnv:
         return float(earned), bool(terminated), bool(truncated), success
 
     def _tell(self, game: _Game, seen: Any, info: Mapping[str, Any]) -> str:
+        game.commands = info.get(COMMANDS, ())
         text = self._words(seen, info) if self._words else _COLOURS.sub(r"[\2]", str(game.env.render())).strip()
         return clip(text, SEEN_BYTES)
 
@@ -155,6 +161,11 @@ class GameEnv:
             game.env.close()
 
 
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    """Longer ones first, for one may be the beginning of another."""
+    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "$^")
+
+
 def make_game(cfg: GameSettings) -> Any:
     """Build the environment.
 
@@ -162,6 +173,8 @@ def make_game(cfg: GameSettings) -> Any:
         MissingDependencyError: gymnasium is not installed.
         ConfigError: there is no such environment, it refuses its arguments, or has no picture in characters.
     """
+    if files := game_files(cfg.id or ""):
+        return TextWorldGame(files, SEEN_BYTES)
     try:
         gymnasium = importlib.import_module("gymnasium")
     except ImportError as error:
@@ -181,6 +194,8 @@ def action_names(cfg: GameSettings, env: Any) -> list[str]:
     Raises:
         ConfigError: the actions are no categories, or as many words as actions are not there.
     """
+    if isinstance(env, TextWorldGame):
+        return []
     count = getattr(env.action_space, "n", None)
     if count is None:
         raise ConfigError(f"env.id={cfg.id}: its actions are {env.action_space}; a reply can only name categories.")
