@@ -18,8 +18,8 @@ class Footprint:
     """Of the repeated layers: parameters, and what recomputing it for a sample keeps, bytes."""
     outside_layers: int = 0
     """Parameters outside the repeated layers: embeddings, output matrix, projectors."""
-    scoring_bytes: int = 0
-    """What scoring takes once, however many samples: logits over a whole vocabulary."""
+    scoring_bytes: tuple[int, int] = (0, 0)
+    """What scoring takes once, however many samples: logits of a whole vocabulary; the same, layers recomputed."""
     acting_bytes: int = 0
     """What acting takes for each sample of its batch, about: the widest layer, or keys and values of replies."""
     sample_tokens: int = 1

@@ -113,7 +113,8 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     slots = _count_slots(cfg, env, policy, learner)
     devices = plan_devices(cfg, training=training)
     samples = _max_samples(learner, algorithm) if learner and algorithm else 0
-    layout = record_layout(env, policy, with_reference=algorithm is not None and algorithm.needs_reference)
+    referred = algorithm is not None and algorithm.needs_reference
+    layout = record_layout(env, policy, with_reference=referred, top=cfg.rollout.logprobs)
     if learner and learner.rollout.dump:
         _require_small_dump(samples * layout.record_bytes)
     rules = learner.algorithm if learner else None

@@ -119,8 +119,8 @@ def load_config(
         command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
         words: `group=option` and `key=value` as typed by the user.
         config_dirs: further folders with YAML groups, searched after the shipped one.
-        base: the config.yaml of a run whose weights are used: its model, and unless these are trained its environment
-            and algorithm, hold wherever the command line does not choose that group.
+        base: the config.yaml of a run whose weights are used: its model, and unless these are trained its environment,
+            its algorithm and (`eval`) how it was evaluated, hold wherever the command line does not choose that group.
         fetch: names on the hub become folders here; false: they stay as they are.
 
     Returns:
@@ -137,10 +137,14 @@ def load_config(
         composed, inherited = compose_groups(command, groups, config_dirs, problems), []
     else:
         # What suits an environment and a shipped model says nothing about the weights of a run.
-        alone = {} if "model" in groups or tree.root_file(command) != "train" else {"start": "none"}
+        alone = {"start": "none"} if "model" not in groups and tree.follows(command, "start") else {}
         composed = compose_groups(command, {**groups, **alone}, config_dirs, problems)
-        wanted = ("model",) if command == "train" else ("env", "model", "algorithm")
+        wanted = ["model"] if command == "train" else ["env", "model", "algorithm"]
+        if command == "eval" and "env" not in groups:
+            wanted.append("eval")  # measured as the run measured itself
         inherited = _inherit(base, [section for section in wanted if section not in groups], composed, problems)
+        if any(setting.key == "eval.episodes_per_task" for setting in typed):
+            inherited = [setting for setting in inherited if setting.key != "eval.episodes"]  # which would win
         _trust(inherited, typed, base, problems)
     if not composed:
         raise ConfigError(problems)
@@ -175,7 +179,7 @@ def load_saved_config(path: Path, words: Sequence[str], *, command: str | None =
 def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
     """What `eval.protocol.settings` stands for; presets of runs and experiments do not stand against a protocol."""
     said = [setting for setting in settings if setting.key == "eval.protocol.settings"][-1:]
-    found = [Setting("eval.episodes", None, setting.source) for setting in said]
+    found = [Setting("eval.episodes", None, setting.source) for setting in said if setting.value]
     for setting in said:
         for word in setting.value if isinstance(setting.value, list) else ():
             try:
@@ -289,4 +293,6 @@ def _inherit(base: Path, sections: list[str], composed: Sequence[Setting], probl
     kinds = [next((s.value for s in reversed(some) if s.key == "env.env_type"), None) for some in (saved, composed)]
     if "model" in sections and kinds[0] == kinds[1]:
         sections.append("env.init_params")  # the pictures that the weights know
-    return [setting for setting in saved if any(setting.key.startswith(f"{section}.") for section in sections)]
+    if "eval" in sections:
+        sections.append("runner.val_suites")
+    return [setting for setting in saved if any(f"{setting.key}.".startswith(f"{section}.") for section in sections)]

@@ -137,13 +137,14 @@ _SYNONYMS = {
         "global_batch_size": "batch_size train_batch_size mini_batch_size minibatch_size ppo_mini_batch_size",
         "micro_batch_size": "per_device_train_batch_size micro_batch mbs ppo_micro_batch_size",
         "update_epoch": "ppo_epochs update_epochs num_epochs k_epochs n_epochs epochs inner_epochs",
-        "max_steps": "steps num_steps iterations num_iterations total_steps max_iterations train_steps total_timesteps",
+        "max_steps": "steps num_steps iterations num_iterations total_steps max_iterations train_steps total_timesteps"
+        " total_training_steps",
         "max_epochs": "total_epochs num_train_epochs",
-        "save_interval": "save_freq save_steps save_every checkpoint_interval checkpoint_every",
+        "save_interval": "save_freq save_steps save_every checkpoint_interval checkpoint_every every",
         "val_check_interval": "eval_freq test_freq val_freq eval_interval eval_every eval_steps val_interval",
         "experiment_name": "run_name name exp_name",
         "output_dir": "out_dir log_dir save_dir default_local_dir checkpoint_dir logdir",
-        "backends": "logger loggers report_to tracker",
+        "backends": "logger loggers report_to tracker wandb project",
         "group_size": "num_generations n_samples_per_prompt rollout_n num_samples n_samples group_n",
         "clip_ratio_high": "clip_range cliprange clip_eps eps_clip clip_ratio clip_epsilon epsilon_high cliprange_high",
         "clip_ratio_low": "epsilon_low cliprange_low clip_low",
@@ -162,6 +163,7 @@ _SYNONYMS = {
         "precision": "dtype torch_dtype bf16 fp16",
         "is_lora": "use_lora lora_enabled peft",
         "r": "rank lora_rank",
+        "do_sample": "greedy deterministic_eval",
         "compiled": "torch_compile",
         "episodes": "num_episodes n_episodes eval_episodes num_eval_episodes",
         "max_new_tokens": "max_tokens max_completion_length response_length max_response_length",
@@ -183,14 +185,14 @@ def suggest(name: str, likely: type[Settings] | None = None) -> str:
     """
     if likely is not None and (found := _nearest(name, _with_parents(keys_of(likely)), 0.75)):
         return found
-    return _nearest(name, _with_parents(all_keys()), 0.5)
+    return _nearest(name, _with_parents(all_keys()), 0.65)
 
 
 def _nearest(name: str, names: list[str], cutoff: float) -> str:
     group, tail = name.partition(".")[0], name.rpartition(".")[2]
     if slip := closest(name, [n for n in names if n.partition(".")[0] == group], cutoff=0.9):
         return slip
-    for word in (tail, _SYNONYMS.get(tail.lower())):
+    for word in (tail, _SYNONYMS.get(tail.lower()), *(tail.split("_") if cutoff < 0.75 else ())):
         same = [n for n in names if n.rpartition(".")[2] == word]
         if same := ([n for n in same if ("eval" in n) == ("eval" in name)] or same):
             return closest(name, same, cutoff=0.0)

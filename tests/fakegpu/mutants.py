@@ -219,7 +219,7 @@ def main() -> None:
         print(f"| {name} | {bug.kind} | {bug.check} | {said[:90]} |", flush=True)
         if not said or GONE in said:
             missed.append(f"{name}: {said or 'nothing noticed'}")
-    sys.exit("\n".join(missed))
+    sys.exit("\n".join(missed) or None)
 
 
 if __name__ == "__main__":

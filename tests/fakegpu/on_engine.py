@@ -27,6 +27,7 @@ class Llm:
 
     def __init__(self, **settings: Any) -> None:
         self.reloads: list[int] = []
+        self.seeds: set[int | None] = set()
 
     def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> None:
         assert name == "reload_weights"
@@ -35,6 +36,7 @@ class Llm:
     def reset_prefix_cache(self) -> None: ...
 
     def generate(self, asked: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+        self.seeds |= {getattr(one, "seed", None) for one in params}
         said = SimpleNamespace(token_ids=[7], logprobs=[{7: SimpleNamespace(logprob=4.0)}])
         return [SimpleNamespace(outputs=[said]) for _ in asked]
 
@@ -71,4 +73,5 @@ def test_every_update_is_reloaded(monkeypatch: pytest.MonkeyPatch) -> None:
             optimization.zero_grad()
             for _ in range(2):
                 policy.act(asked, noise=np.zeros((2, 4), np.float32))
+    assert engine._llm.seeds == {None}, "vLLM draws replies that have seeds one after the other"
     assert engine._llm.reloads == [len(list(policy.module.lm.parameters()))] * 3

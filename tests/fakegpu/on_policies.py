@@ -120,7 +120,7 @@ def use_oft(case: str, precision: Precision, gpu: FakeGpu, folder: Path) -> Any:
         scores = policy.score(observe(3), np.full((3, length), policy._config.action_vocab_start + 5))
         learn(scores.logprob.sum() + scores.entropy.sum() + scores.value.sum(), policy)
     policy.imitate(observe(2), np.zeros((2, policy.spec.num_action_chunks, 7), np.float32)).loss.sum().backward()
-    halved = [place for place, _, dtype in gpu.by_place if "openvla_oft.images" in place and dtype == torch.bfloat16]
+    halved = [place for place, _, dtype in gpu.by_place if "openvla_oft.inputs" in place and dtype == torch.bfloat16]
     assert not halved, f"pixels were prepared in bfloat16, so training sees others than acting: {halved}"
     return policy
 

@@ -24,6 +24,7 @@ KL, APART = "algorithm.kl_beta=0.01", "rollout.mode=disaggregated"
 EACH, STEP = "actor.fsdp.gradient_sync=micro_batch", "actor.fsdp.gradient_sync=step"
 HSDP, OFFLOAD = "actor.fsdp.shard_size=4", "actor.fsdp.cpu_offload=true"
 VLLM, GRAPHS = "rollout.backend=vllm", "model.cuda_graphs=true"
+ALL = "actor.global_batch_size=128"
 LONG = "algorithm.sampling_params.max_new_tokens=1024"
 ROWS = (
     Job(name="7B lora, 1 rank", model="7b", lora=True, words=(ONE,), act=8, train=16),
@@ -40,6 +41,11 @@ ROWS = (
     Job(name="7B full, offloaded", model="7b", words=(ONE, AGAIN, OFFLOAD), act=8, train=16),
     Job(name="0.5B text", model="0.5b", words=(ONE,), act=0, train=16),
     Job(name="1.5B text, recomputed", model="1.5b", words=(ONE, AGAIN, LONG), act=0, train=16),
+    Job(name="0.5B text, 8 ranks", model="0.5b", words=(EIGHT, STEP, ALL), act=0, train=128),
+    Job(name="0.5B text, 8 ranks, recomputed", model="0.5b", words=(EIGHT, STEP, ALL, AGAIN), act=0, train=128),
+    Job(name="1.5B text, 8 ranks", model="1.5b", words=(EIGHT, STEP, ALL), act=0, train=128),
+    Job(name="1.5B text, 8 ranks, recomputed", model="1.5b", words=(EIGHT, STEP, ALL, AGAIN), act=0, train=128),
+    Job(name="1.5B text, 8 ranks, each micro-batch", model="1.5b", words=(EIGHT, EACH, ALL, AGAIN), act=0, train=128),
     Job(name="0.5B text, vLLM", model="0.5b", words=(ONE, VLLM), act=0, train=16),
     Job(name="1.5B text, recomputed, vLLM", model="1.5b", words=(ONE, AGAIN, LONG, VLLM), act=0, train=16),
     Job(name="1.5B text, adapters", model="1.5b", lora=True, words=(ONE,), act=0, train=16),
