@@ -91,6 +91,8 @@ class EnvSpec(EnvFootprint):
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps them all at once."""
+    doubts: tuple[str, ...] = ()
+    """What works, but is hardly meant, a line each; `check-env` warns of it."""
     on_gpu: bool | None = None
     """Env workers compute or draw on a GPU; None: nobody knows, so each sees one."""
     max_chunks: int = 0
@@ -301,6 +303,8 @@ class Episode:
     """[T, C] parts of the reward of each chunk."""
     action: FloatArray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     """[T, K, A] what was chosen, executed where `valid`."""
+    top: ByteArray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
+    """[T, bytes] `PolicyOutput.top` of each chunk; T x 0 where it was not asked for."""
     duration_s: float = 0.0
     video: str | None = None
 
@@ -360,6 +364,8 @@ class PolicyOutput:
     value: FloatArray
     replies: tuple[str, ...] = ()
     """What each chunk says in words; empty for actions that say nothing."""
+    top: tuple[str, ...] = ()
+    """JSON of each reply: for each token [[text, log-probability], ...], itself first, then the most probable ones."""
     cut_off: BoolArray | None = None
     """[B] replies that the limit on tokens ended, if there are replies."""
     cost: IntArray | None = None

@@ -27,10 +27,15 @@ def plain_model() -> Any:
 @torch.no_grad()
 def complete(asked: dict[str, Any]) -> dict[str, Any]:
     model, ids = models[asked["model"]], list(asked["prompt"])
+    if asked.get("echo"):
+        told = model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        given = [None, *(float(row[token]) for row, token in zip(told, ids[1:], strict=True)), 0.0]
+        return {"choices": [{"index": 0, "logprobs": {"token_logprobs": given}}]}
     draws = torch.Generator().manual_seed(asked.get("seed", 0))
     ends = {2, *(asked.get("stop_token_ids") or [])}
     said: list[int] = []
     logprobs: list[float] = []
+    top: list[dict[str, float]] = []
     while len(said) < asked["max_tokens"] and not (said and said[-1] in ends):
         logits = model(input_ids=torch.tensor([ids + said])).logits[0, -1].float()
         raw = logits.log_softmax(-1)
@@ -44,8 +49,13 @@ def complete(asked: dict[str, Any]) -> dict[str, Any]:
             token = int(torch.multinomial((logits / asked["temperature"]).softmax(-1), 1, generator=draws))
         said.append(token)
         logprobs.append(float(raw[token]))
+        if asked["logprobs"]:
+            assert asked["return_tokens_as_token_ids"]
+            likely = {token, *raw.topk(asked["logprobs"]).indices.tolist()}
+            top.append({f"token_id:{i}": float(raw[i]) for i in likely})
     assert asked["return_token_ids"]
-    return {"choices": [{"index": 0, "token_ids": said, "logprobs": {"token_logprobs": logprobs}}]}
+    told = {"token_logprobs": logprobs, "top_logprobs": top or None}
+    return {"choices": [{"index": 0, "token_ids": said, "logprobs": told}]}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -56,8 +66,12 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with one_at_a_time:
             match self.path:
+                case "/v1/completions" if max(body["prompt"]) >= models["tiny"].config.vocab_size:
+                    self.reply(400, {"error": f"token id {max(body['prompt'])} is out of vocabulary"})
                 case "/v1/completions":
                     self.reply(200, complete(body))
+                case "/v1/load_lora_adapter" if body["lora_name"] in models:
+                    self.reply(400, {"error": f"'{body['lora_name']}' has already been loaded"})
                 case "/v1/load_lora_adapter":
                     adapted = PeftModel.from_pretrained(plain_model(), body["lora_path"]).eval()
                     models[body["lora_name"]] = adapted

@@ -30,14 +30,21 @@ MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob
 """Weighted sums that are divided by the summed weights, so that they stay means under every `loss_agg_func`."""
 
 
-def to_units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid."""
+def to_units(
+    token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel, *, whole: bool = False
+) -> torch.Tensor:
+    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid.
+
+    `whole`: all are valid.
+    """
     batch, actions = valid.shape
     assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
-    # `where` and not a product: what the policy says about actions that never ran may be anything, NaN included.
     grid = token_values.reshape(batch, actions, -1)
-    grid = grid.where(valid[:, :, None], grid.new_zeros(()))
-    if level == TokenLevel.token_level:
+    if not whole:
+        # `where` and not a product: what the policy says about actions that never ran may be anything, NaN included.
+        grid = grid.where(valid[:, :, None], grid.new_zeros(()))
+    # Small networks feel every operation: a sum over one token is spared.
+    if level == TokenLevel.token_level or (level == TokenLevel.action_level and grid.shape[2] == 1):
         return grid
     return grid.sum(2, keepdim=True) if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
 
@@ -57,7 +64,7 @@ def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLev
 def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Weighted sum over actions (or chunks) of the mean over the tokens of each."""
     per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
-    return (units.mean(2) * per_row).sum()
+    return ((units[..., 0] if units.shape[2] == 1 else units.mean(2)) * per_row).sum()
 
 
 def equal_shares(mask: BoolArray) -> FloatArray:

@@ -35,7 +35,7 @@ from embodyrl.algorithms.settings import (
 )
 from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapted_beta, shape_rewards, subtract_kl, within_bounds
 from embodyrl.errors import ConfigError, NonFiniteError
-from embodyrl.types import BoolArray, Episode, FloatArray, PolicyScores, PreparedBatch
+from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScores, PreparedBatch
 
 if TYPE_CHECKING:
     import torch
@@ -175,7 +175,7 @@ class Algorithm:
             )
         return shaped, {"train/reward_kl": found, "train/kl_beta": beta}
 
-    def weights(self, batch: PreparedBatch, samples: Sequence[int]) -> LossWeights:
+    def weights(self, batch: PreparedBatch, samples: Sequence[int] | IntArray) -> LossWeights:
         """Return the weights of the n samples of one whole optimizer step.
 
         `samples` are indices into the batch and must cover all ranks: where gradients are averaged over R ranks,
@@ -194,9 +194,8 @@ class Algorithm:
         targets = batch.returns.shape[1]
         # A target per action counts where the action ran; one per chunk always does, for empty chunks left the batch.
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
-        return LossWeights(
-            policy=weight, value=equal_shares(counted), positive=equal_shares(valid & (batch.advantage[rows] > 0))
-        )
+        positive = valid & (batch.advantage[rows] > 0) if self._cfg.positive_nll_coef else np.zeros_like(valid)
+        return LossWeights(policy=weight, value=equal_shares(counted), positive=equal_shares(positive))
 
     def correct(
         self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
@@ -241,8 +240,8 @@ class Algorithm:
         cfg, valid = self._cfg, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
-        new = to_units(scores.logprob, valid, cfg.logprob_type)
-        old = to_units(inputs.old_logprob, valid, cfg.logprob_type)
+        new = to_units(scores.logprob, valid, cfg.logprob_type, whole=inputs.whole)
+        old = to_units(inputs.old_logprob, valid, cfg.logprob_type, whole=inputs.whole)
         units = Units(
             logprob=new,
             old_logprob=old,
@@ -250,12 +249,16 @@ class Algorithm:
             valid=unit_mask(valid, cfg.logprob_type),
         )
         terms = self._loss.compute(units, cfg)
-        entropy = to_units(scores.entropy, valid, cfg.entropy_type)
-        policy_loss = self._aggregate(terms.loss * self._factors(units, inputs), inputs.weight)
-        loss = policy_loss - (cfg.entropy_bonus and cfg.entropy_bonus * self._aggregate(entropy, inputs.weight))
+        entropy = to_units(scores.entropy, valid, cfg.entropy_type, whole=inputs.whole)
+        factors = self._factors(units, inputs)
+        weighed = terms.loss if factors is None else terms.loss * factors
+        loss = policy_loss = self._aggregate(weighed, inputs.weight)
+        if cfg.entropy_bonus:
+            loss = loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
         if cfg.positive_nll_coef:  # weights of its own: a mean over the actions with a positive advantage
             loss = loss - cfg.positive_nll_coef * mean_share(new, inputs.positive_weight)
-        gap = to_units((scores.logprob.detach() - inputs.old_logprob).abs(), valid, TokenLevel.token_level)
+        gap = (scores.logprob.detach() - inputs.old_logprob).abs()
+        gap = to_units(gap, valid, TokenLevel.token_level, whole=inputs.whole)
         ratio = terms.ratio.detach()
         metrics = {
             "policy_loss": policy_loss,
@@ -281,16 +284,17 @@ class Algorithm:
             metrics["value_loss"] = value
         return loss, {name: share.detach() for name, share in {"loss": loss, **metrics}.items()}
 
-    def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | float:
-        """Return what multiplies the policy loss of each unit, without gradient."""
-        factors = 1.0 if inputs.correction is None else inputs.correction
+    def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | None:
+        """Return what multiplies the policy loss of each unit, without gradient; None: nothing."""
+        factors = inputs.correction
         if self._cfg.off_policy_masking_delta is None:
             return factors
         acted = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
         acted = to_units(acted, inputs.valid, self._cfg.logprob_type)
         # Detached: the mask is a decision, not a term of the loss.
         drift = units.mean(acted - units.logprob.detach())
-        return factors * off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
+        mask = off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
+        return mask if factors is None else factors * mask
 
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Weighted sum of units [B, K, D], [B, K, 1] or [B, 1, 1]."""
@@ -332,7 +336,7 @@ def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) ->
 
 def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[FloatArray]) -> None:
     """Look at values of each episode; of those with one for each action, at executed ones."""
-    if not values or np.isfinite(np.concatenate([np.ravel(one) for one in values])).all():
+    if not values or np.isfinite(np.concatenate(values, axis=None)).all():
         return
     for episode, own in zip(episodes, values, strict=True):
         looked = own[episode.valid] if own.shape == episode.valid.shape else own
@@ -356,14 +360,15 @@ def _refuse(episode: Episode, what: str, bad: float) -> Never:
 
 def _metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
     groups = {episode.spec.group_id for episode in episodes}
-    kept = {episode.spec.group_id for episode, _ in pairs}
-    loud = {episode.spec.group_id for episode, credit in pairs if credit.advantage[episode.valid].any()}
-    metrics = {
-        "train/groups_without_signal": 1.0 - len(loud) / len(groups),
-        "train/groups_filtered": 1.0 - len(kept) / len(groups),
-    }
+    kept = [episode.spec.group_id for episode, _ in pairs]
+    metrics = {"train/groups_without_signal": 1.0, "train/groups_filtered": 1.0 - len({*kept}) / len(groups)}
     if pairs:
-        advantage = np.concatenate([c.advantage[e.valid] for e, c in pairs]).astype(np.float64)
+        # All at once: of a thousand short episodes the loops would take as long as a mini-batch.
+        valid = np.concatenate([episode.valid for episode, _ in pairs])
+        whole = np.concatenate([credit.advantage for _, credit in pairs])
+        loud = np.repeat(kept, [len(e.valid) for e, _ in pairs])[((whole != 0) & valid).any(axis=1)]
+        metrics["train/groups_without_signal"] = 1.0 - len(np.unique(loud)) / len(groups)
+        advantage = whole[valid].astype(np.float64)
         metrics["train/advantage_mean"] = float(advantage.mean())
         metrics["train/advantage_std"] = float(advantage.std())
         metrics["train/advantage_abs_max"] = float(np.abs(advantage).max())
@@ -372,9 +377,11 @@ def _metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]
 
 def _value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
     """Return the means of values and targets, and the share of the targets' variance that the values explain."""
-    ran = [e.valid if c.returns.shape == e.valid.shape else e.valid.any(axis=1, keepdims=True) for e, c in pairs]
-    value = np.concatenate([e.value[m] for (e, _), m in zip(pairs, ran, strict=True)]).astype(np.float64)
-    returns = np.concatenate([c.returns[m] for (_, c), m in zip(pairs, ran, strict=True)]).astype(np.float64)
+    ran, value, returns = (
+        np.concatenate(part) for part in zip(*((e.valid, e.value, c.returns) for e, c in pairs), strict=True)
+    )
+    ran = ran if ran.shape == returns.shape else ran.any(axis=1, keepdims=True)
+    value, returns = value[ran].astype(np.float64), returns[ran].astype(np.float64)
     spread = returns.var()
     return {
         "train/value_mean": float(value.mean()),

@@ -127,8 +127,8 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 class ClipSettings(Settings):
     """Bounds of the ratio."""
 
-    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """PPO clip below 1."""
+    clip_ratio_low: Annotated[float, Field(gt=0, le=100)] = 0.2
+    """PPO clip below 1; from 1 on there is no lower bound, for ratios are not below 0."""
     clip_ratio_high: Positive = 0.28
     """PPO clip above 1."""
 

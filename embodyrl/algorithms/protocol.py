@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from embodyrl.algorithms.settings import AlgorithmSettings, GroupSettings, ReplaySettings, ValueSettings
 from embodyrl.config.settings import Settings, join
 from embodyrl.registry import Registry
-from embodyrl.types import Episode, FloatArray, IntArray
+from embodyrl.types import BoolArray, Episode, FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class LossWeights:
     positive: FloatArray
     """[n, K] weight of each action with a positive advantage; sums to 1, or all 0."""
 
-    def rows(self, index: IntArray | slice) -> LossWeights:
+    def rows(self, index: IntArray | BoolArray | slice) -> LossWeights:
         """Return the weights of some of the samples."""
         return LossWeights(policy=self.policy[index], value=self.value[index], positive=self.positive[index])
 
@@ -75,6 +75,8 @@ class LossInputs:
     """[B, L] of the policies that acted; None: `old_logprob`."""
     correction: torch.Tensor | None = None
     """Factors of `Algorithm.correct`; None: no correction."""
+    whole: bool = False
+    """Every action is known to be valid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ TokenLevel = StrEnum("TokenLevel", ["token_level", "action_level", "chunk_level"
 RewardNorm = StrEnum("RewardNorm", ["none", "group", "batch"])
 TruncatedEpisodes = StrEnum("TruncatedEpisodes", ["train", "mask", "zero_reward"])
 OldLogprob = StrEnum("OldLogprob", ["rollout", "recompute"])
+_Address = Annotated[str, Field(pattern=r"^https?://\S+$"), Says("an address such as http://host:8000/v1")]
 WeightMode = StrEnum("WeightMode", ["mask", "truncate"])
 WeightLevel = StrEnum("WeightLevel", ["token", "sequence", "geometric"])
 AggregationMode = Literal[
@@ -79,6 +80,10 @@ class AlgorithmSettings(ActingAlgorithm):
     reference_path: Path | None = None
     """Weights of the reference: a run, a checkpoint, or a folder in the public layout; it may be of another size, a
     teacher with the same tokens. Default: the weights at the start."""
+    reference_url: _Address | None = None
+    """Language models: a server with the completions protocol as the reference, its address with /v1: a teacher."""
+    reference_model: str | None = None
+    """Its name for the model; default its first."""
     kl_penalty_type: Literal["k1", "abs", "k2", "low_var_kl", "k3", "k3+", "k3_unbiased"] = "low_var_kl"
     """KL estimator: k1, abs, k2, low_var_kl (= k3), k3+ (value of k3, gradient of k2), k3_unbiased."""
     kl_in_reward: bool = False
@@ -137,6 +142,11 @@ class AlgorithmSettings(ActingAlgorithm):
                 f"algorithm.kl_penalty_type={self.kl_penalty_type} is a form for the loss; with kl_in_reward=true use "
                 "one of k1, abs, k2, low_var_kl, k3."
             )
+        if self.reference_url is not None and (self.reference_path is not None or self.reference_interval is not None):
+            yield (
+                "algorithm.reference_url: the reference is what that server serves; leave out reference_path and "
+                "reference_interval."
+            )
         if self.reward_scale == 0 == self.kl_beta:
             yield "algorithm.reward_scale=0 removes every reward; that wants something else to learn: kl_beta above 0."
 
@@ -148,8 +158,9 @@ class AlgorithmSettings(ActingAlgorithm):
             (
                 self.kl_beta == 0,
                 "kl_beta is 0; set kl_beta above 0",
-                ("kl_penalty_type", "kl_in_reward", "reference_path", "reference_interval"),
+                ("kl_penalty_type", "kl_in_reward", "reference_path", "reference_interval", "reference_url"),
             ),
+            (self.reference_url is None, "reference_url is null; set it", ("reference_model",)),
             (not self.kl_in_reward, "kl_in_reward is false; set it to true", ("kl_target",)),
             (self.kl_target is None, "kl_target is null; set it", ("kl_horizon",)),
             (self.reward_norm is RewardNorm.group and self.group_size == 1, "group_size is 1", ("reward_norm",)),

@@ -106,6 +106,8 @@ class Record:
     """Targets of the critic."""
     reply = Column("reply", "uint8", "reply_bytes")
     """The tokens as text, where the task is one (`encode_reply`)."""
+    top = Column("top", "uint8", "top_bytes")
+    """`PolicyOutput.top`, padded like an instruction."""
     cut_off = Column("cut_off", "bool")
     """The reply was longer than allowed."""
     cost = Column("cost", "int64")
@@ -116,6 +118,8 @@ class Record:
     """Log-probability of each token under the reference policy; only where the algorithm asks for it."""
 
 
+TOP_BYTES = 48
+"""Bytes that hold a token (`shown_token`) and its log-probability."""
 OBSERVATION = (Record.images, Record.observed_state, Record.instruction)
 """What the policy looks at."""
 DECISION = (
@@ -125,6 +129,7 @@ DECISION = (
     Record.value,
     Record.version,
     Record.reply,
+    Record.top,
     Record.cut_off,
     Record.cost,
 )
@@ -133,8 +138,8 @@ STEP_RESULT = (Record.reward, Record.terminated, Record.truncated, Record.valid,
 """What a simulator says of each action of a chunk."""
 
 
-def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False) -> RecordLayout:
-    """Derive the record of one chunk step from what the environment and the policy declare."""
+def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False, top: int = 0) -> RecordLayout:
+    """Derive the record of one chunk step from what the environment and the policy declare; `top`: rollout.logprobs."""
     height, width = env.image_size
     sizes = {
         "cameras": len(env.cameras),
@@ -147,6 +152,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
         "L": policy.tokens_per_chunk,
         "V": policy.value_dim,
         "reply_bytes": policy.reply_bytes,
+        "top_bytes": TOP_BYTES * (top + 1) * policy.num_action_chunks if top else 0,
         "components": len(env.components),
     }
     columns = [column for column in vars(Record).values() if isinstance(column, Column)]

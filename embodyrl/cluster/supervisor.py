@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 from embodyrl.cluster.protocol import ActingFaults, Launcher, Message, OnEnvCrash, WorkerDied
 from embodyrl.cluster.timeline import Timeline
@@ -167,7 +167,14 @@ class Supervisor:
 
     def signals(self) -> AbstractContextManager[None]:
         """Turn signals into `Interrupted` at the next safe point; a second one ends the workers at once."""
-        return self._stop.listening(self._launcher.interrupt, on_second=lambda: self._launcher.stop(grace_s=0.0))
+        return self._stop.listening(self._noted, on_second=lambda: self._launcher.stop(grace_s=0.0))
+
+    def _noted(self) -> None:
+        if self._shielded:
+            # The handler may have cut into the writing of another line.
+            with suppress(RuntimeError):
+                self.say("stopping as soon as what runs now (an update, a checkpoint) is done; once more ends at once")
+        self._launcher.interrupt()
 
     @contextmanager
     def shield(self) -> Iterator[None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from embodyrl.channels.layout import decode_instruction
 from embodyrl.conversation import final_answer, split_messages, spoken
 from embodyrl.errors import WorkerError
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes, score_of
@@ -268,6 +270,7 @@ def episode_row(
         video=episode.video,
         suite=suite,
         conversation=tuple((turn.role, spoken(turn.content)) for turn in turns) if talks else (),
+        logprobs=tuple(tokens for row in episode.top for tokens in json.loads(decode_instruction(row) or "[]")),
     )
 
 

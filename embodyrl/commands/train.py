@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -130,8 +131,11 @@ class _Training:
             except Interrupted as interruption:
                 raise session.stop_message(interruption) from None
             with workers.running():
+                # What was imported and built stays, so a step of thousands of episodes need not search it for garbage.
+                gc.freeze()
                 return self._train(workers, start)
         finally:
+            gc.unfreeze()
             self.monitor.close()
 
     def _train(self, workers: Workers, start: Path | None) -> TrainResult:

@@ -64,15 +64,23 @@ def root_file(command: str) -> str:
     return command if (conf_dir() / f"{command}.yaml").is_file() else "train"
 
 
-@functools.cache
 def default_options(command: str) -> dict[str, str | None]:
     """Groups of a command in order, with the option that its root file selects.
 
     What follows from other groups (`optional start: ...`) is no group to choose from.
     """
+    return {group: option for group, option in _defaults(command).items() if not group.startswith("optional ")}
+
+
+def follows(command: str, group: str) -> bool:
+    """Whether options of the group follow from others in a command."""
+    return f"optional {group}" in _defaults(command)
+
+
+@functools.cache
+def _defaults(command: str) -> dict[str, str | None]:
     raw = yaml.safe_load((conf_dir() / f"{root_file(command)}.yaml").read_text(encoding="utf-8"))
-    entries = [entry for entry in raw["defaults"] if isinstance(entry, dict)]
-    return {group: option for e in entries for group, option in e.items() if not group.startswith("optional ")}
+    return {group: option for entry in raw["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
 
 
 def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:

@@ -269,6 +269,9 @@ def _lengths(prompts: Sequence[str], tokenizer: Path | None) -> IntArray:
 
     file = tokenizer / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(f"{file} is missing, so prompts cannot be measured; set data.max_prompt_length=null.")
+        raise ConfigError(
+            f"{file} is missing, so the rows' prompts cannot be measured. Fix: a language model, for example "
+            "model=causal_lm with the folder of one, or data.max_prompt_length=null."
+        )
     encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts))
     return np.asarray([len(e.ids) for e in encoded])

@@ -173,7 +173,11 @@ def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
     wall = sum(row["wall_s"] for row in attempts) or steps_s or evaluations_s
     costs = {
         "training_env_steps": int(steps),
-        "evaluation_env_steps": sum(int(table.get("env_steps", 0)) for table in tables),
+        # The table of an evaluation that was resumed knows the steps of its last attempt only.
+        "evaluation_env_steps": sum(
+            max(int(table.get("env_steps", 0)), sum(e.steps for e in evaluation.episodes))
+            for table, evaluation in zip(tables, history.evaluations, strict=True)
+        ),
         "wall_hours": round(wall / 3600, 3),
     }
     if attempts:

@@ -114,8 +114,8 @@ class Dashboard:
         if self._rows and total > step:
             mean = sum(map(step_seconds, self._rows)) / len(self._rows)
             parts.append(f"ETA {duration(mean * (total - step))}")
-        elapsed = self._clock() - self._opened if self._clock else self._sums["seconds"]
-        parts += [f"{duration(elapsed)} so far", *([self._phase] if self._phase else [])]
+        live = f"{duration(self._clock() - self._opened)} so far" if self._clock else ""
+        parts += [live or f"{duration(self._sums['seconds'])} in steps", *([self._phase] if self._phase else [])]
         return " · ".join(parts)
 
     def _progress(self) -> Table:

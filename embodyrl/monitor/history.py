@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -23,6 +24,10 @@ COSTS_FILE = "costs.jsonl"
 """Wall and processor seconds of each attempt at a run."""
 VIDEO_FOLDER = "videos"
 """Of a run, unless `video_cfg.base_dir` names another place."""
+
+
+_DOUBTS = 5
+"""Tokens of a reply that are shown beside the most probable ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,8 @@ class EpisodeRow:
     """Suite of the task, where an evaluation covers several."""
     conversation: tuple[tuple[str, str], ...] = ()
     """(role, text) of every turn, the last reply included, of a task in words."""
+    logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
+    """`rollout.logprobs`: for each token of all replies (text, log-probability), then of the most probable ones."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
@@ -55,13 +62,22 @@ class EpisodeRow:
         if wrong := [name for name, kind in _KINDS.items() if not isinstance(values[name], kind)]:
             raise TypeError(*wrong)
         turns = tuple((str(role), str(text)) for role, text in raw.get("conversation", ()))
-        return cls(episode_return=float(raw["return"]), suite=str(raw.get("suite", "")), conversation=turns, **values)
+        top = tuple([(str(text), float(value)) for text, value in token] for token in raw.get("logprobs", ()))
+        more = {"suite": str(raw.get("suite", "")), "conversation": turns, "logprobs": top}
+        return cls(episode_return=float(raw["return"]), **more, **values)
 
     @property
     def outcome(self) -> str:
         """success, failure, or played where the environment does not say."""
         known = self.success_once
         return "played" if known is None else "success" if known else "failure"
+
+    @property
+    def doubts(self) -> list[str]:
+        """The least probable tokens that were said, in their order, and the most probable ones (`rollout.logprobs`)."""
+        least = sorted(sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_DOUBTS])
+        told = [(i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in least]
+        return [f"token {i + 1}: {said}; most probable {', '.join(top)}" for i, said, *top in told]
 
     def to_json(self) -> dict[str, object]:
         """Inverse of `from_json`."""
@@ -72,7 +88,7 @@ class EpisodeRow:
 _KINDS: Mapping[str, Any] = {
     name: int | float if kind is float else kind
     for name, kind in get_type_hints(EpisodeRow).items()
-    if name not in ("episode_return", "suite", "conversation")
+    if name not in ("episode_return", "suite", "conversation", "logprobs")
 }
 """What is stored as it is."""
 

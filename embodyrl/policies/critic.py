@@ -71,6 +71,10 @@ class WithCritic:
         """See `TextPolicy.prompt_lengths`."""
         return self._policy.prompt_lengths(obs)  # type: ignore[attr-defined]
 
+    def served_by(self, url: str, model: str | None) -> Any:
+        """See `TextPolicy.served_by`."""
+        return self._policy.served_by(url, model)  # type: ignore[attr-defined]
+
     def save(self, folder: Path) -> None:
         """Write the policy's layout, and the critic's below `critic/`."""
         self._policy.save(folder)

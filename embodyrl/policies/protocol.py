@@ -50,6 +50,8 @@ class PolicyRequest:
     """Of that server."""
     served_model: str | None = None
     """Its name for the model; None: its first."""
+    top: int = 0
+    """How many of the most probable tokens `PolicyOutput.top` names."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine that the run sets."""
     engine_share: float = 0.4
@@ -109,6 +111,14 @@ class TextPolicy(Policy, Protocol):
 
     def prompt_lengths(self, obs: Observation) -> IntArray:
         """Tokens [B] of each conversation as it stands."""
+        ...
+
+    def served_by(self, url: str, model: str | None) -> Any:
+        """A reference with `score` and `module` only: what a server's model says of the same conversations and tokens.
+
+        Raises:
+            EmbodyError: nobody answers there, or its tokens are others.
+        """
         ...
 
 

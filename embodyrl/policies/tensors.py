@@ -73,7 +73,10 @@ def on_device(data: Any, device: torch.device | str) -> Tensor:
     """
     read_only = isinstance(data, np.ndarray) and not data.flags.writeable  # torch shares none of it
     host = torch.tensor(data) if read_only else torch.as_tensor(data)
-    if torch.device(device).type != "cuda":
+    kind = torch.device(device).type
+    if kind == host.device.type == "cpu":
+        return host
+    if kind != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 

@@ -33,7 +33,7 @@ class Phase(IntEnum):
 
 
 KEPT: tuple[str, ...] = (
-    *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action),
+    *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action, Record.top),
 )
 """What an `Episode` keeps of each of its chunks, under the same names."""
 

@@ -18,7 +18,8 @@ from embodyrl.channels.layout import bucket_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.cluster.timeline import Timeline
-from embodyrl.devices import Devices
+from embodyrl.devices import Devices, visible_gpus
+from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.memory import engine_share, plan_memory
 from embodyrl.plan.roots import ActingConfig, SftConfig, TrainConfig
@@ -127,13 +128,17 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         engine_share=engine_share(blueprint) if cfg.rollout.backend == "vllm" else 0.0,
         url=cfg.rollout.url,
         served_model=cfg.rollout.served_model,
+        top=cfg.rollout.logprobs,
         device="auto",
         seed=cfg.seed,
         trainable=learner is not None,
         gradient_checkpointing=learner is not None and learner.actor.gradient_checkpointing,
     )
     learning: dict[str, Any] = {}
+    threads = int(_threads())
     if learner is not None:
+        if learner.actor.fsdp.cpu_offload and visible_gpus():
+            threads = max(threads, available_cores() // blueprint.ranks)  # optimizer steps are the host's then
         actor = learner.actor
         if blueprint.ranks > 1:
             # By the driver, which sees all GPUs: ranks that chose for themselves might choose differently.
@@ -153,7 +158,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         request=request,
         arena=arena.handle,
         total_steps=blueprint.total_steps,
-        threads=int(_threads()),
+        threads=threads,
         trains=learner is not None,
         start_from=str(start_from) if start_from else None,
         shared_arena=shared_arena(cfg, arena),

@@ -1,7 +1,7 @@
 """The actor worker: advantages in, gradient steps out."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,14 +133,14 @@ class ActorWorker:
             result["logprob_gap"] = steps[0]["logprob_gap"]
         return result
 
-    def _samples(self, count: int, step: int) -> Iterator[list[int]]:
+    def _samples(self, count: int, step: int) -> Iterator[IntArray]:
         """Yield the samples of each optimizer step of an update."""
         for epoch in range(self._rules.update_epoch):
             # The same order on all ranks and after a resume: it depends on nothing but seed, step and epoch.
             order = _shuffle(count, self._seed, step, epoch)
             start = 0
             for size in even_parts(count, self._cfg.global_batch_size, self._cfg.minibatches):
-                yield order[start : start + size].tolist()
+                yield order[start : start + size]
                 start += size
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
@@ -171,7 +171,7 @@ class ActorWorker:
         )
 
     def _optimizer_step(
-        self, batch: PreparedBatch, samples: Sequence[int], proximal: _Proximal, position: float, *, values_only: bool
+        self, batch: PreparedBatch, samples: IntArray, proximal: _Proximal, position: float, *, values_only: bool
     ) -> InParts[dict[str, float] | None]:
         """Accumulate gradients over micro-batches and step.
 
@@ -180,11 +180,11 @@ class ActorWorker:
         """
         # Of all samples of the optimizer step, before the inert ones are left out: they count in the denominators.
         weights = self._algorithm.weights(batch, samples)
-        useful = np.flatnonzero(~self._algorithm.inert(batch)[np.asarray(samples)])
-        if not useful.size:
+        inert = self._algorithm.inert(batch)[samples]
+        if inert.all():
             return {}
-        weights = weights.rows(useful)
-        chosen = np.asarray(samples)[useful]
+        useful = ~inert if inert.any() else slice(None)
+        weights, chosen = weights.rows(useful), samples[useful]
         records = batch.records[chosen]
 
         def loss(scores: PolicyScores, rows: IntArray) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -209,6 +209,7 @@ class ActorWorker:
         self, batch: PreparedBatch, samples: IntArray, weights: LossWeights, proximal: _Proximal, device: torch.device
     ) -> LossInputs:
         arena, records = self._arena, batch.records[samples]
+        masks = self._rules.off_policy_masking_delta is not None
 
         def tensor(array: np.ndarray | torch.Tensor) -> torch.Tensor:
             return on_device(array, device)
@@ -219,11 +220,12 @@ class ActorWorker:
             advantage=tensor(batch.advantage[samples]),
             returns=tensor(batch.returns[samples]),
             old_value=tensor(arena[Record.value][records]),
-            valid=tensor(batch.valid[samples]),
+            valid=tensor(valid := batch.valid[samples]),
+            whole=bool(valid.all()),
             weight=tensor(weights.policy),
             value_weight=tensor(weights.value),
             positive_weight=tensor(weights.positive),
-            behaviour_logprob=tensor(arena[Record.logprob][records]),
+            behaviour_logprob=tensor(arena[Record.logprob][records]) if masks else None,
             correction=None if proximal.correction is None else tensor(proximal.correction[samples]),
         )
 

@@ -24,6 +24,7 @@ from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_chan
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
 from embodyrl.workers.augment import shift
+from embodyrl.workers.flat_adam import build_adam
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer
 from embodyrl.workers.rollout_worker import read_observation
@@ -50,12 +51,13 @@ class OffPolicyWorker:
         self._targets.requires_grad_(False)
         device = next(self._critics.parameters()).device
         self._log_alpha = torch.tensor(math.log(rules.alpha_init), device=device, requires_grad=True)
-        adam: dict[str, Any] = {"betas": (self._optim.adam_beta1, self._optim.adam_beta2), "eps": self._optim.adam_eps}
+        betas = self._optim.adam_beta1, self._optim.adam_beta2
+        adam: dict[str, Any] = {"betas": betas, "eps": self._optim.adam_eps, "weight_decay": 0.0}
         # What both see is trained by the critics alone: the policy's gradient spoils it (arXiv 1910.01741).
         trained = [*self._critics.parameters(), *self._policy.encoder]
         self._optimizers = {
-            "critics": torch.optim.Adam(trained, self._optim.value_lr, **adam),
-            "alpha": torch.optim.Adam([self._log_alpha], self._optim.lr, **adam),
+            "critics": build_adam([{"params": trained}], lr=self._optim.value_lr, **adam),
+            "alpha": build_adam([{"params": [self._log_alpha]}], lr=self._optim.lr, **adam),
         }
         self._target_entropy = float(-self._policy.width if rules.target_entropy is None else rules.target_entropy)
         self._replay = ReplayBuffer(rules.replay_size, rules.gamma, rules.n_step)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.critic import WithCritic
-from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest, weights_changed
+from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest, TextPolicy, weights_changed
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker
 from embodyrl.workers.imitation import ImitationWorker
@@ -71,7 +72,8 @@ class PolicyHost:
             if init.objective.name is Objective.dpo if algorithm is None else algorithm.needs_reference:
                 said = init.objective if algorithm is None else algorithm.settings
                 # After the policy was sharded, so that two whole models are never in the memory of a GPU at once.
-                reference = self._build_reference(said.reference_path)
+                url = getattr(said, "reference_url", None)
+                reference = self._build_reference(said.reference_path) if url is None else self._served(url)
                 reference.module.requires_grad_(False)
             self._trainer = Trainer(
                 self.policy,
@@ -107,6 +109,12 @@ class PolicyHost:
         alone = {"is_lora": False} if model.adapted else {}
         critic = factory.build(model.updated({"path": path, **alone}), replace(request, backend="hf"))
         return WithCritic(factory.build(model, replace(request, value_dim=0)), critic, path)
+
+    def _served(self, url: str) -> Policy:
+        """What a server says of the policy's tokens."""
+        assert self._init.algorithm is not None
+        policy = cast(TextPolicy, getattr(self.policy, "alone", self.policy))
+        return cast(Policy, policy.served_by(url, self._init.algorithm.reference_model))
 
     def _build_reference(self, path: str | None) -> Policy:
         """The policy at the start, or another one, for example a larger teacher, which must speak the same tokens.

@@ -131,6 +131,8 @@ class RolloutWorker:
             assert out.cut_off is not None
             arena[Record.reply][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])
             arena[Record.cut_off][records] = out.cut_off[rows]
+        if width := arena[Record.top].shape[1]:
+            arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
 
     def values(self, request: ValueRequest) -> None:
         """Write value estimates of final observations, for bootstrapping."""

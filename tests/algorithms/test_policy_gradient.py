@@ -84,7 +84,9 @@ def inputs_of(algorithm: Algorithm, batch: PreparedBatch, value_dim: int) -> Los
 
 def rows(inputs: LossInputs, part: list[int]) -> LossInputs:
     values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return LossInputs(**{name: value if value is None else value[part] for name, value in values.items()})
+    return LossInputs(
+        **{name: value[part] if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    )
 
 
 def run_split(algorithm: Algorithm, batch: PreparedBatch, value_dim: int, parts: list[list[int]]):

@@ -43,6 +43,8 @@ def test_a_curriculum_learns_nothing_from_episodes_that_were_cut():
     seen: Outcomes = {}
     note_outcomes(seen, [won, lost, replace(lost, cut=True), replace(lost, cut=True)], by_task=True)
     assert seen == {"3": [1.0, 2.0]}
+    note_outcomes(seen, [won], by_task=True)
+    assert seen == {"3": [0.5 * 1.0 + 1.0, 0.5 * 2.0 + 1.0]}, "what was found earlier counts less"
 
 
 def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():

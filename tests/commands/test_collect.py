@@ -87,6 +87,20 @@ def test_the_actions_of_an_episode_lead_through_its_states(tmp_path: Path) -> No
     env.close()
 
 
+def test_rewards_and_success_are_those_of_the_step(tmp_path: Path) -> None:
+    """Shaken so hard that the goal is lost again: success is what the next state says, rewards its change."""
+    hard = ("model.expert_noise=1.0", "env.kwargs.goal=0.4", "env.train.ignore_terminations=true")
+    run(tmp_path, *hard, "collect.episodes=6", "collect.filter=all")
+    demos, lost = load_demonstrations(tmp_path / "demos"), 0
+    for row, start, stop in zip(read_episodes(tmp_path / "demos"), demos.start, demos.stop, strict=True):
+        sign = 1.0 if row["embodyrl/task_id"] == 0 else -1.0
+        success = demos.success[start:stop]
+        np.testing.assert_array_equal(success[:-1], sign * demos.state[start + 1 : stop, 0] > 0.4)
+        np.testing.assert_allclose(np.cumsum(demos.reward[start:stop]), success, atol=1e-6)
+        lost += int((success[:-1] & ~success[1:]).sum())
+    assert lost, "or this shows little"
+
+
 def test_the_card_describes_the_environment(tmp_path: Path) -> None:
     run(tmp_path, "collect.episodes=2")
     card = read_card(tmp_path / "demos")

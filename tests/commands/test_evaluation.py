@@ -15,7 +15,7 @@ import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
-from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.console import ConsoleMonitor
@@ -342,3 +342,37 @@ def test_training_validates_on_further_suites(tmp_path):
     assert all("eval/tabletop_positions/success_once" in row for row in rows)
     assert write_report([tmp_path / "run"], tmp_path / "page.html")[1].startswith("  tabletop: ")
     assert "suite tabletop_positions" in (tmp_path / "page.html").read_text()
+
+
+def test_greedy_and_temperature_reach_the_policy(tmp_path):
+    """The return of the echo is the last action: at a temperature near 0 it is the greedy one, at 1 another."""
+    words = ("env.kwargs.echo=true", "eval.episodes_per_task=2")
+
+    def returns(name, *more):
+        return [row["return"] for row in episode_rows(evaluate_toy(tmp_path, *words, *more, name=name))]
+
+    greedy = returns("greedy", "eval.sampling_params.do_sample=false")
+    assert returns("cold", "eval.sampling_params.temperature=0.001") == pytest.approx(greedy, abs=1e-5)
+    assert returns("warm", "eval.sampling_params.temperature=1.0") != pytest.approx(greedy, abs=1e-5)
+
+
+def test_actions_are_kept_by_the_number_of_their_episode(tmp_path):
+    def played(number: int) -> Episode:
+        column = np.zeros((1, 1), np.float32)
+        spec = EpisodeSpec(episode_id=number, reset_id=0, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)
+        return Episode(
+            spec=spec,
+            records=np.arange(1),
+            reward=column,
+            valid=column == 0,
+            success=column > 0,
+            value=column,
+            bootstrap_value=column[0],
+            terminated=False,
+            truncated=True,
+            action=np.full((1, 1, 7), float(number), np.float32),
+        )
+
+    write_actions(tmp_path, [played(5), played(3)])
+    with np.load(tmp_path / "actions.npz") as kept:
+        assert {name: float(kept[name].mean()) for name in kept} == {"5": 5.0, "3": 3.0}

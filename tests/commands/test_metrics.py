@@ -11,7 +11,7 @@ from toy_runs import rows, train_toy
 
 from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.scheduler.rollout import RolloutResult, Tally
-from embodyrl.types import Episode, EpisodeSpec
+from embodyrl.types import EarlierPart, Episode, EpisodeSpec
 
 EVERY_ROW = {
     *("train/success_once", "train/return", "train/episode_len", "train/groups_without_signal"),
@@ -196,3 +196,11 @@ def test_without_a_success_signal_nothing_is_said_of_success():
         RolloutResult(episodes=[episode(steps=3, success=False)]), num_workers=1, restarts=0, reports_success=False
     )
     assert not [name for name in metrics if "success" in name]
+
+
+def test_an_episode_that_went_on_counts_as_a_whole():
+    """Four steps and a return of 3 were played in the step before; here it goes on for two more and succeeds."""
+    spec = EpisodeSpec(episode_id=9, reset_id=2, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)
+    taken = replace(episode(steps=2, success=True), earlier=EarlierPart(spec, 4, 3.0, False))
+    metrics = rollout_metrics(RolloutResult(episodes=[taken]), num_workers=1, restarts=0)
+    assert (metrics["train/episode_len"], metrics["train/return"], metrics["train/success_once"]) == (6, 4, 1)

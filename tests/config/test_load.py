@@ -58,6 +58,9 @@ BAD = [
     ("actor.optim.learning_rate=1", ["Did you mean 'actor.optim.lr'?"]),
     ("env.num_envs=8", ["Did you mean 'env.train.total_num_envs'?"]),
     ("runner.iterations=8", ["Did you mean 'runner.max_steps'?"]),
+    ("runner.dump_batch=true", ["Did you mean 'rollout.dump'?"]),
+    ("eval.greedy=true", ["Did you mean 'eval.sampling_params.do_sample'?"]),
+    ("zzz.qqq=true", ["lists all keys"]),
     ("algorithm.clip_range=0.2", ["Did you mean 'algorithm.clip_ratio_high'?"]),
     ("video=off", ["none, failures, first:N, changed:N, all"]),
     ("video=first:0", ["first:N"]),
@@ -115,12 +118,11 @@ def test_bad_config_is_one_line_with_its_cure(typed: str, fragments: list[str]) 
 
 
 def test_all_problems_come_together() -> None:
-    problems = problems_of(
-        ["env=libero_11", "sed=1", "++x=2", "algorithm.group_size=a", "algorithm.clip_ratio_low=7", "b=[", "seed=${q}"]
-    )
+    bad = "env=libero_11 sed=1 ++x=2 algorithm.group_size=a algorithm.clip_ratio_low=700 b=[ seed=${q}"
+    problems = problems_of(bad.split(" "))
     text = "\n".join(problems)
     assert len(problems) == 7, text
-    for fragment in ("libero_11", "'seed'", "++x=2", "an integer", "below 1", "parse 'b=['", "resolved"):
+    for fragment in ("libero_11", "'seed'", "++x=2", "an integer", "at most 100", "parse 'b=['", "resolved"):
         assert fragment in text
 
 
@@ -154,12 +156,13 @@ def test_every_yaml_below_conf_belongs_to_a_group() -> None:
     grouped = {f for group in tree.default_options("train") for f in tree.options(group).values()}
     commands = ("train", "collect", "sft", "serve", "dagger", "check-env")
     roots = {tree.conf_dir() / f"{command}.yaml" for command in commands}
-    starts = set((tree.conf_dir() / "start").glob("*.yaml"))
     algorithms = set((tree.conf_dir() / "start/algorithm").glob("*.yaml"))
+    starts = set((tree.conf_dir() / "start").rglob("*.yaml")) - algorithms
     assert set(tree.conf_dir().rglob("*.yaml")) == grouped | roots | starts | algorithms
     assert {file.stem for file in algorithms} <= set(tree.options("algorithm"))
     for file in starts:
-        env, _, model = file.stem.partition("-")
+        name = file.relative_to(tree.conf_dir() / "start").with_suffix("").as_posix()
+        env, _, model = name.rpartition("-")
         assert env in tree.options("env")
         assert model in tree.options("model")
 
@@ -284,3 +287,35 @@ def test_weights_of_a_run_bring_its_model_and_its_pictures(tmp_path: Path) -> No
         assert (large.model.num_images_in_input, large.env.init_params.camera_names) == (2, ["front", "wrist"])
         other = load_config(command, ["env=libero_10"], base=tmp_path / "large.yaml")
         assert other.env.init_params.camera_heights == 256
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "collect", "serve"])
+def test_every_command_that_acts_takes_the_start_of_its_pair(command: str, tmp_path: Path) -> None:
+    words = [f"collect.out={tmp_path}"] * (command == "collect")
+    cfg = load_config(command, ["env=tabletop", "model=openvla_oft_tiny", *words])
+    assert (cfg.model.path, cfg.env.init_params.camera_heights) == ("assets/openvla_oft_tabletop", 56)
+    if command == "collect":
+        assert load_config(command, ["env=tabletop", *words]).env.init_params.camera_heights == 112  # the expert's
+
+
+def test_a_run_is_evaluated_as_it_evaluated_itself(tmp_path: Path) -> None:
+    base = tmp_path / "config.yaml"
+    words = ["eval.episodes=33", "eval.sampling_params.do_sample=true", "eval.sampling_params.temperature=0.7"]
+    save_config(load_config("train", words), base)
+
+    def found(*typed: str) -> tuple[int | None, int, bool]:
+        cfg = load_config("eval", typed, base=base)
+        return cfg.eval.episodes, cfg.eval.episodes_per_task, cfg.eval.sampling_params.do_sample
+
+    assert found() == (33, 10, True)
+    assert found("eval.episodes=7", "eval.sampling_params.do_sample=false") == (7, 10, False)
+    assert found("eval.episodes_per_task=5") == (None, 5, True)  # the total of the run would win
+    assert found("env=libero_10") == (None, 10, False)
+    assert found("eval=libero_standard")[1:] == (50, False)
+    assert load_config("collect", [f"collect.out={tmp_path}"], base=base).env.env_type == "tabletop"
+
+    save_config(load_config("train", ["eval=tabletop_axes"]), base)
+    with_suites = load_config("eval", [], base=base)
+    assert with_suites.eval.protocol.name == "tabletop_axes"
+    assert with_suites.runner.val_suites
+    assert load_config("eval", ["env=libero_10"], base=base).runner.val_suites == []

@@ -76,6 +76,7 @@ def test_a_signal_to_the_group_in_a_rollout_saves_and_exits(start, tmp_path, sig
     line = assert_one_line_and_no_traceback(command)
     assert "--resume" in line
     assert "checkpoints/step_0" in line
+    assert "stopping as soon" not in command.printed
     assert_saved(tmp_path / "run")
 
 
@@ -87,6 +88,7 @@ def test_ctrl_c_in_an_update_finishes_the_update_first(start, tmp_path):
     open_gate(gate)
     assert command.wait() == 130
     assert "after step 1" in assert_one_line_and_no_traceback(command)
+    assert command.printed.count("stopping as soon as what runs now") == 1
     assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert_saved(tmp_path / "run")

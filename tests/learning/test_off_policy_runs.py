@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from embodyrl.channels.arena import Arena
 from embodyrl.commands.collect import collect
 from embodyrl.commands.train import train
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.scheduler.start import policy_init
+from embodyrl.workers.off_policy import OffPolicyWorker
+from embodyrl.workers.policy_host import PolicyHost
 
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
 SMALL = (
@@ -59,6 +63,23 @@ def test_without_a_saved_buffer_a_resumed_run_fills_a_new_one_first(tmp_path):
     assert [row["actor/optimizer_steps"] for row in rows(run)] == [0, 16, 0, 16]
 
 
+SCALED = ("algorithm.reward_scale=0.25",)
+
+
+def demonstrated_rewards(words: list[str]) -> np.ndarray:
+    """What the buffer of a run's demonstrations holds."""
+    blueprint = draw_blueprint(load_config("train", words), training=True)
+    arena = Arena.create(blueprint.layout, blueprint.capacity)
+    host = PolicyHost(policy_init(blueprint, arena, None))
+    try:
+        assert isinstance(host._actor, OffPolicyWorker)
+        assert host._actor._demonstrations is not None
+        return host._actor._demonstrations["reward"].copy()
+    finally:
+        host.close()
+        arena.close()
+
+
 @pytest.mark.integration
 def test_half_of_each_batch_may_be_demonstrations(tmp_path):
     demos = tmp_path / "demos"
@@ -66,6 +87,8 @@ def test_half_of_each_batch_may_be_demonstrations(tmp_path):
     collect(load_config("collect", words_of(tmp_path, *words, f"collect.out={demos}", "collect.episodes=2")))
     assert len(np.unique(load_demonstrations(demos).action)) > 300, "not the middle of the range every time"
     given = (*SMALL, "algorithm=rlpd", f"algorithm.demonstrations=[{demos}]", "runner.max_steps=2")
+    plain, scaled = (demonstrated_rewards(words_of(tmp_path, *given, *more)) for more in ((), SCALED))
+    np.testing.assert_allclose(scaled, 0.25 * plain, rtol=1e-5)
     run = train(load_config("train", words_of(tmp_path, *given, "algorithm.updates_per_sample=1"))).run
     assert [row["actor/optimizer_steps"] for row in rows(run)] == [16, 16]
     other = load_config("train", words_of(tmp_path, *given, "env.id=MountainCarContinuous-v0"))

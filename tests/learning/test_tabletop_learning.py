@@ -75,7 +75,7 @@ def test_a_student_reaches_its_teacher_on_its_own_observations(tmp_path: Path) -
     whole = ("runner.val_check_interval=100", "video=none")
     teacher = default_run(tmp_path / "teacher", "runner.max_steps=20", *whole)
     kl = ("algorithm.kl_beta=1", "algorithm.kl_penalty_type=k2", "algorithm.reward_scale=0", "actor.optim.lr=1e-4")
-    words = (f"algorithm.reference_path={teacher}", *kl, "runner.max_steps=20", *whole)
+    words = (f"algorithm.reference_path={teacher}", *kl, "runner.max_steps=30", *whole)
     student = default_run(tmp_path / "student", *words)
     before, after = validations(student)
     taught = validations(teacher)[-1]

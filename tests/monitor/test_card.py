@@ -58,6 +58,13 @@ def test_the_card_is_what_the_files_say(tmp_path: Path) -> None:
     json.dumps(card, allow_nan=False)
 
 
+def test_a_resumed_evaluation_costs_all_its_episodes(tmp_path: Path) -> None:
+    """Its table has the steps of the last attempt; the six episodes took 10 to 15 steps."""
+    run = carded(tmp_path)
+    (run / "eval" / "step_000003" / "eval.json").write_text(json.dumps({"env_steps": 29}))
+    assert card_of(run)["costs"]["evaluation_env_steps"] == 500 + sum(range(10, 16))
+
+
 def test_the_card_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = carded(tmp_path)
     paths = write_card(run, tmp_path / "assets")

@@ -55,7 +55,7 @@ def test_the_dashboard_says_what_the_metrics_say():
     assert cells(lines, "rollout")[:4] == ["60.0", "s", "60", "%"]
     assert cells(lines, "other")[:4] == ["30.0", "s", "30", "%"]
     assert cells(lines, "success ")[:2] == ["0.500", "±0.22"]
-    assert "step 1/11 · ETA 16 min 40 s · 1 min 40 s so far" in lines[-1]
+    assert "step 1/11 · ETA 16 min 40 s · 1 min 40 s in steps" in lines[-1]
     assert "my_run" in lines[0]
 
 

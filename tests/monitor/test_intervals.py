@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from embodyrl.monitor.intervals import Mean, Rate, mcnemar, student_t, wilson
+from embodyrl.monitor.intervals import Mean, Rate, effective_episodes, mcnemar, student_t, wilson
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,18 @@ def test_intervals_over_states_hold_what_they_promise(states: int, alike: float)
         naive += low <= 0.7 <= high
     assert held / 600 >= 0.92
     assert alike < 0.1 or naive / 600 < 0.85, "or the test shows nothing"
+
+
+def test_few_states_are_worth_less():
+    """Five states of four episodes with 1, 1, 2, 3, 3 successes: p (1 - p) n^2 (5 - 1) / (5 * 4) / (t / z)^2."""
+    groups = [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+    assert effective_episodes(groups) == pytest.approx(0.25 * 400 * 4 / 20 * (1.96 / 2.776) ** 2, rel=0.01)
+
+
+def test_changes_are_later_less_earlier():
+    assert Rate(2, 10).change(Rate(5, 10)) == "+30.0"
+    assert Mean(1.0, (0, 2), 3, 3).change(Mean(0.5, (0, 1), 3, 3)) == "-0.5"
+    assert Rate(0, 0).change(Rate(5, 10)) == "-"
 
 
 def test_means_over_states():

@@ -23,7 +23,7 @@ from run_files import TASKS, write_run
 from embodyrl.cli.discover import _run_line
 from embodyrl.cli.main import main
 from embodyrl.cli.runs import describe_run
-from embodyrl.monitor.history import EpisodeRow, Evaluation, read_history
+from embodyrl.monitor.history import EpisodeRow, Evaluation, History, read_history
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.paired import pair
 from embodyrl.monitor.report import media
@@ -65,6 +65,17 @@ def test_success_has_a_wilson_band_and_pools_episodes_of_many_steps(tmp_path: Pa
     assert len(pooled.points) == 120
     assert pooled.band[0] == (2, *wilson(4, 16))
     assert curve(long, "actor/loss", "loss", 0).band[0] == (2, 0.5, 1.0)
+
+
+def test_a_pooled_rate_weighs_steps_by_their_episodes(tmp_path: Path) -> None:
+    """240 steps in 120 points: of each pair the first has 30 episodes and no success, the second 10 and all."""
+    rows = tuple(
+        {"step": k + 1, "train/success_once": float(k % 2), "train/episodes": 10.0 if k % 2 else 30.0}
+        for k in range(240)
+    )
+    line = curve(History(folder=tmp_path, config={}, rows=rows, evaluations=()), "train/success_once", "train", 0)
+    assert line.points[0] == (2, 0.25)
+    assert line.band[0] == (2, *wilson(10, 40))
 
 
 def test_pairs_agree_in_task_state_and_seed(tmp_path: Path) -> None:

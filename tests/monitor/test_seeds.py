@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_files import write_run
+from run_files import write_evaluation, write_run
 
 from embodyrl.monitor.history import read_history
 from embodyrl.monitor.report.page import write_report
 from embodyrl.monitor.seeds import (
+    SeedGroup,
     improvement,
     interquartile_mean,
     mean_interval,
@@ -86,6 +87,33 @@ def test_runs_that_differ_in_their_seed_are_one_result(tmp_path: Path) -> None:
     assert page.count('class="band c1"') > 0
     curve = groups[0].curve("train/success_once", (0.0, 1.0))
     assert curve[0] == (1, 0.25, 0.25, 0.25)
+
+
+def scored(tmp_path: Path, name: str, *successes: list[bool]) -> SeedGroup:
+    """Runs of one task with these outcomes of their last evaluation."""
+    runs = []
+    for seed, outcomes in enumerate(successes):
+        run = write_run(tmp_path / f"{name}-{seed}", f"seed={seed}", f"actor.optim.lr={len(name)}e-5")
+        write_evaluation(run, 9, outcomes)
+        runs.append(read_history(run))
+    return SeedGroup(tuple(runs))
+
+
+def test_an_improvement_within_its_interval_is_chance(tmp_path: Path) -> None:
+    """The verdict is that of the interval; and each run is scored by its last evaluation."""
+    first = scored(tmp_path, "a", [True] * 2, [False] * 2, [True] * 2)
+    mixed, better = scored(tmp_path, "bb", *[[True] * 2] * 3), scored(tmp_path, "ccc", *[[True] * 2] * 3)
+    assert "0.67 [0.50, 0.83] over 2 tasks (no more than chance)" in str(improvement(first, mixed))
+    worst = scored(tmp_path, "dddd", *[[False] * 2] * 3)
+    assert "1.00 [1.00, 1.00] over 2 tasks (more than chance)" in str(improvement(worst, better))
+    assert "66.7 % [0.0, 100.0] (100.0 %; 0.0 %; 100.0 %)" in first.summary()[0]
+
+
+def test_bootstrap_intervals_are_of_95_percent() -> None:
+    """Of many runs the interval of a mean is that of the normal distribution."""
+    scores = np.random.default_rng(2).normal(size=(300, 1))
+    low, high = stratified_bootstrap([scores], lambda drawn: float(np.mean(drawn)))
+    assert (high - low) / 2 == pytest.approx(1.96 * scores.std() / 300**0.5, rel=0.08)
 
 
 def test_runs_of_one_seed_are_not_joined(tmp_path: Path) -> None:

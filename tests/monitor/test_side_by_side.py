@@ -36,10 +36,12 @@ def test_an_animated_picture_shows_pair_after_pair(tmp_path):
     animate(pairs, tmp_path / "out.gif", labels=("before", "after"))
     with Image.open(tmp_path / "out.gif") as picture:
         assert picture.size[0] == 640
-        shown = []
+        shown, lasts = [], 0
         for frame in range(picture.n_frames):
             picture.seek(frame)
+            lasts += picture.info["duration"]
             shown.append(int(np.median(np.asarray(picture.convert("L"))[200:, 100:200])))
+    assert lasts == pytest.approx(2 * 5 * 125, abs=30), "milliseconds: every other frame of each, eight a second"
     assert abs(shown[0] - 40) < 12
     assert abs(shown[-1] - 80) < 12
 

@@ -275,3 +275,14 @@ def test_an_action_dimension_of_one_value_stays_finite():
     actions = head.to_actions(choice)
     np.testing.assert_allclose(head.normalise(actions), np.tanh(choice), rtol=1e-5)
     np.testing.assert_allclose(head.from_actions(actions), choice, rtol=1e-4)
+
+
+def test_the_squashed_density_is_that_of_torch():
+    """Of the tangent of a Gaussian's sample, whose deviation the temperature multiplies."""
+    head, outputs = SquashedHead((-2.0,), (2.0,)), torch.tensor([[[0.3, -0.5]], [[-1.0, 0.4]]])
+    choice = torch.tensor([[[0.9]], [[-1.7]]])
+    gauss = torch.distributions.Normal(outputs[..., :1], outputs[..., 1:].exp() * 1.3)
+    squashed = torch.distributions.TransformedDistribution(gauss, [torch.distributions.TanhTransform()])
+    logprob, entropy = head.score(outputs, choice, 1.3)
+    torch.testing.assert_close(logprob, squashed.log_prob(choice.tanh()), rtol=1e-4, atol=1e-4)
+    assert torch.equal(entropy, -logprob)

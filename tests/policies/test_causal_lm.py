@@ -1,12 +1,14 @@
 """The language-model policy: what it draws, what it scores, and how it is saved."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from settings import model_of
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.conversation import Message, join_messages
@@ -205,6 +207,28 @@ def test_weights_travel_through_the_public_layout(tmp_path: Path, policy: Causal
     (tmp_path / "model.safetensors").write_bytes(b"broken")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
         other.load_weights(tmp_path)
+
+
+def test_tied_embeddings_stay_one_matrix(tmp_path: Path, policy: CausalLMPolicy):
+    policy.save(tmp_path / "plain")
+    config = LlamaConfig.from_pretrained(tmp_path / "plain", tie_word_embeddings=True)
+    shutil.copytree(tmp_path / "plain", tmp_path / "tied")
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "tied")
+
+    def read(name: str) -> CausalLMPolicy:
+        return build(model_of("causal_lm", precision=Precision.fp32, num_action_chunks=6, path=str(tmp_path / name)))
+
+    tied, matrix = read("tied"), config.vocab_size * config.hidden_size
+    sizes = [sum(p.numel() for p in one.module.parameters()) for one in (read("plain"), tied)]
+    assert sizes[0] - sizes[1] == matrix
+    tied.save(tmp_path / "again")
+    with torch.no_grad():
+        tied.module.lm.get_input_embeddings().weight.add_(1)
+    tied.load_weights(tmp_path / "again")
+    inner, outer = tied.module.lm.get_input_embeddings().weight, tied.module.lm.get_output_embeddings().weight
+    assert inner is outer
+    tied.score(observe(*PROMPTS), np.zeros((5, 6), np.int64)).logprob.sum().backward()
+    assert (inner.grad.abs().sum(1) > 0).all(), "every token's row is an output too"
 
 
 def test_adapters_train_alone_and_are_restored(tmp_path: Path):

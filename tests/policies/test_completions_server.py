@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -22,13 +23,17 @@ from toy_runs import rows
 
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.monitor.history import read_episodes
+from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.texts import sampling_problems
 from embodyrl.policies import POLICIES
+from embodyrl.policies.causal_lm.server import ServedReference
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.protocol import PolicyRequest, weights_changed
 from embodyrl.types import Observation
 
+KL = "algorithm.kl_beta=1"
 ASKED = Observation(
     images=np.zeros((3, 0, 0, 0, 3), np.uint8), state=np.zeros((3, 0), np.float32), instructions=("1+2=", "abc", "1+2=")
 )
@@ -66,9 +71,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def vllm_command(folder: Path, port: int) -> list[str]:
+def vllm_command(folder: Path, port: int, *, adapted: bool) -> list[str]:
     pytest.importorskip("vllm", reason="vLLM is not installed here")
-    adapters = ["--enable-lora", "--max-lora-rank", "32"]
+    adapters = ["--enable-lora", "--max-lora-rank", "32"] if adapted else []
     sizes = ["--max-model-len", "128", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
     start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
     return [*start, *adapters, *sizes]
@@ -86,18 +91,28 @@ def wait_for(url: str, process: subprocess.Popen[str], deadline_s: float = 600.0
             time.sleep(1.0)
 
 
-@pytest.fixture(
-    scope="module", params=["small", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
-)
+BOTH = ["small", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+
+
+@pytest.fixture(scope="module", params=BOTH)
 def url(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    yield from serve(folder, small=request.param == "small", adapted=True)
+
+
+@pytest.fixture(scope="module", params=BOTH)
+def teacher_url(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Without adapters, with which vLLM 0.32 on a CPU fails at log-probabilities of prompts."""
+    yield from serve(folder, small=request.param == "small", adapted=False)
+
+
+def serve(folder: Path, *, small: bool, adapted: bool) -> Iterator[str]:
     file = Path(__file__).parents[1] / "completions_server.py"
     # Without the mark: it outlives the single tests.
     env = {key: value for key, value in os.environ.items() if key != MARK}
     env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
-    small = request.param == "small"
-    command = [sys.executable, str(file), str(folder)] if small else vllm_command(folder, port)
+    command = [sys.executable, str(file), str(folder)] if small else vllm_command(folder, port, adapted=adapted)
     with subprocess.Popen(command, stdout=subprocess.PIPE if small else None, text=True, env=env) as process:
         if small:
             assert process.stdout is not None
@@ -155,6 +170,61 @@ def test_parameters_decide_what_is_drawn_and_when_it_ends(folder: Path, url: str
 
 
 @pytest.mark.integration
+def test_the_most_probable_tokens_are_the_modules(folder: Path, url: str) -> None:
+    draws = np.linspace(0.1, 0.9, 15, dtype=np.float32).reshape(3, 5)
+    out = build(folder, url, temperature=0.5, top=2).act(ASKED, noise=draws)
+    own = build(folder, temperature=1.0, top=2)
+    for tokens, told in zip(out.tokens, map(json.loads, out.top), strict=True):
+        said = tokens[tokens >= 0]
+        assert len(told) == len(said)
+        assert [step[0][0] for step in told] == [own.tokenizer.decode(int(token)) for token in said]
+        assert all(step[0][1] <= step[1][1] and step[1][1] >= step[2][1] for step in told)
+    greedy = [build(folder, place, top=2).act(ASKED, noise=None).top for place in (url, None)]
+    for theirs, ours in zip(*(map(json.loads, one) for one in greedy), strict=True):
+        assert [[name for name, _ in step] for step in theirs] == [[name for name, _ in step] for step in ours]
+        assert np.array([[p for _, p in step] for step in theirs]) == pytest.approx(
+            np.array([[p for _, p in step] for step in ours]), abs=2e-3
+        )
+        assert all(step[0] == step[1] for step in ours), "a greedy token is the most probable one"
+
+
+@pytest.mark.integration
+def test_a_served_teacher_says_what_its_folder_would(folder: Path, teacher_url: str) -> None:
+    student = build(None, value_dim=5)
+    with torch.no_grad():
+        for parameter in student.module.parameters():
+            parameter.mul_(1.1)
+    teacher = student.served_by(teacher_url, "tiny")
+    said = student.act(ASKED, noise=np.linspace(0.1, 0.9, 15, dtype=np.float32).reshape(3, 5)).tokens
+    said[1, 2:] = -1
+    theirs, ours = teacher.score(ASKED, said).logprob, build(folder).score(ASKED, said).logprob
+    assert theirs.numpy() == pytest.approx(ours.detach().numpy(), abs=1e-4)
+    assert (theirs[1, 2:] == 0).all()
+    assert abs(theirs - student.score(ASKED, said).logprob).max() > 0.01, "it is not the student itself"
+    with pytest.raises(EmbodyError, match="did not answer completions"):
+        ServedReference(teacher_url, "tiny", student.read, 10**6)
+    with pytest.raises(EmbodyError, match="no model other"):
+        student.served_by(teacher_url, "other")
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_a_student_learns_from_a_served_teacher_as_from_its_folder(
+    tmp_path: Path, folder: Path, teacher_url: str
+) -> None:
+    few = ("runner.max_steps=2", "env.train.total_num_envs=16", "eval.episodes=4", "env.eval.total_num_envs=4")
+    few = (*few, "actor.global_batch_size=16", "actor.micro_batch_size=16", "launcher=inline", "model.precision=fp32")
+    kl = (KL, "algorithm.kl_penalty_type=k2", "algorithm.reward_scale=0", "seed=5")
+    taught = []
+    for name, value in (("url", teacher_url), ("path", folder)):
+        result = learn(tmp_path, "copy", *few, *kl, f"algorithm.reference_{name}={value}", name=name)
+        taught.append([row["actor/ref_kl"] for row in rows(result.run) if "actor/ref_kl" in row])
+    assert len(taught[0]) == 2
+    assert taught[0][0] > 0
+    assert taught[0] == pytest.approx(taught[1], rel=1e-3)
+
+
+@pytest.mark.integration
 def test_other_weights_and_a_server_that_is_not_there_are_named(folder: Path, url: str) -> None:
     other = build(folder, url)
     with torch.no_grad():
@@ -170,12 +240,24 @@ def test_other_weights_and_a_server_that_is_not_there_are_named(folder: Path, ur
 def test_adapters_are_trained_on_replies_of_a_server(tmp_path: Path, folder: Path, url: str) -> None:
     words = ("model=causal_lm", f"model.path={folder}", "model.is_lora=true", "model.precision=fp32")
     server = ("rollout.backend=server", f"rollout.url={url}", "rollout.served_model=tiny", "launcher=inline")
-    few = ("runner.max_steps=2", "env.train.total_num_envs=16", "eval.episodes=4", "env.eval.total_num_envs=4")
+    few = (
+        "runner.max_steps=2",
+        "env.train.total_num_envs=16",
+        "eval.episodes=4",
+        "env.eval.total_num_envs=4",
+        "rollout.logprobs=2",
+    )
     sizes = ("actor.global_batch_size=16", "actor.micro_batch_size=16")
     result = learn(tmp_path, "copy", *words, *server, *few, *sizes)
     gaps = [row["actor/logprob_gap"] for row in rows(result.run) if "actor/logprob_gap" in row]
     assert len(gaps) == 2
     assert max(gaps) < 1e-4
+    evaluated = sorted(Path(result.run).rglob("episodes.jsonl"))
+    for row in read_episodes(evaluated[-1]):
+        said = [token for (token, _), *_ in row.logprobs if not token.startswith("<")]  # specials are no part of it
+        assert "".join(said) == row.conversation[-1][1]
+        assert all(len(step) == 3 for step in row.logprobs)
+        assert len(row.doubts) == min(5, len(row.logprobs))
 
 
 def test_what_a_server_cannot_do_is_refused() -> None:
@@ -188,3 +270,17 @@ def test_what_a_server_cannot_do_is_refused() -> None:
     lora = cfg.updated({"model.is_lora": True})
     assert sampling_problems(lora, policy) == []
     assert len(sampling_problems(lora.updated({"runner.deterministic": True}), policy)) == 1
+    teacher = load_config("train", [*words[:2], "algorithm.reference_url=http://127.0.0.1:9/v1", KL])
+    assert sampling_problems(teacher, policy) == []
+    warm = teacher.updated({"algorithm.sampling_params.temperature": 0.5})
+    assert any("probabilities of a reply at temperature 1" in problem for problem in sampling_problems(warm, policy))
+    with pytest.raises(ConfigError, match="leave out reference_path"):
+        load_config("train", [*words[:2], "algorithm.reference_url=http://x:9/v1", "algorithm.reference_path=x", KL])
+    with pytest.raises(ConfigError, match=r"algorithm\.reference_url: is for text"):
+        draw_blueprint(load_config("train", ["algorithm.reference_url=http://x:9/v1", KL]), training=True)
+    with pytest.raises(ConfigError, match=r"rollout\.logprobs: is for text"):
+        draw_blueprint(load_config("train", ["rollout.logprobs=2"]), training=True)
+    warm = load_config("train", [*words[:2], "rollout.backend=vllm", "rollout.logprobs=2"]).updated(
+        {"algorithm.sampling_params.temperature": 0.5}
+    )
+    assert any("at algorithm.sampling_params.temperature" in problem for problem in sampling_problems(warm, policy))

@@ -1,5 +1,6 @@
 """Rollouts by real vLLM: weights follow the actor's, replies and log-probabilities are its own."""
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def policy():
-    return build(TINY, backend="vllm", value_dim=6)
+    return build(TINY, backend="vllm", value_dim=6, top=2)
 
 
 def stir(policy, seed: int) -> None:
@@ -51,3 +52,14 @@ def test_what_vllm_drew_is_what_is_scored(policy):
     again = policy.act(observe(*PROMPTS), noise=noise(5))
     np.testing.assert_array_equal(again.tokens, out.tokens)
     assert policy.act(observe(*PROMPTS), noise=noise(5, 9)).replies != out.replies
+
+
+def test_the_most_probable_tokens_are_the_modules(policy):
+    plain = build(TINY, top=2)
+    plain.module.lm.load_state_dict(policy.module.lm.state_dict())
+    theirs, ours = (p.act(observe(*PROMPTS), noise=None) for p in (policy, plain))
+    np.testing.assert_array_equal(theirs.tokens, ours.tokens)
+    for vllm, module in zip(*(map(json.loads, out.top) for out in (theirs, ours)), strict=True):
+        assert [[name for name, _ in step] for step in vllm] == [[name for name, _ in step] for step in module]
+        told, expected = (np.array([[p for _, p in step] for step in one]) for one in (vllm, module))
+        np.testing.assert_allclose(told, expected, atol=2e-3)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from text_runs import ASKING
+from toy_runs import toy_config
 
 from embodyrl.algorithms.policy_losses import preference_loss
 from embodyrl.channels.arena import Arena
@@ -91,6 +92,34 @@ def test_dpo_is_that_of_trl(tmp_path: Path, micro: int, budget: int | None, forw
     assert len(counted) == forwards
     assert done.metrics["loss"] == pytest.approx(0.7067953944, abs=1e-6)
     assert done.metrics["grad_norm"] == pytest.approx(2.7978238, rel=1e-5)
+
+
+def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
+    """The policy as it began is its own reference: whatever the actions, the loss is that of a tossed coin."""
+    blueprint = draw_blueprint(toy_config(tmp_path), training=True)
+    arena = Arena.create(blueprint.layout, 8)
+    host = PolicyHost(
+        PolicyHostInit(
+            model=blueprint.cfg.model,
+            objective=ObjectiveSettings(name=Objective.dpo, beta=0.5),
+            actor=SupervisedActorSettings(micro_batch_size=2, global_batch_size=4),
+            seed=3,
+            request=PolicyRequest(env=blueprint.env, device="cpu", seed=3),
+            arena=arena.handle,
+            total_steps=1,
+            threads=1,
+            acts=False,
+            trains=True,
+        )
+    )
+    tickets = arena.allocate_all(8)
+    with arena.write_all(tickets) as records:
+        shape = arena[Record.action][records].shape
+        arena[Record.action][records] = np.random.default_rng(0).uniform(-0.5, 0.5, shape)
+    *_, done = host.handle(ImitateRequest(step=0, tickets=tickets))
+    host.close()
+    arena.close()
+    assert done.metrics["loss"] == pytest.approx(np.log(2.0), abs=1e-5)
 
 
 def test_smoothing_is_a_mixture_of_both_labels() -> None:

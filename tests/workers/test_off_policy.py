@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from embodyrl.algorithms.sac import actor_loss
+from embodyrl.algorithms.sac import actor_loss, temperature_loss
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
 from embodyrl.errors import CheckpointError, ConfigError, NonFiniteError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import policy_init
+from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.replay import Frames, ReplayBuffer
@@ -207,14 +209,16 @@ def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
 def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
     pixels, count = 2, 40
     _, actor = make("env.id=pixel_env:Dial", "model=cnn", f"algorithm.image_shift={pixels}")
-    images = np.random.default_rng(0).integers(0, 256, (count, 1, 8, 8, 3), np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (count, 1, 8, 8, 3), np.uint8).repeat(2, axis=1)
     many = frames(count, terminated=True, final=False)
     seen = {"images": images, "observed_state": np.zeros((count, 0), np.float32)}
     arrays = {name: getattr(many, name) for name in ("action", "reward", "acted", "terminated", "episode")}
     actor._replay.add(Frames(seen=seen | {"instruction": np.zeros((count, 64), np.uint8)}, **arrays))
     wide = np.pad(images[:, 0], ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)), mode="edge")
     found = set()
-    for padded, picture in zip(wide, actor._look(actor._replay, np.arange(count)).images[:, 0], strict=True):
+    shifted = actor._look(actor._replay, np.arange(count)).images
+    np.testing.assert_array_equal(shifted[:, 0], shifted[:, 1], err_msg="pictures of one observation move together")
+    for padded, picture in zip(wide, shifted[:, 0], strict=True):
         crops = {(d, r): padded[d : d + 8, r : r + 8] for d in range(5) for r in range(5)}
         (place,) = [place for place, crop in crops.items() if np.array_equal(crop, picture)]
         found.add(place)
@@ -242,3 +246,109 @@ def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
 def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, words, said):
     with pytest.raises(ConfigError, match=said):
         draw_blueprint(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
+
+
+def stored(actor: OffPolicyWorker, episodes: list[tuple[int, str]], step: int = 0) -> UpdateRequest:
+    """Records of episodes (chunks, how the last one ended) as a rollout leaves them; rewards are 1."""
+    arena, numbers, finals = actor._arena, [], []
+    tickets: list[int] = []
+    for number, (chunks, end) in enumerate(episodes):
+        own = arena.allocate_all(chunks + (end != "terminated"))
+        with arena.write_all(own) as records:
+            for field in (Record.observed_state, Record.tokens, Record.terminated, Record.truncated):
+                arena[field][records] = 0
+            arena[Record.valid][records], arena[Record.advantage][records] = True, 1.0
+            if end in ("terminated", "truncated"):
+                arena[getattr(Record, end)][records[chunks - 1]] = True
+        tickets += own[:chunks].tolist()
+        numbers += [number] * chunks
+        finals += [(number, int(t)) for t in own[chunks:]]
+    return UpdateRequest(step=step, tickets=np.asarray(tickets), episode=numbers, finals=tuple(finals))
+
+
+def test_the_temperature_rises_while_the_entropy_is_below_its_target():
+    """-log alpha (mean of log pi + target), by hand."""
+    found = temperature_loss(torch.tensor(2.0), torch.tensor([1.0, 3.0]), -1.5)
+    assert float(found) == pytest.approx(-2.0 * (2.0 - 1.5))
+
+
+def test_a_cut_episode_does_not_go_on_in_its_neighbour():
+    """Two episodes in one batch that nobody saw the end of: their last chunks begin nothing."""
+    buffer, parts = ReplayBuffer(100, 0.5, 1), [frames(3, terminated=False, final=False, episode=k) for k in range(2)]
+    names = ("action", "reward", "acted", "terminated", "episode")
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    buffer.add(Frames(seen={"state": np.zeros((6, 1), np.float32)}, **joined))
+    assert buffer.starts.tolist() == [0, 1, 3, 4]
+
+
+def test_demonstrations_have_their_share_of_each_batch(make):
+    """Their rewards are 1000, what was played earned 1: the critics' error says how many there were."""
+    _, actor = make("algorithm.learning_starts=1", "actor.global_batch_size=64", "algorithm.gamma=1e-6")
+    demos, batch = ReplayBuffer(100, 1e-6, 1), frames(4, terminated=True, final=False)
+    seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
+    demos.add(
+        replace(
+            batch,
+            seen=seen | {"observed_state": np.zeros((4, 3), np.float32)},
+            reward=np.full(4, 1000.0, np.float32),
+        )
+    )
+    actor._demonstrations = demos
+    (*_, result) = drained(actor.update(stored(actor, [(4, "terminated")])))
+    assert result["value_loss"] == pytest.approx(actor._rules.demonstration_share * 1000.0**2, rel=0.05)
+
+
+def test_a_time_limit_is_no_end_to_learn_from(make):
+    """Two chunks that terminate, two that a limit ends: only after the first nothing follows."""
+    _, actor = make("algorithm.gamma=0.9")
+    actor._store(stored(actor, [(2, "terminated"), (2, "truncated")]))
+    starts = actor._replay.starts
+    np.testing.assert_allclose(actor._replay["discount"][starts], [0.9, 0.0, 0.9, 0.9])
+
+
+def test_any_pair_of_critics_may_be_the_target(make):
+    """Five critics without weights that estimate 0, 1000, ..., 4000: the smaller of the pair shows in the loss."""
+    _, actor = make("algorithm.critics=5", "algorithm.gamma=0.9", "algorithm.tau=1e-9", "algorithm.learning_starts=1")
+    seen = set()
+    for step in range(12):
+        with torch.no_grad():
+            for critics in (actor._critics, actor._targets):
+                for weight, bias in zip(critics.weights, critics.biases, strict=True):
+                    weight.zero_()
+                    bias.zero_()
+            actor._targets.biases[-1] += 1000.0 * torch.arange(5.0)[:, None, None]
+        request = stored(actor, [(1, "truncated")], step)
+        (*_, result) = drained(actor.update(request))
+        seen.add(round((2 * result["value_loss"] / 5) ** 0.5 / 900))
+        actor._arena.free([*request.tickets.tolist(), *(t for _, t in request.finals)])
+    assert len(seen) > 2
+
+
+def drained(parts):
+    """What a generator yields and returns."""
+    found = []
+    while True:
+        try:
+            found.append(next(parts))
+        except StopIteration as end:
+            return [*found, end.value]
+
+
+def test_what_is_saved_comes_back(make, tmp_path):
+    """Critics, their slow copies, the temperature and the moments of their optimizers; rates are the config's."""
+    _, actor = make()
+    batch = frames(4, terminated=True, final=False)
+    seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
+    actor._replay.add(replace(batch, seen=seen | {"observed_state": np.ones((4, 3), np.float32)}))
+    actor._step([(actor._replay, actor._replay.starts)], np.arange(2), 0)
+    (tmp_path / "saved").mkdir()
+    actor.save(tmp_path / "saved")
+    _, other = make("seed=5", "actor.optim.value_lr=0.5")
+    other.load(tmp_path / "saved")
+    for mine, theirs in ((actor._critics, other._critics), (actor._targets, other._targets)):
+        assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
+    assert float(other._log_alpha.detach()) == float(actor._log_alpha.detach()) != 0
+    assert other._optimizers["critics"].param_groups[0]["lr"] == 0.5
+    moments = [o._optimizers["critics"].state_dict()["state"][0]["exp_avg"] for o in (actor, other)]
+    assert torch.equal(*moments)
+    np.testing.assert_array_equal(other._replay["reward"][other._replay.starts], batch.reward)

@@ -41,8 +41,9 @@ class CategoricalHead(nn.Module):
         logits = self._logits(outputs, temperature)
         if noise is None:
             return logits.argmax(-1)
+        drawn = sample_inverse_cdf(logits, noise)
         # A rounded sum may end below 1, and the last places of short dimensions are padding.
-        return sample_inverse_cdf(logits, noise).minimum((~self._padding).sum(-1) - 1)
+        return drawn if self._even else drawn.minimum((~self._padding).sum(-1) - 1)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (density) and entropy of choices, all [B, K, A]."""
@@ -68,7 +69,7 @@ class CategoricalHead(nn.Module):
         """[B, K, A, widest]"""
         outputs = outputs if temperature == 1.0 else outputs / temperature
         if self._even:  # nothing to pad
-            return outputs.unflatten(-1, self._even)
+            return outputs.view(*outputs.shape[:-1], *self._even)
         return outputs[..., self._place].masked_fill(self._padding, _NEVER)
 
 

@@ -54,7 +54,7 @@ class ActorCritic(nn.Module):
 
     def outputs(self, features: Tensor) -> Tensor:
         """[B, K, O] for the head."""
-        return self.policy(features).unflatten(1, (self.shape.num_actions, self.shape.outputs))
+        return self.policy(features).view(-1, self.shape.num_actions, self.shape.outputs)
 
     def value(self, features: Tensor) -> Tensor:
         """[B, V]"""
@@ -123,7 +123,7 @@ class ActorCriticPolicy:
         scale = temperature or self._temperature
         uniform = None
         if noise is not None:
-            uniform = on_device(noise, self._device).unflatten(1, self._chunk)
+            uniform = on_device(noise, self._device).view(-1, *self._chunk)
         choice = self._net.head.choose(outputs, uniform, scale)
         logprob, _ = self._net.head.score(outputs, choice, scale)
         return PolicyOutput(
@@ -141,7 +141,7 @@ class ActorCriticPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Score the tokens [B, L] that `act` returned (see `Policy.score`)."""
         features = self.features(obs)
-        choice = on_device(self._net.head.to_choice(tokens), self._device).unflatten(1, self._chunk)
+        choice = on_device(self._net.head.to_choice(tokens), self._device).view(-1, *self._chunk)
         logprob, entropy = self._net.head.score(self._net.outputs(features), choice, self._temperature)
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=self._net.value(features))
 
@@ -199,15 +199,23 @@ class ActorCriticPolicy:
         return self._net.features(images, on_device(np.ascontiguousarray(obs.state), self._device))
 
 
-def _dense(
-    widths: tuple[int, ...], activation: type[nn.Module], generator: torch.Generator, *, gain: float
-) -> nn.Sequential:
+class Layers(nn.Sequential):
+    """Layers without hooks, whose calls would take as long as those of so small layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of the layers one after the other."""
+        for layer in self:
+            x = layer.forward(x)
+        return x
+
+
+def _dense(widths: tuple[int, ...], activation: type[nn.Module], generator: torch.Generator, *, gain: float) -> Layers:
     layers: list[nn.Module] = []
     for index, (inputs, outputs) in enumerate(pairwise(widths)):
         last = index == len(widths) - 2
         layers.append(_init(nn.Linear(inputs, outputs), gain if last else 2.0**0.5, generator))
         layers += [] if last else [activation()]
-    return nn.Sequential(*layers)
+    return Layers(*layers)
 
 
 def _convolutions(shape: NetShape, generator: torch.Generator) -> nn.Sequential:

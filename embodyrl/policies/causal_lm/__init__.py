@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes, read_picture_sizes, read_sizes
+from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -73,7 +73,7 @@ class CausalLMFactory:
             recomputed_bytes=tokens * size.layers * stream * size.width + tower,
             largest_layer=(size.layer_parameters, tokens * per_token),
             outside_layers=size.outside_parameters,
-            scoring_bytes=size.scoring_bytes(CHUNK_LOGITS, casts=cfg.half and not cfg.is_lora),
+            scoring_bytes=size.scoring_bytes(half=cfg.half, adapters=cfg.is_lora),
             acting_bytes=tokens * size.layers * 6 * size.keys + 12 * size.vocabulary,
             sample_tokens=tokens,
             forward_flops=2.0 * total * tokens,

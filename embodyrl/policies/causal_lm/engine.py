@@ -13,6 +13,7 @@ from torch import nn
 
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import EmbodyError, MissingDependencyError
+from embodyrl.policies.causal_lm.sampling import no_best
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
@@ -108,9 +109,9 @@ class VllmEngine:
         self._checked = True
 
     def generate(
-        self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int
-    ) -> tuple[IntArray, FloatArray]:
-        """Tokens (-1 after the end) and log-probabilities [B, limit].
+        self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
+    ) -> tuple[IntArray, FloatArray, FloatArray]:
+        """Tokens (-1 after the end) and log-probabilities [B, limit], and `no_best` filled.
 
         Each reply's seed comes from its noise; on a GPU, where vLLM draws replies that have seeds one after the other,
         only in deterministic mode.
@@ -131,18 +132,23 @@ class VllmEngine:
                 include_stop_str_in_output=True,
                 detokenize=bool(s.stop),  # a sixth of the time of a small model
                 max_tokens=limit,
-                logprobs=0,
+                logprobs=top,
                 seed=int(float(noise[i, 0]) * 2**31) if noise is not None and seeded else None,
             )
             for i in range(len(prompts))
         ]
         tokens = np.full((len(prompts), limit), -1, np.int64)
         logprobs = np.zeros((len(prompts), limit), np.float32)
+        best = no_best(len(prompts), limit, top)
         for i, output in enumerate(self._ask(prompts, params)):
             said = list(output.token_ids)
             tokens[i, : len(said)] = said
             logprobs[i, : len(said)] = [step[token].logprob for step, token in zip(output.logprobs, said, strict=True)]
-        return tokens, logprobs
+            for t, step in enumerate(output.logprobs if top else ()):
+                ranked = sorted(step.items(), key=lambda item: -item[1].logprob)[:top]
+                pairs = [(said[t], step[said[t]].logprob), *((token, found.logprob) for token, found in ranked)]
+                best[i, t, : len(pairs)] = pairs
+        return tokens, logprobs, best
 
     def _ask(self, prompts: Sequence[Sequence[int]], params: list[Any]) -> list[Any]:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

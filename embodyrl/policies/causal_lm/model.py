@@ -96,7 +96,7 @@ class LanguageModel(nn.Module):
         size = max(1, CHUNK_LOGITS // self.vocabulary)
 
         def scores(rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return scores_of(head(rows).float(), chosen, temperature)
+            return _Scores.apply(head(rows), chosen, temperature)
 
         parts = [
             checkpoint(scores, rows[i : i + size], chosen[i : i + size], use_reentrant=False)
@@ -110,6 +110,29 @@ class LanguageModel(nn.Module):
         if self.value_head is None:
             return torch.zeros_like(like)
         return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
+
+
+class _Scores(torch.autograd.Function):
+    """`scores_of` logits [n, V] of any type as one node: of several, what an unused entropy kept would stay there."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = logits.float() / temperature
+        best, log_probs = scaled.argmax(-1) == said, scaled.log_softmax(-1)
+        del scaled
+        entropy = -log_probs.exp().mul_(log_probs).sum(-1)
+        ctx.save_for_backward(log_probs, said[:, None], entropy[:, None])
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.mark_non_differentiable(best)
+        return log_probs.gather(-1, said[:, None])[:, 0], entropy, best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        log_probs, said, entropy = ctx.saved_tensors
+        of_said, of_entropy = (grad[:, None] for grad in grads[:2])
+        # Of log p(said): 1 where it is said, less p. Of the entropy H: -p (log p + H).
+        out = torch.add(log_probs, entropy).mul_(of_entropy).add_(of_said).mul_(log_probs.exp()).neg_()
+        return out.scatter_add_(-1, said, of_said).div_(ctx.temperature).to(ctx.dtype), None, None
 
 
 def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.causal_lm.loading import add_adapters, load
 from embodyrl.policies.causal_lm.model import LanguageModel, fill, scores_of
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, join_beside, pad_left
-from embodyrl.policies.causal_lm.sampling import choose
+from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
@@ -97,13 +97,14 @@ class CausalLMPolicy:
         count, length = len(prompts), self.spec.num_action_chunks
         tokens = np.full((count, length), NO_TOKEN, np.int64)
         logprob, value = np.zeros((count, length), np.float32), np.zeros((count, length), np.float32)
+        best = no_best(count, length, self._request.top)
         if self._engine_asked:
-            tokens, logprob, value = self._ask_engine(obs, prompts, noise, temperature or self._temperature)
+            tokens, logprob, value, best = self._ask_engine(obs, prompts, noise, temperature or self._temperature)
         for rows in [] if self._engine_asked else self._buckets(prompts):
             # Rows of other buckets are fillers, so that each one is computed in the shape of the whole batch.
             batch = [prompts[i if i in rows else rows[0]] for i in range(count)]
             out = self._generate(batch, noise, temperature)
-            for array, part in zip((tokens, logprob, value), out, strict=True):
+            for array, part in zip((tokens, logprob, value, best), out, strict=True):
                 array[rows] = part[rows]
         replies = self.tokenizer.batch_decode([row[row >= 0] for row in tokens], skip_special_tokens=True)
         return PolicyOutput(
@@ -113,17 +114,21 @@ class CausalLMPolicy:
             value=value[:, : self.spec.value_dim],
             replies=tuple(self._cut(reply) for reply in replies),
             cut_off=self._cut_off(tokens),
+            top=tuple(tell_best(*row, self.tokenizer.decode) for row in zip(tokens, best, strict=True))
+            if best.size
+            else (),
             cost=np.asarray([len(p) for p in prompts]) + (tokens >= 0).sum(1),
         )
 
     def _ask_engine(
         self, obs: Observation, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, log-probabilities and values [B, K] by vLLM; what it cannot say, the module does."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, log-probabilities, values [B, K] and `best` by vLLM; what it cannot say, the module does."""
         if self._engine is None:
             self._engine = self._start_engine()
         self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
-        tokens, logprob = self._engine.generate(prompts, noise, temperature, self.spec.num_action_chunks)
+        length, top = self.spec.num_action_chunks, self._request.top
+        tokens, logprob, best = self._engine.generate(prompts, noise, temperature, length, top)
         value = np.zeros_like(logprob)
         s = self._sampling
         # vLLM's log-probabilities are those of the truncated distribution; the loss has the whole one's. A server's are
@@ -135,7 +140,7 @@ class CausalLMPolicy:
             scored, _, values, _ = self._score(obs, tokens)
             value = values.cpu().numpy()
             logprob = scored.cpu().numpy() if truncated else logprob
-        return tokens, logprob, value
+        return tokens, logprob, value, best
 
     def _start_engine(self) -> "VllmEngine | ServerEngine":
         dtype = "bfloat16" if self._cfg.precision is Precision.bf16 else "float32"
@@ -173,8 +178,8 @@ class CausalLMPolicy:
 
     def _generate(
         self, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float | None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, log-probabilities and values, all [B, K]."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return tokens, log-probabilities and values, all [B, K], and `best` (`no_best`)."""
         # In deterministic mode every row is computed in the shape of the whole batch from beginning to end: kernels
         # may sum in another order in another shape.
         exact = torch.are_deterministic_algorithms_enabled()
@@ -195,6 +200,7 @@ class CausalLMPolicy:
         seen = self._seen(ids[pick], mask, logits)
         # `rows` are the replies still being written; all that follows but `out` and `uniform` has their order.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
+        best = on_device(no_best(count, limit, self._request.top), self._device)
         uniform = None if noise is None else on_device(noise, self._device)
         done = torch.zeros(count, dtype=torch.bool, device=self._device)
         for t in range(limit):
@@ -204,6 +210,10 @@ class CausalLMPolicy:
             logprob = (logits / scale).log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
             for array, now in zip(out, (chosen, logprob, value), strict=True):
                 array[rows, t] = torch.where(done, array[rows, t], now.to(array.dtype))
+            if best.numel():
+                raw = logits.log_softmax(-1)
+                ids = torch.cat([chosen[:, None], raw.topk(min(self._request.top, raw.shape[1])).indices], 1)
+                best[rows, t, : ids.shape[1]] = torch.stack([ids.float(), raw.gather(1, ids)], -1)
             done = done | torch.isin(chosen, self.ends) | self._stops(out[0][rows], t)
             done = done & (t + 1 >= self._sampling.min_new_tokens)
             if t + 1 == limit or bool(done.all()):
@@ -221,7 +231,7 @@ class CausalLMPolicy:
                 logits, value = self._net(chosen[:, None], mask, position[..., None], 1, cache)
             logits, value = logits[:, 0], value[:, 0]
         tokens, logprobs, values = (array.cpu().numpy() for array in out)
-        return tokens, logprobs, values
+        return tokens, logprobs, values, best.cpu().numpy()
 
     def _barred(self, t: int) -> Tensor | None:
         """Tokens that a reply does not say as its token t."""
@@ -315,6 +325,12 @@ class CausalLMPolicy:
     def prompt_lengths(self, obs: Observation) -> IntArray:
         """Tokens of each conversation (see `TextPolicy.prompt_lengths`)."""
         return np.asarray([len(prompt) for prompt in self.read(obs)], np.int64)
+
+    def served_by(self, url: str, model: str | None) -> Any:
+        """See `TextPolicy.served_by`."""
+        from embodyrl.policies.causal_lm.server import ServedReference
+
+        return ServedReference(url, model, self.read, max(self.tokenizer.get_vocab().values()))
 
     def _inputs(
         self, prompts: Sequence[Prompt], replies: Sequence[list[int]] | None = None

@@ -1,10 +1,15 @@
 """From logits to the next token: penalties and truncation, then the inverse of the cumulative distribution."""
 
+import json
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.policies.tensors import cumulative
+from embodyrl.types import FloatArray, IntArray
 
 
 def choose(
@@ -54,3 +59,22 @@ def truncate(logits: Tensor, params: SamplingSettings) -> Tensor:
         outside = cumulative(probability) - probability >= params.top_p
         logits = logits.masked_fill(outside.scatter(1, index, outside), -torch.inf)
     return logits
+
+
+def no_best(count: int, length: int, top: int) -> FloatArray:
+    """Room [B, K, 1 + top, 2] for `rollout.logprobs`: id and log-probability before temperature, penalties, truncation.
+
+    First the token that was said, then the most probable ones; ids below 0 where there is none, empty without `top`.
+    """
+    return np.full((count, length, 1 + top if top else 0, 2), -1.0, np.float32)  # float32 holds ids up to 2^24
+
+
+def tell_best(tokens: IntArray, best: FloatArray, decode: Callable[[int], str]) -> str:
+    """One row of `no_best` as `PolicyOutput.top`; texts are cut so that they fit into `channels.layout.TOP_BYTES`."""
+
+    def shown(token: int) -> str:
+        text = "".join(c if c.isprintable() or c == "\n" else "?" for c in decode(token))
+        return text.encode(errors="replace")[:16].decode(errors="ignore")
+
+    told = [[[shown(int(i)), round(float(p), 3)] for i, p in row if i >= 0] for row in best[tokens >= 0]]
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))

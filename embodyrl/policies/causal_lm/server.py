@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import EmbodyError
-from embodyrl.types import FloatArray, IntArray
+from embodyrl.policies.causal_lm.prompts import Reader
+from embodyrl.policies.causal_lm.sampling import no_best
+from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 
 ANSWER_S = 300.0
 """Longest wait for one reply, or for an adapter to be loaded."""
@@ -25,8 +28,53 @@ _ADAPTERS = (
 )
 
 
-class ServerEngine:
-    """Asks `<url>/completions`; only low-rank adapters can follow the actor (`<url>/load_lora_adapter`)."""
+class _Server:
+    """One model of a server, asked through `<url>/completions`."""
+
+    key = "rollout.url"
+    """What names it."""
+
+    def __init__(self, url: str, model: str | None) -> None:
+        """Ask what the server serves.
+
+        Args:
+            url: with its /v1.
+            model: which of the server's models; None: its first.
+
+        Raises:
+            EmbodyError: nobody answers there, or it does not serve that model.
+        """
+        self._url = url.rstrip("/")
+        served = [str(entry["id"]) for entry in self._ask("models")["data"]]
+        if model is not None and model not in served:
+            raise EmbodyError(f"{self.key}={url} serves {', '.join(served)}, no model {model}.")
+        self._base = self._model = model or served[0]
+
+    def _ask_all(self, questions: Sequence[dict[str, Any]]) -> list[Any]:
+        with ThreadPoolExecutor(min(CONNECTIONS, len(questions))) as pool:
+            return list(pool.map(lambda question: self._ask("completions", question), questions))
+
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self._url}/{path}", data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+                text = reply.read().decode()
+        except (OSError, urllib.error.URLError) as error:
+            said = error.read().decode(errors="replace")[:300] if isinstance(error, urllib.error.HTTPError) else ""
+            hint = f" {_ADAPTERS}" if "lora" in path else ""
+            raise EmbodyError(
+                f"The server at {self.key}={self._url} did not answer {path}: {error} {said}. Is it running, and does "
+                f"its address end in /v1?{hint}"
+            ) from error
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text  # loading an adapter is answered in words
+
+
+class ServerEngine(_Server):
+    """Writes replies; only low-rank adapters can follow the actor (`<url>/load_lora_adapter`)."""
 
     tempered = False
     """Its log-probabilities are those before the temperature."""
@@ -34,7 +82,7 @@ class ServerEngine:
     def __init__(
         self, url: str, model: str | None, save_adapter: Callable[[Path], None] | None, *, dtype: str, sampling: Any
     ) -> None:
-        """Ask what the server serves.
+        """As `_Server`.
 
         Args:
             url: with its /v1.
@@ -42,16 +90,9 @@ class ServerEngine:
             save_adapter: writes the adapters into a folder that the server reads too; None: there are none.
             dtype: of the actor, for the tolerance.
             sampling: how replies are drawn.
-
-        Raises:
-            EmbodyError: nobody answers there, or it does not serve that model.
         """
-        self._url, self._save = url.rstrip("/"), save_adapter
-        self._dtype, self._sampling = dtype, sampling
-        served = [str(entry["id"]) for entry in self._ask("models")["data"]]
-        if model is not None and model not in served:
-            raise EmbodyError(f"rollout.url={url} serves {', '.join(served)}, not rollout.served_model={model}.")
-        self._base = self._model = model or served[0]
+        super().__init__(url, model)
+        self._save, self._dtype, self._sampling = save_adapter, dtype, sampling
         self._synced: int | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="embodyrl-adapters-") if save_adapter else None
 
@@ -66,7 +107,8 @@ class ServerEngine:
         if version == self._synced:
             return
         if self._save is not None and self._folder is not None:
-            old, self._model = self._model, f"embodyrl-{version}"
+            # Of its own: another run, or an earlier one, may have left its adapters there.
+            old, self._model = self._model, f"{Path(self._folder.name).name}-{version}"
             target = Path(self._folder.name) / self._model
             self._save(target)
             self._ask("load_lora_adapter", {"lora_name": self._model, "lora_path": str(target)})
@@ -83,9 +125,9 @@ class ServerEngine:
         self._synced = version
 
     def generate(
-        self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int
-    ) -> tuple[IntArray, FloatArray]:
-        """Tokens (-1 after the end) and log-probabilities before the temperature [B, limit]."""
+        self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
+    ) -> tuple[IntArray, FloatArray, FloatArray]:
+        """Tokens (-1 after the end) and log-probabilities before the temperature [B, limit], and `no_best` filled."""
         s: SamplingSettings = self._sampling
         more = {
             "top_k": s.top_k if s.top_k > 0 else 0,
@@ -97,42 +139,70 @@ class ServerEngine:
             "stop": s.stop or None,
             "stop_token_ids": s.stop_token_ids or None,
             "include_stop_str_in_output": True,
+            "logprobs": top,
+            "return_tokens_as_token_ids": top > 0,
         }
         questions = []
         for i, prompt in enumerate(prompts):
             seed = {} if noise is None else {"seed": int(float(noise[i, 0]) * 2**31)}
             scale = 0.0 if noise is None else temperature
             questions.append(self._question(prompt, limit, temperature=scale) | more | seed)
-        with ThreadPoolExecutor(min(CONNECTIONS, len(questions))) as pool:
-            answers = list(pool.map(lambda question: self._ask("completions", question), questions))
+        answers = self._ask_all(questions)
         tokens = np.full((len(prompts), limit), -1, np.int64)
         logprobs = np.zeros((len(prompts), limit), np.float32)
+        best = no_best(len(prompts), limit, top)
         for row, answer in enumerate(answers):
             said, probable = _reply(answer)
             tokens[row, : len(said)], logprobs[row, : len(said)] = said[:limit], probable[:limit]
-        return tokens, logprobs
+            for t, pairs in enumerate(_most_probable(answer, top)[:limit] if top else ()):
+                pairs = [(said[t], probable[t]), *pairs]
+                best[row, t, : len(pairs)] = pairs
+        return tokens, logprobs, best
 
     def _question(self, prompt: Sequence[int], limit: int, *, temperature: float) -> dict[str, Any]:
         asked = {"model": self._model, "prompt": list(prompt), "max_tokens": limit, "temperature": temperature}
         return {**asked, "logprobs": 0, "return_token_ids": True}
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self._url}/{path}", data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
-                text = reply.read().decode()
-        except (OSError, urllib.error.URLError) as error:
-            said = error.read().decode(errors="replace")[:300] if isinstance(error, urllib.error.HTTPError) else ""
-            hint = f" {_ADAPTERS}" if "lora" in path else ""
-            raise EmbodyError(
-                f"The server at rollout.url={self._url} did not answer {path}: {error} {said}. Is it running, and does "
-                f"its address end in /v1?{hint}"
-            ) from error
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text  # loading an adapter is answered in words
+
+class ServedReference(_Server):
+    """A reference that a server computes: log-probabilities of given tokens, by `echo` of prompt and reply.
+
+    The part of a `Policy` that a reference is asked for.
+    """
+
+    key = "algorithm.reference_url"
+
+    def __init__(self, url: str, model: str | None, read: Reader, highest: int) -> None:
+        """`read` turns conversations into token ids, of which `highest` is the last.
+
+        Raises:
+            EmbodyError: nobody answers there, or it does not take the ids.
+        """
+        super().__init__(url, model)
+        self._read, self.module = read, torch.nn.Identity()
+        # One that is not in its vocabulary is an error there: the same tokens in another order are the user's to avoid.
+        self._ask("completions", self._echo([highest]))
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Log-probabilities [B, K] of replies at temperature 1, 0 after their ends; no entropies, no values."""
+        prompts, replies = self._read(obs), [row[row >= 0].tolist() for row in tokens]
+        answers = self._ask_all([self._echo([*p, *r]) for p, r in zip(prompts, replies, strict=True)])
+        found = np.zeros(tokens.shape, np.float32)
+        for row, (prompt, reply, answer) in enumerate(zip(prompts, replies, answers, strict=True)):
+            given = (answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
+            if len(given) < len(prompt) + len(reply):
+                raise EmbodyError(
+                    f"The server at {self.key}={self._url} does not say how probable the tokens of a prompt are "
+                    "(`echo` with `logprobs`), as vLLM does. Use algorithm.reference_path."
+                )
+            found[row, : len(reply)] = given[len(prompt) : len(prompt) + len(reply)]
+        logprob = torch.from_numpy(found)
+        return PolicyScores(logprob=logprob, entropy=torch.zeros_like(logprob), value=logprob[:, :0])
+
+    def _echo(self, ids: Sequence[int]) -> dict[str, Any]:
+        # Not all servers answer for no token at all.
+        asked = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
+        return {**asked, "echo": True, "logprobs": 0}
 
 
 def _reply(answer: Any) -> tuple[list[int], list[float]]:
@@ -146,3 +216,16 @@ def _reply(answer: Any) -> tuple[list[int], list[float]]:
             "rollout.backend=hf."
         )
     return [int(token) for token in tokens], [float(value) for value in logprobs]
+
+
+def _most_probable(answer: Any, top: int) -> list[list[tuple[int, float]]]:
+    """For each token of the only choice the most probable ones, from `return_tokens_as_token_ids`."""
+    steps = answer["choices"][0]["logprobs"].get("top_logprobs")
+    try:
+        found = [[(int(name.removeprefix("token_id:")), float(p)) for name, p in step.items()] for step in steps]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise EmbodyError(
+            f"The server does not name the {top} most probable tokens by their ids ({error}): rollout.logprobs takes "
+            "vLLM's `return_tokens_as_token_ids`. Set rollout.logprobs=0, or use rollout.backend=hf."
+        ) from error
+    return [sorted(step, key=lambda pair: -pair[1])[:top] for step in found]

@@ -64,15 +64,22 @@ class TextSizes:
         w, m = self.width, self.hidden
         if not half:
             return 4 * (12 * w + 4 * m)
-        return 24 * w + 8 * m if adapters else 34 * w + 8 * m
+        # The adapter library casts the inputs of all seven linear layers to float32.
+        return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
-    def scoring_bytes(self, tokens: int, *, casts: bool) -> int:
-        """What the scores of so many tokens take beside that; `casts`: the output matrix is cast to bfloat16.
+    def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
+        """What scores take beside that, and where layers are recomputed: of a chunk of logits, or of the output matrix.
 
-        Its gradient by all chunks is added up in float32 beside what it has from earlier micro-batches.
+        Chunks hold three float32 copies. The matrix has its gradient by the chunks so far, beside that of earlier
+        micro-batches, and that by this chunk; in bfloat16 also a cast, of which autocast keeps one, with a bfloat16
+        sum, unless layers are recomputed: then each chunk's gradient is cast and added up in float32.
         """
-        logits = min(tokens * self.vocabulary, CHUNK_LOGITS)
-        return logits * 4 * 6 + (self.vocabulary * self.width * (2 + 4) if casts else 0)
+        logits, matrix = 4 * 3 * CHUNK_LOGITS, self.vocabulary * self.width
+        if adapters:
+            return logits, logits
+        if not half:
+            return max(logits + 4 * matrix, 8 * matrix), max(logits + 4 * matrix, 8 * matrix)
+        return max(logits + 4 * matrix, 8 * matrix), max(logits + 6 * matrix, 12 * matrix)
 
 
 def read_sizes(folder: Path | None) -> TextSizes:

@@ -190,10 +190,11 @@ def test_the_joint_log_probability_is_the_sum_or_the_mean_over_steps_and_the_fir
     assert float(entropy.detach().min()) > 0.5 * math.log(2 * math.pi * math.e) * 5 + 4 * math.log(0.08)
 
 
-def test_what_is_not_executed_does_not_count():
+@pytest.mark.parametrize("way", ["sde one", "fpo"])
+def test_what_is_not_executed_does_not_count(way):
     """Rows beyond K and padded numbers reach the velocity, not the log-probability of the chunk itself."""
     field, many = Field(4), seeds(4)
-    chances = likelihood(field, **WAYS["sde one"])
+    chances = likelihood(field, **WAYS[way])
     with torch.no_grad():
         chosen = chances.sample(field.over(), many, CPU, 1.0)
         logprob, _ = chances.score(field.over(), chosen.tokens, CPU, 1.0)

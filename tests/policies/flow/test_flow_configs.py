@@ -1,13 +1,15 @@
 """config.json of openpi, lerobot, transformers and ours, as the sizes of a model."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from golden_flow import NAMES, spec_of
-from tiny_vla import own_config
+from tiny_vla import own_config, write_checkpoint
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.specs import GEMMA_300M, PI0, PI05, SMOLVLA, read_spec
 
 OPENPI = {
@@ -92,3 +94,29 @@ def test_other_architectures_and_damaged_files_are_refused(config, match, read):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="missing or malformed"):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "told", "keys", "match"),
+    [
+        ("pi05", {"STATE": "MEAN_STD", "ACTION": "MEAN_STD"}, {}, "set model.normalization=mean_std"),
+        ("pi05", {"STATE": "MEAN_STD", "ACTION": "QUANTILES"}, {}, "MEAN_STD and QUANTILES"),
+        ("pi05", {"STATE": "MEAN_STD", "ACTION": "QUANTILES"}, {"state_in_prompt": False}, None),
+        ("smolvla", {"STATE": "MIN_MAX", "ACTION": "MIN_MAX"}, {}, "only mean_std, quantiles are supported"),
+        ("smolvla", {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}, {}, None),
+        ("pi0", {"use_relative_actions": True}, {}, "relative to the state .use_relative_actions."),
+        ("pi0", {"use_relative_actions": True}, {"delta_dims": 6}, None),
+    ],
+)
+def test_what_lerobot_tells_of_the_units_is_not_contradicted(form, told, keys, match, tmp_path):
+    """Wrong units would not be noticed: actions have the right size and mean something else."""
+    folder = write_checkpoint(tmp_path / form, form, state_dim=8, action_dim=7)
+    config = json.loads((folder / "config.json").read_text())
+    told = told if "use_relative_actions" in told else {"normalization_mapping": told}
+    (folder / "config.json").write_text(json.dumps(config | told))
+    factory = POLICIES.get(form)
+    cfg = factory.settings.model_validate({"model_type": form, "path": str(folder), "num_action_chunks": 3} | keys)
+    found = factory.validate(cfg)
+    assert (found == []) if match is None else re.search(match, found[0])
+    (folder / "dataset_statistics.json").write_text("{}")
+    assert factory.validate(cfg) == [], "what sft trained has units of its own"

@@ -155,3 +155,14 @@ def test_an_update_learns_from_features_that_were_kept(tmp_path):
         mean, _ = host.policy.module.noise_actor.head.spread(host.policy.module.noise_actor(features))
         assert mean.tanh()[0, 0, 0] < -0.7
         assert all(torch.equal(p, frozen[name]) for name, p in host.policy.module.network.named_parameters())
+
+
+def test_temperature_widens_what_is_chosen(folder):  # noqa: F811
+    """The sample before it is squashed is mean + temperature * deviation * noise."""
+    policy = steer(folder)
+    noise, chosen = noise_for(policy, 6), []
+    for temperature in (0.5, 1.0, 1.5):
+        out = policy.act(observe(6), noise=noise, temperature=temperature)
+        chosen.append(policy.chosen(out.tokens).double().atanh())
+    torch.testing.assert_close(chosen[2] - chosen[1], chosen[1] - chosen[0], rtol=1e-3, atol=1e-4)
+    assert float((chosen[1] - chosen[0]).abs().mean()) > 0.01

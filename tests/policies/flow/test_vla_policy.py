@@ -161,6 +161,23 @@ def test_pi05_without_a_state_reads_pi0s_prompt(tmp_path):
     assert reader.read(obs).tokens.shape[1] == 2 + len(ENV.tasks[0])
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_pi05_reads_states_of_any_length(told, tmp_path):
+    """Longer than a state's token could be (12 numbers here): it has none."""
+    wide, obs = replace(ENV, state_dim=15), observe(2)
+    obs = replace(obs, state=np.tile(obs.state, 3))
+    path = write_checkpoint(tmp_path / "pi05", "pi05", state_dim=15, action_dim=7)
+    policy = build("pi05", path, env=wide, state_in_prompt=told)
+    assert policy.act(obs, noise=None).actions.shape == (2, 3, 7)
+    changed = policy.module.network.reader.read(replace(obs, state=-obs.state)).tokens
+    assert torch.equal(policy.module.network.reader.read(obs).tokens, changed) is not told
+
+
+def test_relative_actions_need_the_state_that_is_not_read(tmp_path):
+    """Else a server would ask for no state, and have nothing to add to."""
+    assert build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False, delta_dims=5).spec.uses_state
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_imitation_is_the_models_own_loss_of_the_whole_chunk(form, tmp_path):
     """All six rows, though three are executed; padded numbers count, as in the public training."""

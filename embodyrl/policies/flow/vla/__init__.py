@@ -10,10 +10,10 @@ from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, steered
 from embodyrl.policies.flow.specs import CONFIG_FILE, FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.folder import (
     TOKENIZER_FILE,
+    contradictions,
     read_folder,
     read_units,
     reads_state,
-    reads_state_as_text,
     starts_random,
 )
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
@@ -150,7 +150,7 @@ class VlaFactory:
             imitated=model.horizon,
             value_dim=value_dim,
             num_images=cfg.num_images_in_input,
-            uses_state=reads_state(cfg),
+            uses_state=reads_state(cfg) or cfg.delta_dims > 0,
             # As LIBERO's simulator and demonstrations have it, and so the checkpoints that were trained on them.
             gripper=None if env.gripper is None else GripperConvention(open=-1.0, closed=1.0, index=env.gripper.index),
             num_parameters=sizes.total,
@@ -193,7 +193,8 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
             f"model.num_action_chunks={cfg.num_action_chunks} executes more than the {model.horizon} actions of this "
             "checkpoint's chunk; lower it."
         )
-    state = 0 if reads_state_as_text(cfg) else env.state_dim
+    # pi0.5's is text, of any length, or not read at all.
+    state = 0 if isinstance(cfg, Pi05Settings) else env.state_dim
     for what, size, most in (("actions", env.action_dim, model.action_dim), ("states", state, model.state_dim)):
         if size > most:
             problems.append(f"env '{env.name}' has {what} of {size} numbers, {cfg.model_type} takes {most} at most.")
@@ -219,7 +220,7 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
         read_folder(folder, cfg)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
-    problems = []
+    problems = contradictions(folder, cfg)
     if not (folder / TOKENIZER_FILE).exists():
         problems.append(
             f"model.path: {folder} has no {TOKENIZER_FILE}, which public checkpoints leave to another repository; copy "

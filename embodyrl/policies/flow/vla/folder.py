@@ -197,6 +197,34 @@ def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
     return spec if cfg.horizon is None else replace(spec, horizon=cfg.horizon)
 
 
+def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
+    """Where lerobot's config.json says that the model was trained on other numbers than the settings give it."""
+    try:
+        told: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        modes: dict[str, str] = told.get("normalization_mapping") or {}
+        relative = bool(told.get("use_relative_actions"))
+        found = {modes[part] for part in ("ACTION", *(["STATE"] if reads_state(cfg) else [])) if part in modes}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return []
+    # What `embodyrl sft` trained has the units of its own file, and of its own settings.
+    own = (folder / OWN_STATISTICS_FILE).exists()
+    problems = []
+    known = {str(mode).upper(): str(mode) for mode in Normalization}
+    if not own and found - {str(cfg.normalization).upper()}:
+        fix = [known[mode] for mode in known if {mode} == found]
+        fix = f"set model.normalization={fix[0]}" if fix else f"only {', '.join(known.values())} are supported"
+        problems.append(
+            f"model.normalization={cfg.normalization}: {folder / CONFIG_FILE} was trained with "
+            f"{' and '.join(sorted(found))} (normalization_mapping); {fix}."
+        )
+    if not own and relative and not cfg.delta_dims:
+        problems.append(
+            f"model.delta_dims=0: {folder / CONFIG_FILE} was trained on actions relative to the state "
+            "(use_relative_actions); set it to the number of those (all but the gripper's: 6 on LIBERO)."
+        )
+    return problems
+
+
 def starts_random(folder: Path) -> bool:
     """Whether the folder asks for random initial weights instead of holding some."""
     try:

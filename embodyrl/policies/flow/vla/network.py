@@ -107,7 +107,8 @@ class VlaReader:
             image_mask=torch.ones(count, cameras, dtype=torch.bool, device=self._device),
             tokens=on_device(ids, self._device),
             token_mask=on_device(seen, self._device),
-            state=on_device(pad_dims(state, self._spec.state_dim), self._device),
+            # Only pi0's and SmolVLA's is a token, and fits (`VlaFactory.spec`).
+            state=on_device(pad_dims(state[:, : self._spec.state_dim], self._spec.state_dim), self._device),
         )
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:

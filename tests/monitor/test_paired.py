@@ -1,0 +1,68 @@
+"""Comparisons in pairs, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from embodyrl.monitor.history import EpisodeRow, Evaluation
+from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.paired import pair
+from embodyrl.monitor.timing import run_seconds, step_seconds
+
+
+def row(
+    state: int, value: float, *, known: bool = True, suite: str = "", task_id: int = 0, late: bool = True
+) -> EpisodeRow:
+    """An episode whose return is `value`; where success is known, it succeeded if that is positive."""
+    return EpisodeRow(
+        episode=state,
+        task_id=task_id,
+        task="t",
+        reset_id=state,
+        seed=1,
+        success_once=value > 0 if known else None,
+        success_at_end=value > 0 and late if known else None,
+        episode_return=value,
+        steps=3,
+        terminated=True,
+        truncated=False,
+        seconds=0.1,
+        video=None,
+        suite=suite,
+    )
+
+
+def test_a_gain_in_return_is_second_less_first_and_chance_if_its_interval_holds_zero() -> None:
+    before = [row(k, 0.0, known=False) for k in range(4)]
+    better = pair(before, [row(k, 1.0 + 0.1 * k, known=False) for k in range(4)])
+    assert better.gain is not None
+    assert better.gain.value == pytest.approx(1.15)
+    assert better.differ
+    mixed = pair(before, [row(k, (-2.0, 1.0, -1.0, 3.0)[k], known=False) for k in range(4)])
+    assert mixed.gain is not None
+    assert mixed.gain.value == pytest.approx(0.25)
+    assert not mixed.differ
+    assert "no significant difference" in mixed.sentence(("a", "b"))
+
+
+def test_who_succeeds_alone_is_counted_on_its_side() -> None:
+    found = pair([row(0, 1.0), row(1, 1.0), row(2, 0.0)], [row(0, 0.0), row(1, 0.0), row(2, 1.0)])
+    assert (found.only_first, found.only_second) == (2, 1)
+
+
+def test_the_score_of_an_evaluation_is_that_of_its_own_suite_and_of_success_once() -> None:
+    own = [row(0, 1.0, suite="base"), row(1, 1.0, suite="base", late=False)]
+    evaluation = Evaluation(step=1, episodes=(*own, row(2, 0.0, suite="swap", task_id=5)))
+    assert evaluation.score() == Rate(2, 2, 2, 2)
+    assert evaluation.score("t") == Rate(2, 2, 2, 2)
+    assert {name: score.value for name, score in evaluation.suites.items()} == {"base": 1.0, "swap": 0.0}
+
+
+def test_seconds_of_a_run_hold_its_validations_and_rows_that_were_left_out() -> None:
+    rows = [
+        {"step": 0, "time/validate": 7.0},
+        {"step": 1, "time/step": 10.0},
+        {"step": 4, "time/step": 20.0, "time/validate": 5.0},
+    ]
+    assert run_seconds(rows) == 10.0 + 3 * 20.0 + 5.0
+    assert step_seconds(rows[2]) == 25.0

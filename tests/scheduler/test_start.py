@@ -1,0 +1,23 @@
+"""What a process is told before it starts."""
+
+from contextlib import closing
+
+import pytest
+from toy_runs import toy_config
+
+from embodyrl.channels.arena import Arena
+from embodyrl.files import available_cores
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.scheduler.start import policy_init
+
+
+@pytest.mark.parametrize(
+    ("offload", "gpus", "all_cores"), [("true", "0", True), ("true", "", False), ("false", "0", False)]
+)
+def test_optimizer_steps_of_the_host_take_all_its_cores(tmp_path, monkeypatch, offload, gpus, all_cores):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cfg = toy_config(tmp_path, "launcher=local", "actor.fsdp.size=1", f"actor.fsdp.cpu_offload={offload}")
+    blueprint = draw_blueprint(cfg, training=True)
+    with closing(Arena.create(blueprint.layout, 1)) as arena:
+        assert policy_init(blueprint, arena, None).threads == (available_cores() if all_cores else 1)
