@@ -33,6 +33,7 @@ EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "expected.yaml").re
 """By file: `facts`, what decides the result in both systems' terms, worked out by hand, or why it is `refused`."""
 SAME = [name for name, wanted in EXPECTED.items() if "facts" in wanted]
 REFUSED = [name for name, wanted in EXPECTED.items() if "refused" in wanted]
+ACTOR = "actor_rollout_ref.actor"
 REFERENCES = sorted(p.name for p in DATA.glob("*_reference.*"))
 
 
@@ -116,16 +117,54 @@ def test_what_a_script_starts_says_what_is_trained(tmp_path: Path, line: str, wh
 
 
 @pytest.mark.parametrize(
-    ("word", "why"),
+    ("name", "word", "why"),
     [
-        ("+algorithm.max_num_gen_batches=3", "algorithm: further batches"),
-        ("+reward.len_reward_penalty=0.1", "reward: a penalty for length"),
-        ("algorithm.loss_type=drpo", "algorithm: a loss that is not here"),
+        ("rlinf_math.yaml", "+algorithm.max_num_gen_batches=3", "algorithm: further batches"),
+        ("rlinf_math.yaml", "+reward.len_reward_penalty=0.1", "reward: a penalty for length"),
+        ("rlinf_math.yaml", "algorithm.loss_type=drpo", "algorithm: a loss that is not here"),
+        ("verl_tis.sh", "+algorithm.rollout_correction.rollout_is_batch_normalize=true", "divided by their mean"),
+        ("verl_tis.sh", "algorithm.rollout_correction.rollout_is_threshold=0.5_3.0", "with a lower bound"),
+        ("verl_tis.sh", "+algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", "their least likely token"),
+        ("verl_older_is.sh", "algorithm.rollout_is_mode=mask", "with a lower bound"),
+        ("roll_correction.yaml", "train_infer_correction.filters=[{enabled: true}]", "tokens left out by their ratio"),
+        ("roll_correction.yaml", "train_infer_correction.is_weight.weight_type=segment", "weights of segments"),
+        ("roll_correction.yaml", "+use_rollout_importance_sampling=true", "keys of an older version"),
+        ("areal_rejection.yaml", "actor.rejection_sampling.metric=kl_k2", "left out by a divergence"),
+        ("areal_rejection.yaml", "+actor.rejection_sampling.lower=0.5", "with a lower bound"),
+        ("areal_rejection.yaml", "+actor.rejection_sampling.agg=max", "their largest ratio"),
+        ("simplevla_rl_libero.sh", "+reward.subgoal.enabled=True", "reward: rewards beside success"),
+        ("simplevla_rl_libero.sh", "+data.task_sampling.enabled=True", "algorithm: tasks drawn by how often"),
     ],
 )
-def test_what_rlinf_adds_to_grpo_on_texts_is_refused(word: str, why: str) -> None:
+def test_what_is_added_to_a_loss_and_is_not_here_is_refused(name: str, word: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        migrated("rlinf_math.yaml", word)
+        migrated(name, word)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "key", "state"),
+    [
+        ("verl_tis.sh", "trainer.test_freq=5", "actor_rollout_ref.rollout.val_kwargs.top_p", "unsupported"),
+        ("verl_tis.sh", "trainer.test_freq=5", "actor_rollout_ref.rollout.val_kwargs.top_k", "mapped"),
+        ("areal_cispo.yaml", "actor.eps_clip=0.9", "evaluator.freq_epochs", "unsupported"),
+        (
+            "verl_megatron.sh",
+            "+actor_rollout_ref.actor.strategy=fsdp",
+            "actor_rollout_ref.actor.optim.min_lr",
+            "not needed",
+        ),
+    ],
+)
+def test_what_a_validation_or_a_schedule_loses_is_said(name: str, word: str, key: str, state: str) -> None:
+    result, _ = migrated(name, word)
+    assert next(verdict.state for verdict in result.verdicts if verdict.key == key) == state
+
+
+def test_a_product_of_ratios_is_not_their_mean() -> None:
+    assert (
+        settings("areal_rejection.yaml", "+actor.rejection_sampling.agg=sum")["algorithm.behave_weight_level"]
+        == "sequence"
+    )
 
 
 @pytest.mark.parametrize("name", [*SAME, *REFERENCES])
