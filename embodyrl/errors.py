@@ -18,6 +18,11 @@ def masked(text: str) -> str:
     return text
 
 
+def one_line(error: BaseException) -> str:
+    """What a foreign error says, without line breaks and not endlessly."""
+    return " ".join(str(error).split())[:300]
+
+
 class EmbodyError(Exception):
     """Base of all errors that are reported without a traceback."""
 

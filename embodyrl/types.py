@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 FloatArray = npt.NDArray[np.float32]
+DoubleArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 ByteArray = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]

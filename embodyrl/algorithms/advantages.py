@@ -10,12 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-Float64 = npt.NDArray[np.float64]
+from embodyrl.types import DoubleArray
 
 
 def _by_group(
     compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *more: npt.ArrayLike
-) -> Float64:
+) -> DoubleArray:
     """Apply `compute` to the rewards (and what more there is, all [E]) of one group after the other.
 
     One member alone, or equal rewards, get 0.
@@ -32,7 +32,7 @@ def _by_group(
 
 def grpo(
     reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, unbiased: bool = True, eps: float = 1e-6
-) -> Float64:
+) -> DoubleArray:
     """(R - mean_g) / (std_g + eps), arXiv 2402.03300; 0 for a group of one, which has nobody to be compared with.
 
     Args:
@@ -46,45 +46,45 @@ def grpo(
         [E] advantages.
     """
 
-    def standardised(rewards: Float64) -> Float64:
+    def standardised(rewards: DoubleArray) -> DoubleArray:
         scale = rewards.std(ddof=int(unbiased)) + eps if normalize else 1.0
         return (rewards - rewards.mean()) / scale
 
     return _by_group(standardised, group, reward)
 
 
-def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> Float64:
+def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
     """R minus the mean of the group's other members: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
 
-    def leave_one_out(rewards: Float64) -> Float64:
+    def leave_one_out(rewards: DoubleArray) -> DoubleArray:
         n = len(rewards)
         return (rewards - rewards.mean()) * n / (n - 1)
 
     return _by_group(leave_one_out, group, reward)
 
 
-def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> Float64:
+def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> DoubleArray:
     """R - sum(len R) / sum(len) over the group: the baseline of least variance, arXiv 2505.23585."""
 
-    def above_baseline(rewards: Float64, lengths: Float64) -> Float64:
+    def above_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
         return rewards - np.average(rewards, weights=lengths)
 
     return _by_group(above_baseline, group, reward, length)
 
 
-def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> Float64:
+def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
     """Alpha (R - mean_g), alpha = episodes / episodes with a reward other than 0, arXiv 2504.02546."""
     rewarded = max(1, int(np.count_nonzero(reward)))
     return np.size(reward) / rewarded * grpo(reward, group, normalize=False)
 
 
-def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> Float64:
+def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
     """Only the best of a group is credited, with its lead over the second: R1 - R2, arXiv 2503.19595.
 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """
 
-    def lead_of_the_best(rewards: Float64) -> Float64:
+    def lead_of_the_best(rewards: DoubleArray) -> DoubleArray:
         second, best = np.sort(rewards)[-2:]
         out = np.zeros_like(rewards)
         out[rewards.argmax()] = (best - second) / (rewards.std(ddof=1) + eps if normalize else 1.0)
@@ -93,7 +93,7 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
     return _by_group(lead_of_the_best, group, reward)
 
 
-def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> Float64:
+def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:
     """Sum_k w_k grpo(R_k), whitened over the batch: no part of the reward drowns another one (arXiv 2601.05242).
 
     Args:
@@ -120,7 +120,7 @@ def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) 
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
-def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> Float64:
+def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> DoubleArray:
     """Return-to-go sum over s >= t of gamma^(s-t) r_s of one episode [T]; steps that are not valid are skipped."""
     reward = np.asarray(reward, dtype=np.float64)
     return gae(reward, np.zeros_like(reward), 0.0, valid, gamma=gamma, lam=1.0)[0]
@@ -135,7 +135,7 @@ def gae(
     gamma: float,
     lam: float,
     ends: npt.ArrayLike | None = None,
-) -> tuple[Float64, Float64]:
+) -> tuple[DoubleArray, DoubleArray]:
     """Generalised advantage estimation of episodes (arXiv 1506.02438); entries that are not valid are skipped.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V.
@@ -179,7 +179,7 @@ def gae(
     return advantage, returns
 
 
-def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> Float64:
+def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
     """Shift and scale to mean 0 and variance 1: (x - mean) / sqrt(var + eps), var with ddof 1.
 
     Fewer than two values have no variance and become 0.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.algorithms import advantages
-from embodyrl.algorithms.advantages import Float64, discounted, gae, whiten
+from embodyrl.algorithms.advantages import discounted, gae, whiten
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
 from embodyrl.algorithms.settings import (
     CreditSettings,
@@ -28,10 +28,10 @@ from embodyrl.algorithms.settings import (
 )
 from embodyrl.algorithms.shaping import shape_rewards
 from embodyrl.config.settings import Positive, Share
-from embodyrl.types import BoolArray, Episode, FloatArray
+from embodyrl.types import BoolArray, DoubleArray, Episode, FloatArray
 
 
-def spread(episode: Episode, advantage: float | Float64) -> Credit:
+def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
     """Give an advantage, one number, [T, 1] or [T, K], to all executed actions of an episode without value targets."""
     given = np.where(episode.valid, advantage, 0.0).astype(np.float32)
     return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
@@ -84,7 +84,7 @@ class Outcomes:
 
 
 def outcome_estimator(
-    compute: Callable[[Outcomes, Any], Float64], settings: type[GroupSettings] = GroupSettings
+    compute: Callable[[Outcomes, Any], DoubleArray], settings: type[GroupSettings] = GroupSettings
 ) -> AdvantageEstimator:
     """Spread the advantage [E] of each episode over all its actions; it is 0 where the rest of the group is missing."""
 
@@ -95,33 +95,33 @@ def outcome_estimator(
     return AdvantageEstimator(compute=credits, settings=settings)
 
 
-def grpo(outcomes: Outcomes, cfg: StdSettings) -> Float64:
+def grpo(outcomes: Outcomes, cfg: StdSettings) -> DoubleArray:
     """(R - mean of the group) / standard deviation of the group (arXiv 2402.03300)."""
     normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
     return advantages.grpo(outcomes.returns, outcomes.groups, normalize=normalize, unbiased=unbiased)
 
 
-def rloo(outcomes: Outcomes, _: GroupSettings) -> Float64:
+def rloo(outcomes: Outcomes, _: GroupSettings) -> DoubleArray:
     """R - mean of the group's others (arXiv 2402.14740)."""
     return advantages.rloo(outcomes.returns, outcomes.groups)
 
 
-def opo(outcomes: Outcomes, _: GroupSettings) -> Float64:
+def opo(outcomes: Outcomes, _: GroupSettings) -> DoubleArray:
     """R - length-weighted mean of the group (arXiv 2505.23585)."""
     return advantages.opo(outcomes.returns, outcomes.groups, [episode.length for episode in outcomes.episodes])
 
 
-def gpg(outcomes: Outcomes, _: GroupSettings) -> Float64:
+def gpg(outcomes: Outcomes, _: GroupSettings) -> DoubleArray:
     """Centred returns, scaled up for groups without any signal (arXiv 2504.02546)."""
     return advantages.gpg(outcomes.returns, outcomes.groups)
 
 
-def pass_at_k(outcomes: Outcomes, cfg: PassAtKSettings) -> Float64:
+def pass_at_k(outcomes: Outcomes, cfg: PassAtKSettings) -> DoubleArray:
     """Credit the best of a group alone, with its lead over the second (arXiv 2503.19595)."""
     return advantages.pass_at_k(outcomes.returns, outcomes.groups, normalize=cfg.normalize_advantages)
 
 
-def gdpo(outcomes: Outcomes, _: GdpoSettings) -> Float64:
+def gdpo(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
     """Credit each part of the reward by itself; where there are no parts, the return is the only one."""
     weights = outcomes.scores.part_weights
     if not weights:
@@ -244,12 +244,14 @@ def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: G
     return _whitened_credits(episodes, [np.where(m, one, 0.0) for m, one in zip(masks, centred, strict=True)], masks)
 
 
-def _whitened_credits(episodes: Sequence[Episode], parts: list[Float64], masks: Sequence[BoolArray]) -> list[Credit]:
+def _whitened_credits(
+    episodes: Sequence[Episode], parts: list[DoubleArray], masks: Sequence[BoolArray]
+) -> list[Credit]:
     _whiten(parts, masks)
     return [spread(episode, part) for episode, part in zip(episodes, parts, strict=True)]
 
 
-def _whiten(parts: Sequence[Float64], masks: Sequence[BoolArray]) -> None:
+def _whiten(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
     """Whiten the entries under the masks over the whole batch, in place."""
     if not parts:
         return
@@ -265,12 +267,12 @@ def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> 
     return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
 
 
-def _to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> Float64:
+def _to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> DoubleArray:
     reward = _rewards(episode.valid, episode.reward, cfg)
     return discounted(reward.ravel(), _credited(episode.valid, cfg).ravel(), gamma=gamma).reshape(reward.shape)
 
 
-def _rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> Float64:
+def _rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> DoubleArray:
     """Return the reward of each credited step, [T, 1] or [T, K]."""
     earned = np.where(valid, reward, 0.0).astype(np.float64)
     return earned.sum(axis=1, keepdims=True) if cfg.reward_type == RewardLevel.chunk_level else earned

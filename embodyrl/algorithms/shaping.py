@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from embodyrl.algorithms.advantages import Float64, grpo
+from embodyrl.algorithms.advantages import grpo
 from embodyrl.algorithms.policy_losses import KL_ESTIMATORS, MAX_LOG_RATIO
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
-from embodyrl.types import Episode, EpisodeSpec
+from embodyrl.types import DoubleArray, Episode, EpisodeSpec
 
 
 def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[Episode]:
@@ -105,7 +105,7 @@ class ReturnScale:
         """Go on from what `state` returned; a checkpoint of a run without it starts anew."""
         self._count, self._mean, self._spread = (state.get(f"returns_{n}", 0.0) for n in ("count", "mean", "spread"))
 
-    def _take(self, values: Float64) -> None:
+    def _take(self, values: DoubleArray) -> None:
         if not values.size:
             return
         # Two samples joined (Chan et al., 1979); `_spread` is the sum of squared deviations from the mean.

@@ -21,7 +21,7 @@ def check_env(args: argparse.Namespace) -> int:
     # Whatever a module of the user's prints when it is imported, standard output is ours.
     with contextlib.redirect_stdout(sys.stderr):
         cfg = load_config("check-env", args.words, config_dirs=args.config_dir)
-        from embodyrl.commands.check_env.apart import check_env_apart
+        from embodyrl.commands.check_env import check_env_apart
         from embodyrl.plan.checks import check_components
 
         check_components(cfg)

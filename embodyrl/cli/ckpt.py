@@ -1,14 +1,16 @@
-"""The command `ckpt`: look at, check, export and delete the checkpoints of a run."""
+"""The commands `ckpt` (look at, check, export, delete the checkpoints of a run) and `push` (to the hub)."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore, size_bytes
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
-from embodyrl.config.trust import TRUST
+from embodyrl.config.paths import HUB_NAME, resolve_run
+from embodyrl.config.trust import split_trust
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.registry import closest
 
@@ -17,8 +19,7 @@ def ckpt(args: argparse.Namespace) -> int:
     """Run `embodyrl ckpt`."""
     verbs = {"ls": _ls, "verify": _verify, "export": _export, "prune": _prune}
     wants = {"ls": "RUN", "verify": "RUN_OR_CHECKPOINT", "export": "RUN_OR_CHECKPOINT FOLDER", "prune": "RUN"}
-    args.trust = [word for word in args.words if word == TRUST]
-    args.words = [word for word in args.words if word != TRUST]
+    args.trust, args.words = split_trust(args.words)
     verb = args.words[0] if args.words else ""
     if verb not in verbs:
         what = f"'{verb}' is none of them.{closest(verb, verbs)}" if verb else "which one?"
@@ -108,3 +109,19 @@ def _target(word: str) -> tuple[CheckpointStore, list[int]]:
     if not store.folders():
         raise CheckpointError(f"{word}: this run has no complete checkpoint.")
     return store, store.folders()
+
+
+def push(args: argparse.Namespace) -> int:
+    """Run `embodyrl push`."""
+    trust, words = split_trust(args.words)
+    if len(words) != 2 or "@" in words[1] or not HUB_NAME.fullmatch(words[1]):
+        raise ConfigError("embodyrl push takes a folder and a repository: embodyrl push runs/my_run me/my_policy.")
+    source = resolve_run(words[0])
+    if not source.is_dir():
+        raise ConfigError(f"'{words[0]}' is no folder; `embodyrl list runs` shows the runs in ./runs.")
+    print(f"pushing {source} to {words[1]} ...", file=sys.stderr, flush=True)
+    from embodyrl.commands.export import push as upload
+
+    pinned = upload(source, words[1], private=args.private, overrides=trust)
+    show_result(args, {"repository": words[1], "pinned": pinned}, [f"pushed {source} as {pinned}"])
+    return 0

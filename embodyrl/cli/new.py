@@ -31,25 +31,19 @@ class Kind:
     """What to type next."""
 
 
+_ENV = Kind(
+    group="env",
+    entries="embodyrl.envs",
+    target="{name}.env:FACTORY",
+    then=(
+        "embodyrl check-env env={name} --config-dir {name}/conf",
+        "embodyrl train experiment={name} --config-dir {name}/conf",
+    ),
+)
+
 KINDS = {
-    "env": Kind(
-        group="env",
-        entries="embodyrl.envs",
-        target="{name}.env:FACTORY",
-        then=(
-            "embodyrl check-env env={name} --config-dir {name}/conf",
-            "embodyrl train experiment={name} --config-dir {name}/conf",
-        ),
-    ),
-    "batched-env": Kind(
-        group="env",
-        entries="embodyrl.envs",
-        target="{name}.env:FACTORY",
-        then=(
-            "embodyrl check-env env={name} --config-dir {name}/conf",
-            "embodyrl train experiment={name} --config-dir {name}/conf",
-        ),
-    ),
+    "env": _ENV,
+    "batched-env": _ENV,
     "policy": Kind(group="model", entries="embodyrl.policies", target="{name}:FACTORY"),
     "algorithm": Kind(group="algorithm", entries="embodyrl.advantages", target="{name}.advantage:ADVANTAGE"),
     "loss": Kind(group="algorithm", entries="embodyrl.losses", target="{name}.loss:LOSS"),

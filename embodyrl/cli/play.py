@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodyrl.cli.loopback import Answer, Loopback
 from embodyrl.cli.runs import find_run, latest_run
-from embodyrl.config.trust import TRUST
+from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ _FOR_EVER = ("env.eval.ignore_terminations=true", "env.eval.max_episode_steps=10
 
 def play(args: argparse.Namespace) -> int:
     """Run `embodyrl play`."""
-    trust = [word for word in args.words if word == TRUST]
-    named = [word for word in args.words if word != TRUST]
+    trust, named = split_trust(args.words)
     if len(named) > 1 or not args.port.isdecimal():
         raise ConfigError("embodyrl play takes one run, and --port a number: embodyrl play runs/my_run --port 8000.")
     run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)

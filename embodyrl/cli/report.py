@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import printable, show_result
 from embodyrl.cli.runs import find_run, is_running, latest_run
-from embodyrl.config.trust import TRUST
+from embodyrl.config.trust import split_trust
 from embodyrl.errors import CheckFailedError, ConfigError
 from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_history, score_of
-from embodyrl.monitor.samples import Sample, pick_samples, sample_lines
+from embodyrl.monitor.samples import sample_lines, samples_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -127,17 +127,9 @@ def picture(history: History) -> RenderableType:
         return Text(f"{history.name}: nothing was measured yet; embodyrl view --follow shows it as it comes.")
     episodes = [e for evaluation in history.evaluations for e in evaluation.episodes]
     names = {e.task_id: printable(e.task) for e in episodes}
-    if said := list(sample_lines(_talk(history))):
+    if said := list(sample_lines(samples_of(history, _REPLIES))):
         return Group(_numbers(history, episodes, names), Text("\n".join(["replies", *said])))
     return _numbers(history, episodes, names)
-
-
-def _talk(history: History) -> list[Sample]:
-    """A few conversations of the newest evaluation, beside those of the first."""
-    if not history.evaluations:
-        return []
-    first, last = history.evaluations[0], history.evaluations[-1]
-    return pick_samples(first.episodes if first is not last else (), last.episodes, _REPLIES)
 
 
 def _numbers(history: History, episodes: Sequence[EpisodeRow], names: Mapping[int, str]) -> RenderableType:
@@ -162,8 +154,7 @@ def _numbers(history: History, episodes: Sequence[EpisodeRow], names: Mapping[in
 
 def replay(args: argparse.Namespace) -> int:
     """Run `embodyrl replay`."""
-    trust = [word for word in args.words if word == TRUST]
-    args.words = [word for word in args.words if word != TRUST]
+    trust, args.words = split_trust(args.words)
     if len(args.words) != 1 or not (args.step or "1").isdecimal():
         raise ConfigError("embodyrl replay takes one run and a step: embodyrl replay runs/my_run --step 51.")
     run = find_run(args.words[0])

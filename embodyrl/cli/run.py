@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from embodyrl.cli.output import no_collecting
+from embodyrl.cli.output import no_collecting, printable
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.config.paths import resolve_run
-from embodyrl.config.trust import TRUST
+from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, masked
 from embodyrl.plan.config import dump_config, load_config, load_saved_config, run_config
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
+from embodyrl.version import __version__
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         return sweep(args.command, args.words, args.config_dir)
     with no_collecting():
         cfg, more = _compose(args)
-    if only_look(args, cfg):
+    if _only_look(args, cfg):
         return 0
     name = (
         "evaluate"
@@ -59,7 +60,7 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
         cfg, resume = _train_config(args)
         return cfg, {} if isinstance(cfg, TrainConfig) and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
-        if {*words} - {TRUST} or folders:
+        if split_trust(words)[1] or folders:
             raise ConfigError("--resume goes on with exactly the settings of that evaluation; leave the others out.")
         found = _resumed(args)
         if (found / "checkpoints").is_dir():
@@ -68,10 +69,10 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
                 f"Evaluate what it learned: embodyrl eval ckpt={found}."
             )
         return load_saved_config(found, words, command="eval"), {"resume": found}
-    return compose_with_ckpt(args), {}
+    return _compose_with_ckpt(args), {}
 
 
-def compose_with_ckpt(args: argparse.Namespace) -> Any:
+def _compose_with_ckpt(args: argparse.Namespace) -> Any:
     """Compose the config of a command that uses weights; the run that `ckpt=` names says which parts these fit."""
     return load_config(args.command, args.words, config_dirs=args.config_dir, base=_config_of_ckpt(args.words))
 
@@ -117,7 +118,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
-def only_look(args: argparse.Namespace, cfg: Root) -> bool:
+def _only_look(args: argparse.Namespace, cfg: Root) -> bool:
     """Check the config against its components and serve the flags that stop before anything runs."""
     from embodyrl.plan.checks import check_components
 
@@ -128,7 +129,32 @@ def only_look(args: argparse.Namespace, cfg: Root) -> bool:
         text = dump_config(cfg)
         print(json.dumps(yaml.safe_load(text), indent=2) if args.json else text.rstrip("\n"))
     elif args.dry_run:
-        from embodyrl.commands.dry_run import describe
+        from embodyrl.commands.facts import describe
 
         print(masked(describe(cfg)))
     return args.print_config or args.dry_run
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Run `embodyrl serve`; with `--json` the address is all that goes to standard output."""
+    if args.json and args.dry_run:
+        raise ConfigError("--json goes with --print-config or with a server; leave out --dry-run.")
+    if args.words and "=" not in args.words[0]:
+        args.words[0] = f"ckpt={args.words[0]}"
+    cfg = _compose_with_ckpt(args)
+    if _only_look(args, cfg):
+        return 0
+    from embodyrl.commands.serve import serve as start
+
+    def say(line: str) -> None:
+        print(printable(line), file=sys.stderr if args.json else sys.stdout, flush=True)
+
+    say(f"embodyrl {__version__} · serve · Ctrl-C ends it")
+
+    def ready(url: str) -> None:
+        if args.json:
+            print(json.dumps({"url": url, "protocol": cfg.serve.protocol}), flush=True)
+        say(f"  listening  {url}")
+
+    start(cfg, say=say, ready=ready)
+    return 0

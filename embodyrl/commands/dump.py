@@ -15,8 +15,6 @@ from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.slot import KEPT
 from embodyrl.types import Episode, EpisodeSpec, PreparedBatch
 
-DUMP_LIMIT = 1 << 30
-"""Bytes of the largest dump."""
 _FILE = "dump"
 _SPEC = tuple(f.name for f in fields(EpisodeSpec))
 _PER_CHUNK = KEPT

@@ -129,61 +129,38 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
 
 
 def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
-    env = read_card(resolve_asset(str(cfg.data.path))).env
-    factory = POLICIES.get(cfg.model.model_type)
-    key = getattr(cfg.model, "unnorm_key", None) or env.unnorm_key or env.name
-    if cfg.model.weights is None:
-        return _from_nothing(cfg, env)
-    source = start_model(cfg)
-    if cfg.objective.name is Objective.dpo:
-        return _ranked(cfg, env)
-    # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
-    # statistics will do.
-    action, state = (np.zeros((1, size), np.float32) for size in (env.action_dim, env.state_dim))
-    model = with_statistics(cfg.model, source, folder, key, data_statistics(action, state, env, 0))
-    spec = factory.spec(model, env, int(cfg.objective.rates))
+    env, model = read_card(resolve_asset(str(cfg.data.path))).env, cfg.model
+    ranked = cfg.objective.name is Objective.dpo
+    # A random start wants no statistics, and of a policy and its reference, which are one model, actions keep their
+    # meaning.
+    measured = model.weights is not None and not ranked
+    source, key = resolve_asset(model.weights or ""), getattr(model, "unnorm_key", None) or env.unnorm_key or env.name
+    if measured:
+        # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
+        # statistics will do.
+        action, state = (np.zeros((1, size), np.float32) for size in (env.action_dim, env.state_dim))
+        model = with_statistics(model, source, folder, key, data_statistics(action, state, env, 0))
+    spec = POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
+    if model.weights is None and not spec.num_parameters:
+        raise ConfigError(
+            f"model_type '{model.model_type}' has no checkpoint folder (model.path) that could be trained; use for "
+            "example model=openvla_oft_tiny."
+        )
     if problems := mismatches(env, spec):
         raise ConfigError(problems)
     train, validation = load_samples(cfg, env, spec)
-    demos, steps = train.demos, train.steps
-    episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
-    entry = data_statistics(train.actions[:, 0], demos.state[steps], env, episodes)
-    model = with_statistics(cfg.model, source, folder, key, entry)
-    return Material(env=env, policy=spec, model=model, train=train, validation=validation)
-
-
-def _ranked(cfg: SftConfig, env: EnvSpec) -> Material:
-    """Pairs of episodes; what actions mean stays as it is, for the policy and its reference are one model.
-
-    Raises:
-        ConfigError: the model does not fit the data, or no episode is better than another.
-    """
-    spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
-    if problems := mismatches(env, spec):
-        raise ConfigError(problems)
-    train, validation = load_samples(cfg, env, spec)
-    if not len(train):
+    if ranked and not len(train):
         raise ConfigError(
             f"objective.name=dpo: data.path={cfg.data.path} has no two episodes of one initial state of which one is "
             "better. Let a policy collect several of each: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
             "collect.episodes=200 collect.filter=all`."
         )
-    return Material(env=env, policy=spec, model=cfg.model, train=train, validation=validation)
-
-
-def _from_nothing(cfg: SftConfig, env: EnvSpec) -> Material:
-    """A policy that starts at random and wants no statistics.
-
-    Raises:
-        ConfigError: it has no weights at all, or does not fit the data.
-    """
-    spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, int(cfg.objective.rates))
-    if not spec.num_parameters:
-        start_model(cfg)  # says so
-    if problems := mismatches(env, spec):
-        raise ConfigError(problems)
-    train, validation = load_samples(cfg, env, spec)
-    return Material(env=env, policy=spec, model=cfg.model, train=train, validation=validation)
+    if measured:
+        demos, steps = train.demos, train.steps
+        episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
+        entry = data_statistics(train.actions[:, 0], demos.state[steps], env, episodes)
+        model = with_statistics(cfg.model, source, folder, key, entry)
+    return Material(env=env, policy=spec, model=model, train=train, validation=validation)
 
 
 def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
@@ -250,21 +227,6 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
 def _describe(values: FloatArray) -> dict[str, list[float]]:
     stats = vector_stats(values)
     return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
-
-
-def start_model(cfg: SftConfig) -> Path:
-    """Find the checkpoint folder to start from.
-
-    Raises:
-        ConfigError: the model has none, so there is nothing that could be trained.
-    """
-    path = cfg.model.weights
-    if path is None:
-        raise ConfigError(
-            f"model_type '{cfg.model.model_type}' has no checkpoint folder (model.path) that could be trained; use for "
-            "example model=openvla_oft_tiny."
-        )
-    return resolve_asset(path)
 
 
 def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelSettings:

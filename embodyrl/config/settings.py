@@ -181,11 +181,6 @@ class Key:
         return self._type[1]
 
     @property
-    def optional(self) -> bool:
-        """Null is a value of it."""
-        return self._type[2]
-
-    @property
     def free(self) -> bool:
         """A mapping whose keys belong to the user."""
         hint = self._type[0]

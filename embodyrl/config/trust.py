@@ -1,7 +1,7 @@
 """What a config that comes from a folder, and was perhaps written by somebody else, may ask for."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
         for text in (key, *_texts(value))
         if _is_door(text) and not _is_known(text)
     ]
+
+
+def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What was typed to trust a run, and all other words."""
+    return [word for word in words if word == TRUST], [word for word in words if word != TRUST]
 
 
 def resume_word(cfg: Settings) -> str:

@@ -19,7 +19,7 @@ from embodyrl.datasets.layout import Card, image_key, read_card
 from embodyrl.datasets.writer import paths_of, read_episodes
 from embodyrl.errors import EmbodyError
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray, Observation
+from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray
 
 _COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _TOLERANCE_S = 1e-4
@@ -184,12 +184,6 @@ class Demonstrations:
 
     def _slices(self, episodes: Sequence[int]) -> list[tuple[int, slice]]:
         return [(e, slice(self.start[e], self.stop[e])) for e in episodes]
-
-    def observe(self, steps: IntArray) -> Observation:
-        """Gather the observations of the given steps."""
-        return Observation(
-            images=self.images[steps], state=self.state[steps], instructions=tuple(self.instruction[steps])
-        )
 
 
 def load_demonstrations(root: Path) -> Demonstrations:

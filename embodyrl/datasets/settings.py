@@ -7,8 +7,6 @@ from pydantic import Field
 
 from embodyrl.config.settings import Count, Path, Says, Settings
 
-Text = Annotated[str, Field(max_length=100_000)]
-
 
 class DataSettings(Settings):
     """Where data comes from."""

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from typing import Any, Never
 
 import numpy as np
-import numpy.typing as npt
 
 from embodyrl.envs.chunked import SimEnv
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.reward import StepReward
 from embodyrl.envs.simulators import ArraySimulators
 from embodyrl.errors import EnvError
-from embodyrl.types import ByteArray, ChunkResult, EpisodeStart, FloatArray, IntArray, ObservationOut
+from embodyrl.types import ByteArray, ChunkResult, DoubleArray, EpisodeStart, FloatArray, IntArray, ObservationOut
 
-Float64 = npt.NDArray[np.float64]
 _NOTHING, _RUNNING, _OVER = 0, 1, 2
 """States of a slot."""
 
@@ -99,8 +97,8 @@ class ArrayEnv(SimEnv):
         running: IntArray,
         slots: IntArray,
         actions: FloatArray,
-        simulated: tuple[int, Float64],
-    ) -> Float64:
+        simulated: tuple[int, DoubleArray],
+    ) -> DoubleArray:
         """Ask the user's function about each slot; `simulated`: place in the chunk, and what is earned without it."""
         earned = np.zeros(len(slots))
         for place, (row, slot) in enumerate(zip(running.tolist(), slots.tolist(), strict=True)):

@@ -26,7 +26,7 @@ from embodyrl.config.load import (
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.config.settings import find_key, flat, leaves, nodes, plain
 from embodyrl.config.trust import distrusted
-from embodyrl.errors import ConfigError, masked
+from embodyrl.errors import ConfigError, masked, one_line
 from embodyrl.files import write_atomically
 from embodyrl.plan.keys import CommandKeys
 from embodyrl.plan.roots import ROOTS, SELECTORS, Root, selected
@@ -98,7 +98,7 @@ def hub_errors(before: str, after: str) -> Iterator[None]:
 
 
 def _why(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+    return one_line(error).rstrip(".") or type(error).__name__
 
 
 ENVIRONMENT_FILE = "environment.yaml"

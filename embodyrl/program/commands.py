@@ -10,6 +10,7 @@ And `GRPO`: a language model, a reward and rows, reinforcement learning in five 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -55,10 +56,7 @@ def train(
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    _check(cfg)
-    from embodyrl.commands.train import train as run
-
-    return run(cfg, resume=resume, on_step=on_step, on_eval=on_eval)
+    return _run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
 
 def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
@@ -67,10 +65,7 @@ def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    _check(cfg)
-    from embodyrl.commands.evaluate import evaluate as run
-
-    return run(cfg, resume=resume)
+    return _run("evaluate", cfg, resume=resume)
 
 
 def collect(cfg: CollectConfig) -> CollectResult:
@@ -79,10 +74,7 @@ def collect(cfg: CollectConfig) -> CollectResult:
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    _check(cfg)
-    from embodyrl.commands.collect import collect as run
-
-    return run(cfg)
+    return _run("collect", cfg)
 
 
 def sft(cfg: SftConfig, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
@@ -91,18 +83,17 @@ def sft(cfg: SftConfig, *, resume: Path | None = None, on_step: OnStep | None = 
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    _check(cfg)
-    from embodyrl.commands.sft import sft as run
-
-    return run(cfg, resume=resume, on_step=on_step)
+    return _run("sft", cfg, resume=resume, on_step=on_step)
 
 
-def _check(cfg: Root) -> None:
+def _run(command: str, cfg: Root, **more: Any) -> Any:
+    # Imported only now: who only composes configs needs neither torch nor a simulator.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.config import check_values
 
     check_values(cfg)  # it may have been changed since it was composed
     check_components(cfg)
+    return getattr(importlib.import_module(f"embodyrl.commands.{command}"), command)(cfg, **more)
 
 
 Reward = Callable[[str, str, str], float]

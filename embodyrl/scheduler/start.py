@@ -34,8 +34,6 @@ from embodyrl.workers.messages import PolicyHostInit, RankInfo
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    from embodyrl.plan.blueprint import Blueprint
-
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:

@@ -8,8 +8,7 @@ import re
 import pytest
 
 from embodyrl.cli.main import main
-from embodyrl.commands.check_env import CHECKS, Finding, check_env
-from embodyrl.commands.check_env.apart import check_env_apart
+from embodyrl.commands.check_env import CHECKS, Finding, check_env, check_env_apart
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import MissingDependencyError, UnknownNameError

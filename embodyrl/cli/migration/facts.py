@@ -8,7 +8,7 @@ from typing import Any
 from embodyrl.cli.migration.expressions import evaluate
 from embodyrl.cli.migration.tables import read
 from embodyrl.cli.migration.translate import Migration
-from embodyrl.config.settings import Settings, spell
+from embodyrl.config.settings import leaves, spell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Fact:
 def side_by_side(result: Migration) -> list[Fact]:
     """Compare what the source's keys mean with what the migrated config means."""
     theirs = _worked_out(result.system.facts, result.values)
-    ours = _worked_out(read("ours.yaml"), _leaves(result.config))
+    ours = _worked_out(read("ours.yaml"), dict(leaves(result.config)))
     rows = [Fact(what=what.replace("_", " "), theirs=theirs.get(what), ours=value) for what, value in ours.items()]
     return [row for row in rows if not (row.theirs in (None, "off") and row.ours in (None, "off"))]
 
@@ -45,17 +45,6 @@ def _worked_out(facts: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
         text, words = (rule["is"], rule["words"]) if isinstance(rule, dict) else (str(rule), {})
         value = evaluate(text, {**values, **found})
         found[what] = words.get(value.lower(), value) if isinstance(value, str) else value
-    return found
-
-
-def _leaves(node: Settings, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in type(node).model_fields:
-        value = getattr(node, name)
-        if isinstance(value, Settings):
-            found |= _leaves(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
     return found
 
 

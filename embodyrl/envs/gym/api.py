@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from embodyrl.errors import ConfigError, EmbodyError, EnvError
+from embodyrl.errors import ConfigError, EmbodyError, EnvError, one_line
 
 _OLD = (
     "This is the API before Gymnasium 0.26. Fix: let reset take (seed, options) and return (observation, info), and "
@@ -115,7 +115,7 @@ def flag(env_id: str, name: str, value: Any) -> bool:
 
 def line(error: BaseException) -> str:
     """A foreign exception in one line, with the place where it was raised."""
-    text = " ".join(str(error).split())[:300]
+    text = one_line(error)
     if isinstance(error, EmbodyError):
         return text
     frames = traceback.extract_tb(error.__traceback__)

@@ -21,7 +21,7 @@ from embodyrl.envs.gym.api import line, require_env, require_spaces, require_ste
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import doubts
 from embodyrl.envs.renderer import choose_renderer
-from embodyrl.errors import ConfigError, EmbodyError, EnvError, MissingDependencyError, UnknownNameError
+from embodyrl.errors import ConfigError, EmbodyError, EnvError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import Registry, closest, takes
 
 AnyEnv = gymnasium.Env[Any, Any]
@@ -232,11 +232,11 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
         return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise MissingDependencyError(
-            f"env.id={cfg.id} needs a package that is not installed: {_line(error)}."
+            f"env.id={cfg.id} needs a package that is not installed: {one_line(error)}."
         ) from error
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.NamespaceNotFound) as error:
         hint = closest(cfg.id, gymnasium.registry.keys())
-        reason = _line(error).partition(" Did you mean")[0].partition(" Have you installed")[0]
+        reason = one_line(error).partition(" Did you mean")[0].partition(" Have you installed")[0]
         raise UnknownNameError(
             f"env.id={cfg.id}: {reason.rstrip('.')}.{hint} An id that another package registers is written "
             f"package:Id-v0, one that a module of it registers package.module:Id-v0; your own class "
@@ -254,7 +254,3 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
 def _is_path(name: str) -> bool:
     """package.module:attr, other than the package:Id-v0 that Gymnasium knows itself."""
     return ":" in name and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(":")[2]) is not None
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

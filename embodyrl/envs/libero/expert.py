@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from embodyrl.envs.libero.scene import Box, Goal, Scene
-from embodyrl.types import FloatArray
-
-DoubleArray = npt.NDArray[np.float64]
+from embodyrl.types import DoubleArray, FloatArray
 
 OPENING = 0.078
 """Widest thing the fingers close around."""

@@ -10,14 +10,13 @@ from typing import Any
 
 import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
-import numpy.typing as npt
 from scipy.linalg.lapack import dposv  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
 from embodyrl.errors import EnvError
+from embodyrl.types import DoubleArray
 
 mujoco: Any = _mujoco
 
-DoubleArray = npt.NDArray[np.float64]
 
 _NULLSPACE_KP = 10.0
 """Robosuite's stiffness towards the initial joint positions, 1/s^2; damping is critical."""

@@ -7,9 +7,10 @@ import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
 import numpy.typing as npt
 
+from embodyrl.types import DoubleArray
+
 mujoco: Any = _mujoco
 
-DoubleArray = npt.NDArray[np.float64]
 
 _COLLISION_GROUP = 0
 

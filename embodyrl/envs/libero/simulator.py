@@ -18,12 +18,11 @@ from embodyrl.envs.libero.lean import lean_models
 from embodyrl.envs.libero.scene import Scene
 from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
-from embodyrl.types import ByteArray, FloatArray
+from embodyrl.types import ByteArray, DoubleArray, FloatArray
 
 mujoco: Any = _mujoco
 """The package is compiled and ships no types."""
 
-DoubleArray = npt.NDArray[np.float64]
 
 SETTLE_STEPS = 10
 """Steps after the initial state is set, as in the OpenVLA-OFT evaluation: objects are stored in the air and fall."""

@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.types import FloatArray
-
-Vector = npt.NDArray[np.float64]
+from embodyrl.types import DoubleArray, FloatArray
 
 _UNIT = 0.1
 """Metres and radians of an action of 1."""
@@ -24,7 +22,7 @@ class Expert:
 
     def __init__(self, env: Any, name: str) -> None:
         self._env = env
-        plans: dict[str, Callable[[], Vector]] = {
+        plans: dict[str, Callable[[], DoubleArray]] = {
             "PickCube-v1": self._pick,
             "StackCube-v1": self._stack,
             "PushCube-v1": lambda: self._slide(forward=1.0),
@@ -40,16 +38,16 @@ class Expert:
         return np.clip(self._plan(), -1.0, 1.0).astype(np.float32)
 
     @property
-    def _hand(self) -> Vector:
+    def _hand(self) -> DoubleArray:
         return _position(self._env.agent.tcp)
 
-    def _pick(self) -> Vector:
+    def _pick(self) -> DoubleArray:
         env = self._env
         if bool(env.agent.is_grasping(env.cube)[0]):
             return _move(_position(env.cube), _position(env.goal_site), _CLOSED, speed=0.6)
         return self._grasp(env.cube)
 
-    def _grasp(self, cube: Any) -> Vector:
+    def _grasp(self, cube: Any) -> DoubleArray:
         hand, target = self._hand, _position(cube)
         # A cube looks the same after a quarter turn; the hand points down, so it turns the other way round.
         turn = (_yaw(cube) - _yaw(self._env.agent.tcp) + np.pi / 4) % (np.pi / 2) - np.pi / 4
@@ -65,7 +63,7 @@ class Expert:
         action[5] = 0.5 * np.clip(turn / _UNIT, -1.0, 1.0)
         return action
 
-    def _stack(self) -> Vector:
+    def _stack(self) -> DoubleArray:
         env, hand = self._env, self._hand
         cube, base = _position(env.cubeA), _position(env.cubeB)
         offset = cube - base
@@ -88,7 +86,7 @@ class Expert:
             goal = [base[0], base[1], base[2] + 0.042]
         return _move(cube, goal, _CLOSED, speed=0.5)
 
-    def _slide(self, forward: float) -> Vector:
+    def _slide(self, forward: float) -> DoubleArray:
         """Get behind the cube with a closed hand, then take it along +x or -x to its target."""
         hand, cube, goal = self._hand, _position(self._env.obj), _position(self._env.goal_region)
         height = 0.02 if forward > 0 else 0.03
@@ -102,7 +100,7 @@ class Expert:
         return _move(hand, [hand[0] + goal[0] - cube[0], cube[1], height], _CLOSED, speed=0.5)
 
 
-def _move(start: Vector, goal: npt.ArrayLike, gripper: float, *, speed: float = 1.0) -> Vector:
+def _move(start: DoubleArray, goal: npt.ArrayLike, gripper: float, *, speed: float = 1.0) -> DoubleArray:
     """Action [7] towards `goal`, no component of it faster than `speed`."""
     delta = (np.asarray(goal) - start) / _UNIT
     largest = np.abs(delta).max()
@@ -112,7 +110,7 @@ def _move(start: Vector, goal: npt.ArrayLike, gripper: float, *, speed: float = 
     return action
 
 
-def _position(body: Any) -> Vector:
+def _position(body: Any) -> DoubleArray:
     return body.pose.p[0].double().numpy()
 
 

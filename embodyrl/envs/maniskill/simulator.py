@@ -18,7 +18,7 @@ from embodyrl.envs.decimate import decimate, small_copy, weld
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, Description
 from embodyrl.envs.maniskill.settings import BRIDGE_EPISODES, HAND_CAMERA, ManiSkillSettings, ObsMode, SimBackend
 from embodyrl.envs.settings import RenderProfile
-from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError
+from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import closest
 
 MAX_FACES = 400
@@ -114,7 +114,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
     except (RuntimeError, OSError, AssertionError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, EmbodyError):
             raise
-        text = " ".join(str(error).split())[:300]
+        text = one_line(error)
         if any(mark in text for mark in _NO_VULKAN):
             raise MissingDependencyError(f"ManiSkill needs a Vulkan driver: {text}. Fix: {VULKAN_FIX}") from error
         raise ConfigError(

@@ -18,7 +18,7 @@ from embodyrl.monitor.paired import pair_suites
 from embodyrl.monitor.report.charts import Line, line_chart, number, stacked_bars, wants_log
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.monitor.report.tables import changed_settings, curve, differing
-from embodyrl.monitor.samples import Sample, pick_samples
+from embodyrl.monitor.samples import samples_of
 from embodyrl.monitor.seeds import SeedGroup, improvement, seed_groups
 from embodyrl.monitor.timing import PHASES, duration, run_seconds, step_seconds, time_tree, total_times
 from embodyrl.version import __version__
@@ -73,19 +73,12 @@ def write_report(
         tasks=tasks,
         cards=cards,
         pairs=pairs_of(cards),
-        replies=[sample for history in histories for sample in _replies(history)],
+        replies=[sample for history in histories for sample in samples_of(history, _MAX_REPLIES)],
         sources=json.dumps(shelf.sources).replace("<", "\\u003c"),
         differences=[(k, [spell(v) for v in values]) for k, values in differing([h.config for h in histories])],
     )
     write_atomically(out, text)
     return lines
-
-
-def _replies(history: History) -> list[Sample]:
-    if not history.evaluations:
-        return []
-    first, last = history.evaluations[0], history.evaluations[-1]
-    return pick_samples(first.episodes if first is not last else (), last.episodes, _MAX_REPLIES)
 
 
 def _summary(histories: Sequence[History]) -> list[str]:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import CheckpointError, MissingDependencyError
+from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TINY, TINY_VISION
 
@@ -122,11 +122,11 @@ def load(cfg: CausalLMSettings, *, seed: int, dtype: torch.dtype, sees: bool = F
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         kind = "vision-language" if sees else "causal language"
-        raise CheckpointError(f"{folder} cannot be loaded as a {kind} model: {_line(error)}") from error
+        raise CheckpointError(f"{folder} cannot be loaded as a {kind} model: {one_line(error)}") from error
     except (ImportError, AttributeError) as error:
         # Without torchvision the library's table of video processors is an empty shell, even where none is asked for.
         raise MissingDependencyError(
-            f"The processor in {folder} needs a package that is not installed: {_line(error)}. Most that also take "
+            f"The processor in {folder} needs a package that is not installed: {one_line(error)}. Most that also take "
             "videos (Qwen-VL, SmolVLM) want `pip install torchvision num2words`, torchvision from where torch is from."
         ) from error
     model, info = loaded
@@ -163,7 +163,3 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool) ->
         if ".modules_to_save." in name:  # AdamW's steps would be lost in bfloat16
             parameter.data = parameter.data.float()
     return adapted
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
