@@ -122,6 +122,12 @@ def test_what_a_script_starts_says_what_is_trained(tmp_path: Path, line: str, wh
         ("rlinf_math.yaml", "+algorithm.max_num_gen_batches=3", "algorithm: further batches"),
         ("rlinf_math.yaml", "+reward.len_reward_penalty=0.1", "reward: a penalty for length"),
         ("rlinf_math.yaml", "algorithm.loss_type=drpo", "algorithm: a loss that is not here"),
+        (
+            "rlinf_math.yaml",
+            "+algorithm.importance_sampling_fix=true",
+            "algorithm: importance weights on the advantages",
+        ),
+        ("rlinf_async.yaml", "rollout.recompute_logprobs=false", "estimated, not recomputed"),
         ("verl_tis.sh", "+algorithm.rollout_correction.rollout_is_batch_normalize=true", "divided by their mean"),
         ("verl_tis.sh", "algorithm.rollout_correction.rollout_is_threshold=0.5_3.0", "with a lower bound"),
         ("verl_tis.sh", "+algorithm.rollout_correction.rollout_token_veto_threshold=1e-4", "their least likely token"),
@@ -158,6 +164,12 @@ def test_what_is_added_to_a_loss_and_is_not_here_is_refused(name: str, word: str
 def test_what_a_validation_or_a_schedule_loses_is_said(name: str, word: str, key: str, state: str) -> None:
     result, _ = migrated(name, word)
     assert next(verdict.state for verdict in result.verdicts if verdict.key == key) == state
+
+
+def test_weights_without_a_cap_are_kept() -> None:
+    found = settings("rlinf_async.yaml", "~algorithm.behave_weight_threshold")
+    assert found["algorithm.behave_weight_threshold"] == 1000000
+    assert found["algorithm.behave_weight_mode"] == "truncate"
 
 
 def test_a_product_of_ratios_is_not_their_mean() -> None:
