@@ -166,6 +166,14 @@ def test_what_a_validation_or_a_schedule_loses_is_said(name: str, word: str, key
     assert next(verdict.state for verdict in result.verdicts if verdict.key == key) == state
 
 
+def test_the_loss_of_the_bypass_is_no_other_loss() -> None:
+    words = [f"{ACTOR}.policy_loss.loss_mode=bypass_mode", "+algorithm.rollout_correction.loss_type=ppo_clip"]
+    handed_on = f"+{ACTOR}.policy_loss.rollout_correction=${{algorithm.rollout_correction}}"
+    result, _ = migrated("verl_bypass_gspo.sh", *words, handed_on)
+    assert result.settings["algorithm.loss_type"] == "ppo_clip"
+    assert [result.counts[state] for state in ("unsupported", "unknown")] == [0, 0]
+
+
 def test_weights_without_a_cap_are_kept() -> None:
     found = settings("rlinf_async.yaml", "~algorithm.behave_weight_threshold")
     assert found["algorithm.behave_weight_threshold"] == 1000000
