@@ -198,6 +198,7 @@ class _Collecting:
         waiting = list(range(len(trials)))
 
         def write(*, all_that_came: bool) -> None:
+            # In the order of trials, not of ends: the data set is the same whatever the number of workers.
             while waiting and (waiting[0] in ended or all_that_came):
                 demonstration = ended.pop(waiting.pop(0), None)
                 if demonstration is not None:
@@ -210,6 +211,7 @@ class _Collecting:
             wanted = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
             trial = trials[episode.spec.episode_id][1]
             ended[episode.spec.episode_id] = _copy(workers.arena, episode, trial) if wanted else None
+            # Copied above: the arena holds one running episode a slot and no more.
             workers.scheduler.release(rollout.out, [episode])
             write(all_that_came=False)
             self.monitor.progress(sum(self.kept.values()), self.cfg.collect.episodes, "kept episodes")

@@ -138,6 +138,7 @@ def run_evaluation(
             task = env.tasks[episode.spec.task_id]
             rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite, task=task))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
+            # Row by row, so that a killed evaluation goes on with the episodes that it has.
             log.flush()
             progress(len(rows), plan.num_episodes, "validation episodes")
 

@@ -81,6 +81,7 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
             algorithm.load_state(json.loads((weights / ALGORITHM_FILE).read_text(encoding="utf-8")))
         scores = gather_scores(algorithm, arena, dump.collection, blueprint.env.component_weights)
         again = algorithm.prepare(episodes, scores)
+        # Not a number where nothing was computed again, so that a missing chunk shows as different.
         advantage = np.full_like(arena[Record.advantage], np.nan)
         advantage[again.records] = again.advantage
         logprob = _logprobs(host, arena, batch.records, blueprint.config(TrainConfig).actor.micro_batch_size)
@@ -130,6 +131,7 @@ def _differences(result: Replay, tolerance: float) -> list[str]:
 
 def _alone(cfg: TrainConfig) -> TrainConfig:
     """The same training in one process."""
+    # In this process and whole, so that a debugger can stop in it.
     one_rank = cfg.actor.fsdp.updated({"size": 1, "shard_size": -1, "cpu_offload": False})
     launcher, rollout = LauncherSettings(name="inline"), RolloutSettings()
     return cfg.updated({"launcher": launcher, "rollout": rollout, "actor.fsdp": one_rank})
@@ -145,7 +147,9 @@ def _refill(blueprint: Blueprint, dump: Dump) -> tuple[Arena, IntArray]:
     tickets = arena.allocate_all(count)
     for name, values in dump.fields.items():
         arena[name][records_of(tickets)] = values
+    # No env worker will write these, so they are declared readable.
     arena[STATE][:] = RecordState.READY
+    # As they were then: the update is repeated with them, and the advantages compared by themselves.
     arena[Record.advantage][dump.batch.records] = dump.batch.advantage
     arena[Record.returns][dump.batch.records] = dump.batch.returns
     return arena, tickets

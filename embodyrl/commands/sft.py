@@ -185,6 +185,7 @@ class _Sft:
         parts: list[IntArray] = []
         position, missing = step * size, size
         while missing:
+            # Computed from the step and not remembered: a resumed run finds its place in the data again.
             epoch, offset = divmod(position, count)
             part = self._order(epoch)[offset : offset + missing]
             parts.append(part)
@@ -212,6 +213,7 @@ class _Sft:
 
     def _score(self, actors: SupervisedActors, samples: Samples, name: str) -> dict[str, float]:
         count, size = len(samples), self.cfg.actor.global_batch_size
+        # Spread over all of them and always the same ones, so that losses of two steps can be compared.
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
         sums = {"loss": 0.0, "accuracy": 0.0}
         for start in range(0, len(rows), size):

@@ -202,6 +202,7 @@ def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: P
     length = policy.imitated or policy.num_action_chunks
     steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
     actions = demos.chunks(steps, length)
+    # Once for all samples: what the policy imitates is in its own convention, as when it acts.
     convert_gripper(actions, env.gripper, policy.gripper)
     return Samples(demos=demos, steps=steps, actions=actions, shown=demos.shown, width=2 if ranked else 1)
 
@@ -217,6 +218,7 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
     """
     mask = np.ones(actions.shape[-1], np.bool_)
     if env.gripper is not None:
+        # Not scaled, as in the public statistics: it is a choice and no amount.
         mask[env.gripper.index] = False
     entry: dict[str, Any] = {"action": {**_describe(actions), "mask": mask.tolist()}}
     if states.shape[-1]:
@@ -241,6 +243,7 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
         if path.is_file() and path.stat().st_size <= _SMALL:
             shutil.copyfile(path, copy)
         else:
+            # Weights are large and are only read; what changes are the statistics beside them.
             copy.symlink_to(path.resolve())
     text = json.dumps({key: entry}, indent=2) + "\n"
     (target / STATISTICS_FILE).write_text(text, encoding="utf-8")

@@ -100,6 +100,7 @@ def parse_word(text: str) -> tuple[str, Any]:
     Raises:
         ConfigError: it is no such word, or one that adds, removes or sweeps.
     """
+    # Hydra's grammar is slow to import, and nearly every word is a plain one.
     if len(text) <= _LONGEST_WORD and (plain_word := _PLAIN_WORD.fullmatch(text)):
         name, value = plain_word.groups()
         return name, next((read(value) for pattern, read in _SCALARS if pattern.fullmatch(value)), value)

@@ -57,6 +57,7 @@ else:
         def __call__(cls, **values):
             if values or any(field.is_required() for field in cls.model_fields.values()):
                 return super().__call__(**values)
+            # Defaults are valid as they are; checking them would build the validators of all classes at every start.
             return cls.model_construct()
 
 
@@ -98,6 +99,7 @@ class Settings(BaseModel, metaclass=_Unbuilt):
 
     def __reduce__(self) -> Any:
         """Joined classes exist in one process only: they travel by the classes they were made of."""
+        # A joined class has no module that another process could import it from, but its parts have.
         bases = type(self).__bases__ if _is_joined(type(self)) else (type(self),)
         return _rebuild, (bases, {name: getattr(self, name) for name in type(self).model_fields})
 
@@ -115,6 +117,7 @@ def _is_joined(kind: type[Settings]) -> bool:
 
 def join(*parts: type[Settings]) -> Any:
     """Return the class with the keys of all parts; the first one wins where two have the same key."""
+    # A part that another one extends brings nothing of its own, and would break the order of the bases.
     kept = tuple(
         p for i, p in enumerate(parts) if not any(q != p and issubclass(q, p) for q in parts) and p not in parts[:i]
     )
@@ -234,6 +237,7 @@ def field_docs(kind: type) -> dict[str, str]:
     if issubclass(kind, Settings) and _is_joined(kind):
         return {}
     try:
+        # Python keeps no docstrings of attributes: they are read where the author wrote them.
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     except (OSError, TypeError, SyntaxError):  # a class without source, made at a prompt
         return {}

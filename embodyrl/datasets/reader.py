@@ -154,6 +154,7 @@ class Demonstrations:
     @property
     def shown(self) -> BoolArray:
         """[N] the goal holds in what is seen: after the action before, at the first step never."""
+        # A frame shows what the action before it has done; the first one shows nothing yet.
         shown = np.roll(self.success, 1)
         shown[self.start] = False
         return shown
@@ -164,6 +165,7 @@ class Demonstrations:
 
     def chunks(self, steps: IntArray, length: int) -> FloatArray:
         """Return the actions [B, K, A] that follow each step; after an episode's end its last action repeats."""
+        # Chunks that reach beyond the end of their episode repeat its last action.
         stop = self.stop[np.searchsorted(self.stop, steps, side="right")]
         return self.action[np.minimum(steps[:, None] + np.arange(length), stop[:, None] - 1)]
 

@@ -94,6 +94,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
     if cfg.max_prompt_length is not None and rows.total:
         lengths = _lengths([" ".join(m.content for m in conversation) for conversation in conversations], tokenizer)
         keep = keep[lengths <= cfg.max_prompt_length]
+    # With a source of its own for validation, its rows come last and are the held-out ones.
     own = len(rows._raw[0][1])
     held_out = round(cfg.val_share * len(keep)) if len(rows._raw) == 1 else int((keep >= own).sum())
     if len(keep) - held_out < 1:

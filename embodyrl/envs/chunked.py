@@ -263,6 +263,7 @@ class ChunkedEnv(SimEnv):
         at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps
         progress.over = ended or at_limit
         result.valid[at] = True
+        # A goal that is reached in the last allowed step ends the episode, and nothing is bootstrapped then.
         result.success[at], result.terminated[at], result.truncated[at] = step.success, ended, at_limit and not ended
         if self._own is not None:
             start, simulated = (slot, progress.start.reset_id, progress.steps), (step.reward, earned)
@@ -354,6 +355,7 @@ class LockstepEnv(ChunkedEnv):
             running = [(row, slot) for row, slot in enumerate(slots) if not self._begun(slot).over]
             if not running:
                 break
+            # Before the batch moves on, and the slots that were cut with it: their last observation is the present one.
             self._last |= {slot: self._look(slot) for slot in cut}
             actions = {slot: choose(row, k, slot) for row, slot in running}
             steps = self._sims.advance(actions)

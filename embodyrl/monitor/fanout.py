@@ -140,6 +140,7 @@ class Fanout(Monitor):
             try:
                 monitor.open(run_dir, info)
             except Exception as error:
+                # So that those which did start are closed, and nobody else.
                 self._monitors = opened
                 self.close()
                 raise ConfigError(

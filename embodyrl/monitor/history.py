@@ -172,6 +172,7 @@ class History:
 
 def _is_within(path: Path, folder: Path) -> bool:
     """Whether it is a file that lies there; the run may be somebody else's, and its links lead to any file."""
+    # A run folder may be somebody else's: a link in it must not show a file of this machine.
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
@@ -210,6 +211,7 @@ def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
     lines: list[bytes] = []
     if path.is_file():
         with path.open("rb") as file:
+            # From the end: a listing of runs looks at many files of which it wants the last values.
             file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
             lines = file.read(_LONGEST_LINE).splitlines()[::-1]
     found = []

@@ -94,6 +94,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     context = env_context(cfg)
     factory = ENVS.get(cfg.env.env_type)
     env = factory.spec(cfg.env, context)
+    # Before anything is counted: protocols and rows decide how long episodes are.
     cfg = follow(fit_lengths(cfg, env), env)
     algorithm = Algorithm(cfg.algorithm) if training and isinstance(cfg, TrainConfig) else None
     value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
@@ -120,6 +121,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     rules = learner.algorithm if learner else None
     per_update = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
     if isinstance(rules, ReplaySettings):
+        # An off-policy update draws from the buffer, whatever the batch of this step.
         per_update = round(samples * rules.updates_per_sample)
     return Blueprint(
         cfg=cfg,

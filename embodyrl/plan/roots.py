@@ -148,6 +148,7 @@ class ActingConfig(RunConfig):
     def problems(self) -> Iterator[str]:
         """Say which hosts do not exist."""
         yield from super().problems()
+        # The section exists only with a launcher that brings it along.
         cluster = getattr(self, "cluster", None)
         if cluster is not None:
             try:
@@ -245,6 +246,7 @@ class SftConfig(RunConfig):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what is about simulators."""
+        # A launcher has it all the same, because one class serves every command.
         yield "launcher.env_workers", "supervised training runs no simulators"
         if not isinstance(self.data, RowSettings):
             yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"

@@ -87,6 +87,7 @@ class Queue:
 
     def __init__(self, specs: Sequence[EpisodeSpec]) -> None:
         self._specs, self._next = specs, 0
+        # Episodes whose worker died, newest first: they are played before anything that has not begun.
         self._back: list[EpisodeSpec] = []
 
     def __len__(self) -> int:
@@ -179,6 +180,7 @@ class Rollout:
 
     def ended(self) -> None:
         """An episode of this rollout ended or was lost; the next wave starts when the last one of this has."""
+        # Before the look at the next wave: this very episode may have been the last one of the present.
         self._running -= 1
         if self._exhausted and self._waves:
             self._next_wave()
@@ -203,4 +205,5 @@ class Rollout:
         wave = self._waves.popleft()
         self._queues = [Queue(queue) for queue in wave.queues]
         self._quota = wave.quota_chunks
+        # Quotas hold for one wave.
         self._spent.clear()

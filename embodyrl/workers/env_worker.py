@@ -95,6 +95,7 @@ class EnvWorker:
             if arena[Record.reply].shape[1]:
                 replies = [decode_instruction(row) for row in arena[Record.reply][records]]
                 cast(TextEnv, self._env).set_replies(slots, replies, arena[Record.cut_off][records])
+            # Actions are read in place: the policy wrote them beside the observation that they answer.
             result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=film)
         rest = arena[Record.valid].shape[1] - length
         for name in STEP_RESULT:
@@ -104,6 +105,7 @@ class EnvWorker:
                 arena[name][records, length:] = 0
         self._unjudged = result.unjudged
         arena[Record.components][records] = 0 if result.components is None else result.components
+        # Also of episodes that have just ended: a truncated one is bootstrapped from its last observation.
         self._observe(slots, request.targets)
         if not self._open_recordings:
             return []
@@ -187,6 +189,7 @@ class EnvWorker:
             recording.recorder.add(self._env.render(slot), success)
         except (EmbodyError, OSError) as error:
             recording.recorder.discard()
+            # The episode goes on without its film: a codec is no reason to lose what was played.
             del self._open_recordings[slot]
             self._problems.append(Recording(slot=slot, path=None, problem=str(error)))
         self._render_s += time.perf_counter() - started

@@ -86,6 +86,7 @@ class ImitationWorker:
         if not self._objective.of_pairs:
             return asked + (self._targets(records)[:, :, 0] >= 0).sum(1)
         tokens = self._policy.encode_replies(self._pairs(records))
+        # Both answers of a pair go through the network together, padded to the longer one.
         return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
 
     def _samples(self, records: IntArray) -> IntArray:
@@ -113,6 +114,7 @@ class ImitationWorker:
         """DPO: log-ratios to the reference of whole answers, the better of each pair against the worse."""
         assert self._reference is not None, "no reference policy was built"
         assert isinstance(self._policy, TextPolicy)
+        # In one batch, so that the halves of a pair are computed alike.
         both, tokens = _twice(obs, obs.instructions), self._policy.encode_replies(self._pairs(records))
         with torch.no_grad():
             reference = self._reference.score(both, tokens).logprob.sum(1)
@@ -131,6 +133,7 @@ class ImitationWorker:
 
     def _rank(self, obs: Observation, records: IntArray) -> ImitationScores:
         """Values of conversations that end with the better and with the worse answer, as a judge sees them."""
+        # As a reward model will be asked later: of the user's words and the reply, without the system's.
         asked = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
         answers = [Message(role="assistant", content=text) for text in self._pairs(records)]
         said = tuple(join_messages(turns) for turns in zip(asked, answers, strict=True))
@@ -156,6 +159,7 @@ class ImitationWorker:
 
     def _value(self, obs: Observation) -> Tensor:
         """Value [B] of each observation, with gradients; what would be done there does not matter."""
+        # The value head reads what stands before the actions, so any tokens will do.
         nothing = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
         return self._policy.score(obs, nothing).value[:, 0]
 

@@ -206,6 +206,7 @@ class UpdateRequest(Request):
 
     def reads(self) -> tuple[Use, ...]:
         """See `Request.reads`."""
+        # All fields: which of them an update reads is the algorithm's affair.
         return Use(self.tickets, None), Use([ticket for _, ticket in self.finals], OBSERVATION)
 
 
@@ -303,6 +304,7 @@ class RankInfo:
     timeout_s: float = 3600.0
     """Longest wait of a collective."""
 
+    # Dealt in turns, not in blocks: with any number of rows the ranks get equally many, or one part more.
     def share(self, count: int, size: int) -> list[slice]:
         """This rank's slices of at most `size` out of `count` items; the slices themselves are those of one rank."""
         return [slice(start, start + size) for start in range(self.rank * size, count, self.world * size)]

@@ -53,6 +53,7 @@ def reset(h: Harness) -> None:
 def observe(h: Harness) -> None:
     """Every pixel and every state entry is written, and finite; looking twice shows the same."""
     h.env.reset([0], [h.first_start()])
+    # Twice, over black and over white: a pixel that nobody writes keeps one of each.
     dark, bright = h.observe(0, fill=0), h.observe(0, fill=255)
     untouched = (dark.images == 0) & (bright.images == 255)
     for camera, name in enumerate(h.spec.cameras):
@@ -274,6 +275,7 @@ def repeatable(h: Harness) -> None:
 @check("repeatable")
 def slots(h: Harness) -> None:
     """A slot does not depend on which one it is, nor on what the others do meanwhile."""
+    # Long enough that the neighbour is still at work when the episode beside it ends.
     start, other = h.first_start(), h.start(h.reset_ids(h.tasks()[0])[-1], limit=4 * LIMIT, ignore=True)
     actions = h.actions(LIMIT)
     first = h.play(0, start, actions)

@@ -75,7 +75,9 @@ def flow_sde(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Tra
     s^2 / (2 t) (x + (1 - t) v)), deviation s sqrt(d). `level` is a, broadcasts to `x`; the others are as in `ode`.
     """
     d = t - end
+    # At t = 1 the spread would be infinite: the first step takes the time at which it ends.
     variance = level.square() * t / (1.0 - torch.where(t >= 1.0, end, t))
+    # What the network believes of both ends of the way; every step is a mix of the two.
     clean, noise = x - v * t, x + v * (1.0 - t)
     mean = clean * (1.0 - end) + noise * (end - variance * d / (2.0 * t))
     return Transition(mean=mean, std=(variance * d).sqrt())
@@ -108,6 +110,7 @@ START, PLACE, PAIRS, TIMES, STEP = range(5)
 
 def seeds_of(noise: FloatArray) -> IntArray:
     """Seeds [B] of 48 bits, from the first two of uniforms [B, L >= 2] in [0, 1) with 24 bits each."""
+    # Exact: uniforms of 24 bits are whole multiples of 2^-24, in float64 as well.
     bits = (noise[:, :2].astype(np.float64) * 2**24).astype(np.int64)
     return bits[:, 0] << 24 | bits[:, 1]
 
@@ -202,6 +205,7 @@ class GaussianChain(ABC):
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
         """Follow the flow from drawn noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
+        # Each chunk draws its own step: one for a whole batch would make a row depend on what it was batched with.
         place = (uniforms(seeds, PLACE, 1)[:, 0] * self._drawn_steps).astype(np.int64)
         chosen = on_device(place, device)[:, None, None]
         x = normals(seeds, START, size, device)
@@ -211,6 +215,7 @@ class GaussianChain(ABC):
         noise = normals(seeds, STEP, size, device)
         for k in range(self._num_steps):
             here = torch.full_like(chosen, True, dtype=torch.bool) if self._every else chosen == k
+            # Both from one pass of the network, whichever of them a row takes.
             step, certain = self._tempered(velocity, x, torch.full((len(x),), k, device=device), temperature)
             if self._every and k:
                 noise = normals(seeds, STEP + k, size, device)
@@ -239,6 +244,7 @@ class GaussianChain(ABC):
         logprob = entropy = values.new_zeros(())
         if self._every:
             afters = [*(self._part(state) for state in begun), *afters]
+            # Of the first state only the seed was kept.
             begun = [normals(whole[:, 0], START, (shape.horizon, shape.width), device), *begun]
             indices = [torch.full((len(values),), k, device=device) for k in range(len(begun))]
             logprob, entropy = self._first_step(begun[0])

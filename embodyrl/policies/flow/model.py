@@ -237,6 +237,7 @@ class FlowModel(nn.Module, ABC):
         """Embeddings [B, P, D] of all cameras, then of the text, and which of them are no padding [B, P]."""
         batch, cameras = inputs.image_mask.shape
         images = self.embed_images(inputs.images.flatten(0, 1)).unflatten(0, (batch, cameras))
+        # Only the text: what an image becomes is the affair of `embed_images`.
         text = self.language.embed_tokens(inputs.tokens) * math.sqrt(self.spec.language.width)
         seen = inputs.image_mask[..., None].expand(-1, -1, images.shape[2]).flatten(1)
         return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([seen, inputs.token_mask], dim=1)
@@ -276,12 +277,14 @@ class FlowModel(nn.Module, ABC):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
+                # Adaptive norms begin at 0: they would otherwise scale by what nothing has taught them.
                 if parameter.dim() > 1 and "norm.dense" not in name:
                     drawn = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(drawn / math.sqrt(parameter[0].numel()))
                 else:
                     scale = "norm" in name and name.endswith("weight") and "dense" not in name
                     offset = not name.startswith("vision") and self.spec.language.gemma
+                    # Gemma's norms multiply by 1 + weight, so there 0 is the identity.
                     parameter.fill_(float(scale and not offset))
                 if name.endswith("norm.dense.bias"):
                     parameter.view(3, -1)[2] = 1.0

@@ -185,8 +185,10 @@ class FlowPolicy:
         self._device = torch.device(request.device)
         self._module = module.to(self._device).requires_grad_(request.trainable)
         if module.noise_actor is not None:
+            # Only the noise is learned; features of a frozen network can stand in the replay buffer.
             module.network.requires_grad_(False)
         self.module: nn.Module = module
+        # Weights that are trained stay float32, and autocast computes in bf16; others are bf16 themselves.
         half = cfg.precision is Precision.bf16
         self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
         self._likelihood = self._build_likelihood()
@@ -245,6 +247,7 @@ class FlowPolicy:
         """
         target = on_device(self._scale.from_actions(actions, obs), self._device)
         velocity = self._velocity_of(obs)
+        # The prefix was read once: further pairs of noise and time cost a pass of the small expert each.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
         loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
         near = torch.zeros_like(target, dtype=torch.bool)
@@ -281,6 +284,7 @@ class FlowPolicy:
         """[B, H, D]"""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
+        # From the picture and not from a counter: greedy is a function of what is seen, in every batch and process.
         seeds = [
             zlib.crc32(image.tobytes() + state.tobytes()) for image, state in zip(obs.images, obs.state, strict=True)
         ]
@@ -296,6 +300,7 @@ class FlowPolicy:
     def _velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         with self._autocast:
             v, hidden = self._module.network.velocity(prefix, x, t)
+        # States are sums of many small steps, which bf16 would round away.
         return v.float(), hidden.float()
 
     def _value(self, prefix: Any, count: int) -> Tensor:

@@ -108,6 +108,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not index.exists():
         return sorted(folder.glob("model*.safetensors"))
     try:
+        # The index and not the folder says which shards there are: an old one may lie about.
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {error!r}. Fetch the file again.") from error
@@ -256,6 +257,7 @@ def _copy(
     _check_keys(target, files, folder, optional)
     with torch.no_grad():
         for path in list(files):
+            # Popped, so that the pages of a file can be freed as soon as it is copied.
             for key, tensor in files.pop(path).items():
                 if key in target:
                     target[key].copy_(change(key, tensor) if change else tensor)
