@@ -129,7 +129,7 @@ def _only_look(args: argparse.Namespace, cfg: Root) -> bool:
         text = dump_config(cfg)
         print(json.dumps(yaml.safe_load(text), indent=2) if args.json else text.rstrip("\n"))
     elif args.dry_run:
-        from embodyrl.commands.facts import describe
+        from embodyrl.commands.dry_run import describe
 
         print(masked(describe(cfg)))
     return args.print_config or args.dry_run

@@ -1,29 +1,18 @@
-"""What a run is, in lines: the banner of every command, and what `--dry-run` says."""
+"""What a run is, in lines: the banner of every command."""
 
 import os
 import shutil
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
-from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.envs.settings import PlayedSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
+from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, predict, require_memory
-from embodyrl.plan.roots import (
-    ActingConfig,
-    CollectConfig,
-    EvalConfig,
-    Root,
-    RunConfig,
-    ServeConfig,
-    SftConfig,
-    TrainConfig,
-)
+from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
 from embodyrl.types import EnvSpec
 
 
@@ -133,37 +122,3 @@ def _free_disk(cfg: RunConfig) -> int:
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is no folder that can be written to.")
     return shutil.disk_usage(folder).free
-
-
-def describe(cfg: Root) -> str:
-    """Return the derived sizes of a run, a line each."""
-    if isinstance(cfg, ActingConfig | ServeConfig) and cfg.ckpt is not None:
-        resolve_weights(cfg.ckpt)
-    if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
-        resolve_weights(cfg.algorithm.reference_path, "algorithm.reference_path")
-    if isinstance(cfg, CollectConfig):
-        from embodyrl.commands.collect import draw_collection
-
-        lines = facts(draw_collection(cfg))
-        lines.append(("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}"))
-        return _layout(lines)
-    if isinstance(cfg, SftConfig):
-        from embodyrl.commands.sft_setup import sft_facts
-
-        return _layout(sft_facts(cfg))
-    if isinstance(cfg, ServeConfig):
-        from embodyrl.commands.serve import describe as describe_served
-        from embodyrl.commands.serve import serving_facts
-
-        return _layout(serving_facts(cfg, *describe_served(cfg)))
-    assert isinstance(cfg, EvalConfig)
-    training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
-    blueprint = draw_blueprint(cfg, training=training)
-    lines = facts(blueprint)
-    if training:
-        lines += training_facts(blueprint)
-    return _layout([*lines, *evaluation_facts(blueprint)])
-
-
-def _layout(lines: list[tuple[str, str]]) -> str:
-    return "\n".join(f"  {name:<12} {text}" for name, text in lines)

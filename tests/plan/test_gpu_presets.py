@@ -14,7 +14,7 @@ import pytest
 from doubles import PANDA
 
 from embodyrl.commands import facts as command_facts
-from embodyrl.commands.facts import describe
+from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import assets_dir
 from embodyrl.envs import factory as env_factory
 from embodyrl.envs.maniskill import factory as maniskill

@@ -1,0 +1,41 @@
+"""What `--dry-run` says: all that can be known before a process starts."""
+
+from embodyrl.commands.facts import facts, training_facts
+from embodyrl.commands.run_folder import resolve_weights
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.held_out import evaluation_facts
+from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, Root, ServeConfig, SftConfig, TrainConfig
+
+
+def describe(cfg: Root) -> str:
+    """Return the derived sizes of a run, a line each."""
+    if isinstance(cfg, ActingConfig | ServeConfig) and cfg.ckpt is not None:
+        resolve_weights(cfg.ckpt)
+    if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
+        resolve_weights(cfg.algorithm.reference_path, "algorithm.reference_path")
+    if isinstance(cfg, CollectConfig):
+        from embodyrl.commands.collect import draw_collection
+
+        lines = facts(draw_collection(cfg))
+        lines.append(("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}"))
+        return _layout(lines)
+    if isinstance(cfg, SftConfig):
+        from embodyrl.commands.sft_setup import sft_facts
+
+        return _layout(sft_facts(cfg))
+    if isinstance(cfg, ServeConfig):
+        from embodyrl.commands.serve import describe as describe_served
+        from embodyrl.commands.serve import serving_facts
+
+        return _layout(serving_facts(cfg, *describe_served(cfg)))
+    assert isinstance(cfg, EvalConfig)
+    training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
+    blueprint = draw_blueprint(cfg, training=training)
+    lines = facts(blueprint)
+    if training:
+        lines += training_facts(blueprint)
+    return _layout([*lines, *evaluation_facts(blueprint)])
+
+
+def _layout(lines: list[tuple[str, str]]) -> str:
+    return "\n".join(f"  {name:<12} {text}" for name, text in lines)
