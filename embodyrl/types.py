@@ -191,6 +191,10 @@ class PolicySpec(Footprint):
     """Its value head, trained alone, is a reward model that `reward.path` can name."""
 
 
+ROWS_AT_A_TIME = 32
+"""Samples of a forward pass that values or scores what others have written, at most."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """A batch of observations as stored: raw uint8 images, never preprocessed."""

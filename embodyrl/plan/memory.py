@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.layout import OBSERVATION, Record
@@ -12,7 +12,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.roots import TrainConfig
-from embodyrl.types import PolicySpec
+from embodyrl.types import ROWS_AT_A_TIME, PolicySpec
 
 MIB, GIB = 2**20, 2**30
 _PROCESS = 340 * MIB
@@ -52,6 +52,8 @@ class MemoryPlan:
     """Whole float32 weights before they are sharded or halved, where that is more."""
     engine: int
     """What vLLM takes at least."""
+    sleeps: bool
+    """It gives that up while weights are trained."""
     process: int
     saving: int
     """GPUs: of the first rank's host, which gathers whole weights and then whole moments."""
@@ -74,8 +76,9 @@ class MemoryPlan:
     @property
     def policy(self) -> int:
         """Peak of one policy process."""
-        fixed = self.weights + self.reference + self.replay + self.optimizer + self.process + self.engine
-        training, acting = self.gradients + self.activations + self.in_use, self.gathered + self.acting_batch
+        fixed = self.weights + self.reference + self.replay + self.optimizer + self.process
+        training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
+        acting = self.gathered + self.acting_batch + self.engine
         # What was gathered for acting is freed for training, but in pieces that the C library keeps.
         running = max(acting, training) if self.on_gpu else self.gathered + training
         # CUDA graphs keep the memory that they were recorded in.
@@ -94,6 +97,7 @@ class MemoryPlan:
             *("engine", "process"),
         )
         named = [f"{name.replace('_', ' ')} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
+        named += ["vLLM sleeps while weights are trained"] * self.sleeps
         env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
         acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
@@ -107,16 +111,23 @@ class MemoryPlan:
 def plan_memory(blueprint: Blueprint) -> MemoryPlan:
     """Derive the memory of a training run; `tests/fakegpu` meters the same sums on a GPU that is not there.
 
-    Gradients of ranks are added up once a step where `actor.fsdp.gradient_sync=auto` and the GPUs have the memory.
+    Gradients of ranks are added up once a step where `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
+    stays awake where `rollout.vllm.enable_sleep_mode=null` and they have room for what all slots write.
     """
-    fsdp = blueprint.config(TrainConfig).actor.fsdp
-    once = _plan(blueprint, "step" if fsdp.gradient_sync == "auto" else fsdp.gradient_sync)
+    cfg = blueprint.config(TrainConfig)
+    sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
+    roomy = _plan(blueprint, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
+    may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
     # Asked only where it decides something, for it starts a program.
-    gpu = gpu_memory() if once.on_gpu and blueprint.ranks > 1 and fsdp.gradient_sync == "auto" else 0
-    return _plan(blueprint, "micro_batch") if gpu and fullest_gpu(blueprint, once) > gpu else once
+    gpu = gpu_memory() if may_sleep or (roomy.on_gpu and blueprint.ranks > 1 and sync == "auto") else 0
+    cache = blueprint.policy.acting_bytes * blueprint.num_slots if may_sleep else 0
+    if not gpu or fullest_gpu(blueprint, roomy) + cache <= gpu:
+        return roomy
+    tight = "micro_batch" if sync == "auto" and blueprint.ranks > 1 else roomy.gradient_sync
+    return _plan(blueprint, tight, sleeps=may_sleep or roomy.sleeps)
 
 
-def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
+def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
     fsdp, total, on_gpu = cfg.actor.fsdp, policy.num_parameters, bool(visible_gpus())
     half, adapters, apart = cfg.model.half, policy.num_trained is not None, blueprint.is_disaggregated
@@ -127,7 +138,14 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
     sharded = blueprint.ranks > 1 or fsdp.cpu_offload
     # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
     shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
-    whole_gradients = not sharded or gradient_sync == "step"
+    single = sharded and _micro_batches(blueprint) == 1
+    whole_gradients = not sharded or (gradient_sync == "step" and not single)
+    activations = _activations(
+        cfg, policy, trained, copies=half and not adapters and not sharded, whole=whole_gradients
+    )
+    gradients = 4 * trained // (1 if whole_gradients else shards)
+    if single:  # shards appear as kept activations go
+        gradients = max(0, gradients - (activations - _whole_at_a_time(policy)))
     offloaded = fsdp.cpu_offload and on_gpu
     vllm = cfg.rollout.backend == "vllm"
     slots = blueprint.num_slots
@@ -136,6 +154,9 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
         needs_reference = False  # a server has it
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
     acting_batch = policy.acting_bytes * -(-slots // blueprint.ranks) if on_gpu and not vllm else 0
+    if on_gpu and vllm and (policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0):
+        # The module scores what vLLM wrote: it has values, and may have other probabilities.
+        acting_batch = policy.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + policy.scoring_bytes[0]
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else len(blueprint.env_workers[0].slots)
     return MemoryPlan(
@@ -143,16 +164,15 @@ def _plan(blueprint: Blueprint, gradient_sync: str) -> MemoryPlan:
         gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
         # Frozen, and in the precision that it computes in.
         reference=(kept if adapters else whole + (policy.outside_layers if half else 0)) if needs_reference else 0,
-        gradients=4 * trained // (1 if whole_gradients else shards),
+        gradients=gradients,
         optimizer=0 if offloaded else 8 * trained // shards,
-        activations=_activations(
-            cfg, policy, trained, copies=half and not adapters and not sharded, whole=whole_gradients
-        ),
+        activations=activations,
         in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
         acting_batch=0 if apart else acting_batch,
         keeps_acting=cfg.model.recorded and on_gpu,
         building=kept if adapters or not on_gpu else 4 * total,
         engine=0 if apart else engine,
+        sleeps=sleeps and engine > 0 and not apart,
         process=process,
         saving=max(kept if sharded else 0, 8 * trained) if on_gpu else 0,
         offloaded=(kept + 12 * trained) // shards if offloaded else 0,
@@ -178,6 +198,16 @@ def _replay(blueprint: Blueprint, cfg: TrainConfig) -> int:
     return kept * min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
 
 
+def _micro_batches(blueprint: Blueprint) -> int:
+    """Of an optimizer step on each rank, at most."""
+    cfg = blueprint.config(TrainConfig)
+    steps = max(1, blueprint.optimizer_steps_per_step // cfg.algorithm.update_epoch)
+    samples = -(-blueprint.max_samples // (steps * blueprint.ranks))
+    budget = cfg.actor.max_tokens_per_mbs
+    size = max(1, budget // blueprint.policy.sample_tokens) if budget else cfg.actor.micro_batch_size
+    return -(-samples // size)
+
+
 def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: bool, whole: bool) -> int:
     """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of the layers' weights for the backward pass.
 
@@ -187,7 +217,7 @@ def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: 
     samples = float(cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / policy.sample_tokens)
-    apart = 0 if whole or policy.num_trained is not None else 4 * (policy.outside_layers // 2 + policy.largest_layer[0])
+    apart = 0 if whole else _whole_at_a_time(policy)
     scoring, again = policy.scoring_bytes
     if cfg.actor.gradient_checkpointing:  # scores come before the layers on the way back
         return int(samples * policy.recomputed_bytes) + max(int(samples * policy.largest_layer[1]) + apart, again)
@@ -196,6 +226,11 @@ def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: 
         + max(scoring, apart)
         + (2 * (trained - policy.outside_layers) if copies else 0)
     )
+
+
+def _whole_at_a_time(policy: PolicySpec) -> int:
+    """Gradients of one layer and of the output matrix, before they are cut up; of adapters next to nothing."""
+    return 0 if policy.num_trained is not None else 4 * (policy.outside_layers // 2 + policy.largest_layer[0])
 
 
 def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters: bool) -> int:
@@ -213,8 +248,11 @@ def engine_share(blueprint: Blueprint) -> float:
         return _UNKNOWN_SHARE
     if isinstance(blueprint.cfg, TrainConfig) and blueprint.algorithm is not None:
         plan = plan_memory(blueprint)
-        # `plan.engine` was counted in what the process needs: what the engine may take is that and all that is left.
-        left = gpu - (plan.acting if blueprint.is_disaggregated else fullest_gpu(blueprint, plan)) + plan.engine
+        # What it needs at least was counted: it may take that and all that is left.
+        beside = replace(plan, engine=0)
+        if plan.sleeps:
+            beside = replace(beside, gradients=0, activations=0, in_use=0)
+        left = gpu - (plan.acting if blueprint.is_disaggregated else fullest_gpu(blueprint, beside))
         if blueprint.is_disaggregated:
             left += 2 * blueprint.policy.num_parameters + _ENGINE
     else:

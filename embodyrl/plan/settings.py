@@ -129,6 +129,14 @@ class VllmSettings(Settings):
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
+class TrainedVllmSettings(VllmSettings):
+    """Those of an engine whose weights are trained in its process."""
+
+    enable_sleep_mode: bool | None = None
+    """Give up the GPU's memory while weights are trained and take it back to act; default: where the replies of all
+    slots have no room beside training."""
+
+
 class ActingRolloutSettings(Settings):
     """How actions are found."""
 
@@ -160,7 +168,7 @@ class ActingRolloutSettings(Settings):
         yield from super().idle()
         if self.backend != "vllm":
             reason = f"rollout.backend is {self.backend}; set it to vllm"
-            yield from ((f"rollout.vllm.{name}", reason) for name in VllmSettings.model_fields)
+            yield from ((f"rollout.vllm.{name}", reason) for name in type(self.vllm).model_fields)
         if self.backend != "server":
             yield "rollout.url", f"rollout.backend is {self.backend}; set it to server"
             yield "rollout.served_model", f"rollout.backend is {self.backend}; set it to server"
@@ -174,6 +182,7 @@ class RolloutSettings(ActingRolloutSettings):
     and new weights are copied to them between two chunks."""
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
     """Processes that act with rollout.mode=disaggregated."""
+    vllm: TrainedVllmSettings = TrainedVllmSettings()
     dump: bool = False
     """Write what the first update, and the first after each checkpoint, is given, for `embodyrl replay`."""
 
@@ -185,7 +194,9 @@ class RolloutSettings(ActingRolloutSettings):
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what needs processes of their own."""
         yield from super().idle()
-        if not self.acting_processes:
+        if self.acting_processes:
+            yield "rollout.vllm.enable_sleep_mode", "with rollout.mode=disaggregated nothing is trained beside vLLM"
+        else:
             yield (
                 "rollout.num_workers",
                 "with rollout.mode=collocated the actor ranks act; use rollout.mode=disaggregated, or actor.fsdp.size",

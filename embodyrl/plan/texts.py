@@ -7,6 +7,7 @@ from typing import TypeVar
 from embodyrl.config.load import COMMAND_LINE
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.text import open_rows
+from embodyrl.devices import visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardSection
@@ -138,6 +139,16 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
                 "low-rank adapters. Set model.is_lora=true, use rollout.backend=vllm, or only evaluate."
             )
         return problems
+    if isinstance(cfg, TrainConfig) and cfg.rollout.vllm.enable_sleep_mode:
+        if not visible_gpus():
+            problems.append(
+                "rollout.vllm.enable_sleep_mode=true: only a GPU's memory is given up; there is none. Leave it out."
+            )
+        if cfg.algorithm.max_staleness:
+            problems.append(
+                f"algorithm.max_staleness={cfg.algorithm.max_staleness}: vLLM writes while weights are trained, so it "
+                "cannot sleep; set rollout.vllm.enable_sleep_mode=false."
+            )
     if cfg.rollout.logprobs and cfg.algorithm.sampling_params.temperature != 1.0:
         problems.append(
             "rollout.logprobs: vLLM says them at algorithm.sampling_params.temperature, all others before it; set that "

@@ -63,6 +63,10 @@ class WithCritic:
         """See `Policy.imitate`."""
         return self._policy.imitate(obs, actions)
 
+    def rest(self) -> None:
+        """See `HasEngine.rest`."""
+        self._policy.rest()  # type: ignore[attr-defined]
+
     def encode_replies(self, replies: Any) -> IntArray:
         """See `TextPolicy.encode_replies`."""
         return self._policy.encode_replies(replies)  # type: ignore[attr-defined]

@@ -141,6 +141,15 @@ class LearnsStatistics(Policy, Protocol):
 
 
 @runtime_checkable
+class HasEngine(Policy, Protocol):
+    """A policy that another engine acts for, in this process."""
+
+    def rest(self) -> None:
+        """Give up the memory that only acting needs, until it acts again; where the run asks for that."""
+        ...
+
+
+@runtime_checkable
 class SoftActor(Policy, Protocol):
     """A policy whose drawn actions carry gradients, with critics to match: what soft actor-critic trains."""
 

@@ -116,13 +116,14 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
     """What a process needs that acts and trains alone."""
     cfg = blueprint.cfg
     learner = cfg if isinstance(cfg, TrainConfig) and blueprint.algorithm is not None else None
+    plan = plan_memory(blueprint) if learner is not None and visible_gpus() else None
     request = PolicyRequest(
         env=blueprint.env,
         value_dim=blueprint.policy.value_dim,
         temperature=cfg.algorithm.sampling_params.temperature,
         sampling=cfg.algorithm.sampling_params,
         backend=cfg.rollout.backend,
-        engine=cfg.rollout.vllm.arguments,
+        engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if plan and plan.sleeps else {}),
         engine_share=engine_share(blueprint) if cfg.rollout.backend == "vllm" else 0.0,
         url=cfg.rollout.url,
         served_model=cfg.rollout.served_model,
@@ -140,7 +141,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         actor = learner.actor
         if blueprint.ranks > 1:
             # By the driver, which sees all GPUs: ranks that chose for themselves might choose differently.
-            actor = actor.updated({"fsdp.gradient_sync": plan_memory(blueprint).gradient_sync})
+            actor = actor.updated({"fsdp.gradient_sync": (plan or plan_memory(blueprint)).gradient_sync})
         learning = {
             "algorithm": learner.algorithm,
             "actor": actor,

@@ -18,7 +18,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.critic import WithCritic
-from embodyrl.policies.protocol import POLICIES, Policy, PolicyRequest, TextPolicy, weights_changed
+from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker
 from embodyrl.workers.imitation import ImitationWorker
@@ -172,6 +172,8 @@ class PolicyHost:
 
     def _carry_out(self, request: Request) -> dict[str, float] | None:
         """Return metrics, or None if this was a part only."""
+        if isinstance(request, ScoreRequest | UpdateRequest) and isinstance(self.policy, HasEngine):
+            self.policy.rest()
         match request:
             case InferRequest():
                 self._rollout.infer(request)

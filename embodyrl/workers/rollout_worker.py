@@ -11,7 +11,7 @@ from embodyrl.channels.arena import Arena, Fields, read_instructions
 from embodyrl.channels.layout import Record, encode_reply
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
-from embodyrl.types import FloatArray, GripperConvention, IntArray, Observation
+from embodyrl.types import ROWS_AT_A_TIME, FloatArray, GripperConvention, IntArray, Observation
 from embodyrl.workers.messages import InferRequest, RankInfo, ValueRequest
 
 
@@ -136,7 +136,7 @@ class RolloutWorker:
 
     def values(self, request: ValueRequest) -> None:
         """Write value estimates of final observations, for bootstrapping."""
-        size = request.padded_size or 32
+        size = request.padded_size or ROWS_AT_A_TIME
         for part in self._rank_info.share(len(request.tickets), size):
             records = self._arena.read(request.tickets[part])
             rows = np.arange(len(records))

@@ -56,6 +56,8 @@ class Result:
     """What was seen."""
 
     planned: dict[str, int] = field(default_factory=dict)
+    sleeps: bool = False
+    """vLLM has its memory only while it acts."""
     peaks: dict[str, int] = field(default_factory=dict)
     """Largest memory by phase, bytes."""
     phases: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -134,7 +136,14 @@ def config_of(job: Job, folder: Path) -> Any:
             *("env.init_params.camera_heights=224", "env.init_params.camera_widths=224"),
             *("env.train.total_num_envs=8", "env.eval.total_num_envs=8", "model.unnorm_key=libero_10"),
         )
-    places = (f"model.path={folder}", f"runner.output_dir={folder}/runs", "launcher=local", "launcher.env_workers=1")
+    epochs = f"algorithm.rollout_epoch={max(1, job.train // 8)}"  # as many samples as the second update has
+    places = (
+        epochs,
+        f"model.path={folder}",
+        f"runner.output_dir={folder}/runs",
+        "launcher=local",
+        "launcher.env_workers=1",
+    )
     cfg = load_config("train", [*words, *places, *job.words])
     return cfg.updated({"model.is_lora": True}) if job.lora else cfg
 
@@ -234,6 +243,7 @@ def run(job: Job, folder: Path) -> Result:
     plan = memory.plan_memory(blueprint)
     sizes = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     result.planned = {name: size for name, size in sizes.items() if type(size) is int} | {"policy": plan.policy}
+    result.sleeps = plan.sleeps
     if plan.engine:
         memory.gpu_memory = lambda: H100
     result.planned["share"] = int(memory.engine_share(blueprint) * H100) if plan.engine else 0

@@ -100,6 +100,13 @@ BUGS = {
     "new weights are not announced": Bug(
         "staleness", "embodyrl.workers.training", "            weights_changed(self._module)\n", "", check="engine"
     ),
+    "an engine that slept is not loaded anew": Bug(
+        "staleness",
+        "embodyrl.policies.causal_lm.engine",
+        "if version == self._synced and not self._asleep:",
+        "if version == self._synced:",
+        check="engine",
+    ),
     "a recorded pass keeps what weights were cast to": Bug(
         "staleness",
         "embodyrl.policies.openvla_oft.policy",
@@ -168,7 +175,8 @@ def _policy() -> None:
 def _engine() -> None:
     engine: Any = importlib.import_module("on_engine")
     with pytest.MonkeyPatch.context() as patch:
-        engine.test_every_update_is_reloaded(patch)
+        for sleeps in (False, True):
+            engine.test_every_update_is_reloaded(patch, sleeps)
 
 
 CHECKS = {

@@ -24,6 +24,7 @@ KL, APART = "algorithm.kl_beta=0.01", "rollout.mode=disaggregated"
 EACH, STEP = "actor.fsdp.gradient_sync=micro_batch", "actor.fsdp.gradient_sync=step"
 HSDP, OFFLOAD = "actor.fsdp.shard_size=4", "actor.fsdp.cpu_offload=true"
 VLLM, GRAPHS = "rollout.backend=vllm", "model.cuda_graphs=true"
+ASLEEP = "rollout.vllm.enable_sleep_mode=true"
 ALL = "actor.global_batch_size=128"
 LONG = "algorithm.sampling_params.max_new_tokens=1024"
 ROWS = (
@@ -41,6 +42,15 @@ ROWS = (
     Job(name="7B full, offloaded", model="7b", words=(ONE, AGAIN, OFFLOAD), act=8, train=16),
     Job(name="0.5B text", model="0.5b", words=(ONE,), act=0, train=16),
     Job(name="1.5B text, recomputed", model="1.5b", words=(ONE, AGAIN, LONG), act=0, train=16),
+    Job(name="7B full, 8 ranks, one micro-batch", model="7b", words=(EIGHT, STEP), act=8, train=64),
+    Job(name="0.5B text, 8 ranks, one micro-batch", model="0.5b", words=(EIGHT, STEP, ALL), act=0, train=64),
+    Job(
+        name="1.5B text, 8 ranks, recomputed, one micro-batch",
+        model="1.5b",
+        words=(EIGHT, STEP, ALL, AGAIN),
+        act=0,
+        train=64,
+    ),
     Job(name="0.5B text, 8 ranks", model="0.5b", words=(EIGHT, STEP, ALL), act=0, train=128),
     Job(name="0.5B text, 8 ranks, recomputed", model="0.5b", words=(EIGHT, STEP, ALL, AGAIN), act=0, train=128),
     Job(name="1.5B text, 8 ranks", model="1.5b", words=(EIGHT, STEP, ALL), act=0, train=128),
@@ -48,20 +58,22 @@ ROWS = (
     Job(name="1.5B text, 8 ranks, each micro-batch", model="1.5b", words=(EIGHT, EACH, ALL, AGAIN), act=0, train=128),
     Job(name="0.5B text, vLLM", model="0.5b", words=(ONE, VLLM), act=0, train=16),
     Job(name="1.5B text, recomputed, vLLM", model="1.5b", words=(ONE, AGAIN, LONG, VLLM), act=0, train=16),
+    Job(name="1.5B text, vLLM asleep", model="1.5b", words=(ONE, LONG, VLLM, ASLEEP), act=0, train=16),
     Job(name="1.5B text, adapters", model="1.5b", lora=True, words=(ONE,), act=0, train=16),
 )
-"""`train`: two micro-batches of eight on each rank."""
+"""`train`: two micro-batches of eight on each rank, or one."""
 STEP_OF_TEXT = Job(name="text, one micro-batch", model="1.5b", words=(ONE, AGAIN, LONG), act=0, train=8)
 
 
 def line(job: Job, got: Result, seconds: float) -> str:
     """A row of the table; what no tensor of ours holds (CUDA's own memory, vLLM's) is left out of the plan.
 
-    Beside what was metered, vLLM must have room for the share that it is given.
+    Beside what was metered, vLLM must have room for the share that it is given; while it is awake, if it sleeps.
     """
     sizes, seen = got.planned, got.measured()
-    planned = sizes["policy"] - sizes["process"] - sizes["engine"]
-    assert seen + sizes["process"] + sizes["share"] <= H100, f"vLLM's {sizes['share'] / GIB:.1f} GiB do not fit"
+    planned = sizes["policy"] - sizes["process"] - (0 if got.sleeps else sizes["engine"])
+    beside = got.phases["update 1"]["live"] if got.sleeps else seen
+    assert beside + sizes["process"] + sizes["share"] <= H100, f"vLLM's {sizes['share'] / GIB:.1f} GiB do not fit"
     where = max(got.peaks, key=got.peaks.__getitem__)
     return (
         f"| {job.name} | {planned / GIB:.2f} | {seen / GIB:.2f} | {planned / seen - 1:+.1%} | {where} | {seconds:.0f} |"

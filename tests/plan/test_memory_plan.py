@@ -13,8 +13,9 @@ from toy_runs import running_crew, toy_config
 
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.memory import GIB, plan_memory, require_memory
+from embodyrl.plan.memory import GIB, engine_share, plan_memory, require_memory
 from embodyrl.scheduler.actors import Actors
 from embodyrl.scheduler.rollout import Rollout
 
@@ -87,6 +88,29 @@ def stub_nvidia_smi(folder, monkeypatch, mib):
     program.write_text(f"#!/bin/sh\necho {mib}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "launcher=local"]
+
+    def plan(mib, *more):
+        stub_nvidia_smi(tmp_path, monkeypatch, mib)
+        drawn = draw_blueprint(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
+        return plan_memory(drawn), engine_share(drawn)
+
+    on = "rollout.vllm.enable_sleep_mode=true"
+    (large, beside), (asked, alone) = plan(80_000), plan(80_000, on)
+    assert (large.sleeps, asked.sleeps) == (False, True)
+    given_up = large.gradients + large.activations
+    assert asked.policy == large.policy - min(given_up, large.engine)
+    assert alone >= beside
+    fits = large.policy // 2**20 + 1
+    assert plan(fits)[0].sleeps
+    assert not plan(fits, "rollout.vllm.enable_sleep_mode=false")[0].sleeps
+    assert "vLLM sleeps while weights are trained" in asked.lines(1, 1)[0][1]
 
 
 def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):

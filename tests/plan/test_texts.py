@@ -72,6 +72,22 @@ def test_arguments_of_the_engine_are_one_typed_group(tmp_path: Path):
     assert cfg.rollout.vllm.arguments == {"max_model_len": 64, "enable_prefix_caching": False}
 
 
+def test_vllm_sleeps_only_where_weights_are_trained_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("rollout.backend=vllm", "rollout.vllm.enable_sleep_mode=true")
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode=true: only a GPU's memory"):
+        draw_blueprint(text_config(tmp_path, *words), training=True)
+    with pytest.raises(ConfigError, match=r"rollout.vllm.enable_sleep_mode .*nothing is trained beside vLLM"):
+        text_config(tmp_path, *words, "rollout.mode=disaggregated", "launcher=local")
+    with pytest.raises(ConfigError, match=r"no key|unknown|enable_sleep_mode"):
+        load_config("eval", ["env=text/copy", "model=causal_lm_tiny", *words])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    late = ("algorithm.max_staleness=1", "algorithm=decoupled")
+    with pytest.raises(ConfigError, match=r"max_staleness=1: vLLM writes while weights are trained"):
+        draw_blueprint(text_config(tmp_path, *words, *late), training=True)
+
+
 @pytest.mark.integration
 def test_pictures_travel_with_their_rows(tmp_path: Path):
     words = ("model=vision_lm_tiny", "runner.max_steps=1", "data.kwargs={rows: 40}")

@@ -80,6 +80,18 @@ def test_scoring_and_sampling_share_gradients_with_the_plain_model(policy: Causa
     np.testing.assert_allclose(scores.logprob[0, : len(reply)].detach().numpy(), wanted, atol=1e-5)
 
 
+def test_what_nobody_trains_on_is_scored_in_parts(policy: CausalLMPolicy):
+    """All slots of a run at once would take more memory than an update."""
+    prompts, tokens = tuple(f"{i}+1=" for i in range(70)), np.random.default_rng(0).integers(4, 12, (70, 6))
+    whole = policy.score(observe(*prompts), tokens).logprob.detach().numpy()
+    rows: list[int] = []
+    hook = policy.module.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    with hook, torch.no_grad():
+        parts = policy.score(observe(*prompts), tokens).logprob.numpy()
+    assert rows == [32, 32, 6]
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
+
+
 def test_a_forward_is_no_wider_than_its_longest_row(policy: CausalLMPolicy):
     """Long prompt and short reply beside short prompt and long reply: the numbers and gradients of each one alone."""
     prompts, tokens = ("length of 1234567890=", "1="), np.full((2, 8), -1, np.int64)

@@ -73,12 +73,22 @@ class VllmEngine:
                 **memory | dict(arguments),
             )
         self._synced: int | None = None
-        self._checked = False
+        self._checked = self._asleep = False
+        self._sleeps = bool(arguments.get("enable_sleep_mode"))
+
+    def sleep(self) -> None:
+        """Give up the GPU's memory until the next `sync`, where `enable_sleep_mode` is set.
+
+        Weights are dropped, not copied to the host: after training the module has others anyway.
+        """
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=2)
+            self._asleep = True
 
     def sync(
         self, module: nn.Module, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
     ) -> None:
-        """Take over the module's weights if their version is another than in the last call.
+        """Take over the module's weights if their version is another than in the last call; wake up.
 
         After the first change the engine must agree with the module on the log-probability of what it says next to
         `probe`; `logprob(prompt, token)` is the module's.
@@ -86,11 +96,16 @@ class VllmEngine:
         Raises:
             EmbodyError: it does not; the engine's weights are not the module's.
         """
-        if version == self._synced:
+        if version == self._synced and not self._asleep:
             return
         if self._synced is not None:
+            if self._asleep:
+                self._llm.wake_up(tags=["weights"])
             weights = ((name, p.detach().clone()) for name, p in module.named_parameters())
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if self._asleep:  # only now, so that copies of weights and the cache are not there at once
+                self._llm.wake_up(tags=["kv_cache"])
+                self._asleep = False
             # Cached prefixes were computed with the old weights.
             self._llm.reset_prefix_cache()
             if not self._checked:

@@ -16,7 +16,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.causal_lm.loading import add_adapters, load
 from embodyrl.policies.causal_lm.model import LanguageModel, fill, scores_of
-from embodyrl.policies.causal_lm.prompts import Prompt, Reader, join_beside, pad_left
+from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_beside, pad_left
 from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
@@ -141,6 +141,11 @@ class CausalLMPolicy:
             value = values.cpu().numpy()
             logprob = scored.cpu().numpy() if truncated else logprob
         return tokens, logprob, value, best
+
+    def rest(self) -> None:
+        """See `HasEngine.rest`."""
+        if self._engine is not None:
+            self._engine.sleep()
 
     def _start_engine(self) -> "VllmEngine | ServerEngine":
         dtype = "bfloat16" if self._cfg.precision is Precision.bf16 else "float32"
@@ -277,6 +282,10 @@ class CausalLMPolicy:
         self, obs: Observation, tokens: IntArray, *, dropout: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probability, entropy, value and whether the token is the most probable one, all [B, K]."""
+        if not torch.is_grad_enabled() and len(split := in_parts(obs)) > 1:  # all slots of a run, beside an engine
+            scored = [self._score(part, tokens[rows]) for rows, part in split]
+            one, two, three, four = (torch.cat(numbers) for numbers in zip(*scored, strict=True))
+            return one, two, three, four
         replies = [row[row >= 0].tolist() for row in tokens]
         ids, mask, positions, beside = self._inputs(self.read(obs), replies)
         length, longest = on_device([*map(len, replies)], self._device), max(1, *map(len, replies))

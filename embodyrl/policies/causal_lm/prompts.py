@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from embodyrl.conversation import Message, split_messages, split_pictures
 from embodyrl.errors import ConfigError
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import ByteArray, Observation
+from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
 _CACHED_PROMPTS = 4096
 _CACHED_PIXELS = 2**26
@@ -163,3 +163,9 @@ def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch
         ]
         joined[name] = on_device(torch.cat(padded), device)
     return joined
+
+
+def in_parts(obs: Observation) -> list[tuple[slice, Observation]]:
+    """Rows and observations of each part of at most `ROWS_AT_A_TIME`."""
+    cuts = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, len(obs), ROWS_AT_A_TIME)]
+    return [(r, Observation(images=obs.images[r], state=obs.state[r], instructions=obs.instructions[r])) for r in cuts]

@@ -124,6 +124,9 @@ class ServerEngine(_Server):
             )
         self._synced = version
 
+    def sleep(self) -> None:
+        """It has memory of its own."""
+
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
     ) -> tuple[IntArray, FloatArray, FloatArray]:
