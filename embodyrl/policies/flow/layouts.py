@@ -232,8 +232,9 @@ def check_weights(target: Mapping[str, Tensor], weights: Mapping[str, Tensor], s
             f"{where} has {len(surplus)} weights that this model does not know: {_some(surplus)}. config.json and the "
             f"weights do not belong together (pi0 or pi0.5, number of layers), or adapters are not merged."
         )
-    # A head that the file lacks as a whole is fine; half a head is a damaged file.
-    heads = {head for head in HEADS if not any(key.startswith(head) for key in weights)}
+    # A head that the file lacks as a whole is fine, or that has none of our names: RLinf's value heads are built in
+    # another way. Half a head is a damaged file.
+    heads = {head for head in HEADS if not any(key.startswith(head) and key in target for key in weights)}
     missing = sorted(theirs(key) for key in target if key not in weights and not key.startswith(tuple(heads)))
     if missing:
         raise CheckpointError(

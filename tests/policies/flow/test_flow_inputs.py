@@ -212,6 +212,16 @@ def test_statistics_of_lerobot(names, tmp_path):
         read_lerobot({names[0]: tensors[names[0]]}, tmp_path)
 
 
+def test_statistics_of_several_robots_are_refused(tmp_path):
+    """Older bases of lerobot hold those of each robot beside the weights; the last one would have counted."""
+    both = [f"normalize_inputs.{robot}_buffer_observation_state.mean" for robot in ("so100-blue", "so100-red")]
+    tensors = {"unnormalize_outputs.so100-red_buffer_action.mean": torch.zeros(2), both[0]: torch.tensor([1.0, 2.0])}
+    assert read_lerobot(tensors, tmp_path)["state"].numbers == {"mean": (1.0, 2.0)}
+    assert read_lerobot(tensors | {both[1]: tensors[both[0]]}, tmp_path)["state"].numbers == {"mean": (1.0, 2.0)}
+    with pytest.raises(CheckpointError, match=r"mean of observation.state of several robots \(.*red_buffer"):
+        read_lerobot(tensors | {both[1]: torch.tensor([1.0, 3.0])}, tmp_path)
+
+
 def test_unusable_statistics_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="missing or malformed"):
         read_openpi(tmp_path / "norm_stats.json")

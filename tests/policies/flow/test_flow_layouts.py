@@ -125,6 +125,19 @@ def test_heads_of_rl_are_loaded_where_the_model_has_them(tmp_path):
         )
 
 
+def test_a_value_head_of_another_build_leaves_ours_new(tmp_path):
+    """RLinf's is `value_head.mlp.{0,2,4}`: values are learned anew, and the policy is read all the same."""
+    model, weight = model_of("pi0"), torch.randn(4, 64)
+    model.value_head = torch.nn.Sequential(torch.nn.Linear(64, 4))
+    own = {key: tensor.clone() for key, tensor in model.value_head.state_dict().items()}
+    theirs = {"value_head.mlp.0.weight": weight, "value_head.mlp.0.bias": weight[:, 0].clone()}
+    source = load_weights(model.state_dict(), write(tmp_path / "in", stored("pi0") | theirs))
+    same(dict(source.aside), theirs)
+    same(model.value_head.state_dict(), own)
+    with pytest.raises(CheckpointError, match=r"lacks 1 of .*'value_head.0.bias'"):
+        load_weights(model.state_dict(), write(tmp_path / "half", stored("pi0") | {"value_head.0.weight": weight}))
+
+
 def refused(tensors, folder, match, name="pi0"):
     """Refused, and no weight is touched."""
     model = build(spec_of(name))

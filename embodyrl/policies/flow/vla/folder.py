@@ -109,17 +109,23 @@ def write_openpi(path: Path, statistics: Mapping[str, FlowStatistics]) -> None:
 def read_lerobot(tensors: Mapping[str, Any], where: Path) -> dict[str, FlowStatistics]:
     """Statistics among the tensors of a lerobot file: its normaliser's, or an older model's own weights.
 
-    Names are `observation.state.mean`, or `normalize_inputs.buffer_observation_state.mean`.
+    Names are `observation.state.mean`, or `normalize_inputs.buffer_observation_state.mean`, where older models put the
+    name of a robot before `buffer_`.
 
     Raises:
-        CheckpointError: states or actions have none.
+        CheckpointError: states or actions have none, or those of several robots.
     """
     found: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
     for key, tensor in tensors.items():
         name, _, number = key.rpartition(".")
         name = name.rpartition("buffer_")[2].replace("observation_", "observation.")
         if name in _LEROBOT_PARTS:
-            found[_LEROBOT_PARTS[name]][number] = np.asarray(tensor, np.float64).reshape(-1)
+            row = np.asarray(tensor, np.float64).reshape(-1)
+            if not np.array_equal(found[_LEROBOT_PARTS[name]].setdefault(number, row), row):
+                raise CheckpointError(
+                    f"{where} holds the {number} of {name} of several robots ('{key}' is not the first): nothing says "
+                    f"which is meant. Write the right ones to {STATISTICS_FILE} beside it."
+                )
     if empty := [part for part, numbers in found.items() if not numbers]:
         raise CheckpointError(
             f"{where} holds no statistics of {' and '.join(empty)}; it is of another step, or damaged."
