@@ -70,7 +70,7 @@ WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetens
 def test_shipped_weights_know_what_they_were_trained_on_and_have_a_card(folder: Path) -> None:
     made = flat(read_plain_yaml(folder / EXPORTED_CONFIG))
     env = {"tabletop": "tabletop", "libero": "libero_object"}[made["env.env_type"]]
-    model = "openvla_oft_tiny" if folder.name.startswith("openvla") else folder.name.removesuffix("_tabletop")
+    model = "openvla_oft_tiny" if folder.name.startswith("openvla") else re.sub("_(tabletop|soup)$", "", folder.name)
     words = [f"ckpt=assets/{folder.name}", f"env={env}", f"model={model}"]
     blueprint = draw_blueprint(load_config("eval", words), training=False)
     told = " ".join(text for _, text in evaluation_facts(blueprint))
@@ -88,6 +88,7 @@ def test_shipped_weights_know_what_they_were_trained_on_and_have_a_card(folder: 
     [
         *([f"env={suite}"] for suite in SUITES),
         ["experiment=libero_laptop"],
+        ["experiment=libero_laptop_flow"],
         ["experiment=libero_laptop_long"],
         ["experiment=libero_object_laptop"],
         ["env=tabletop"],

@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from embodyrl.config.settings import Count, Says
+from embodyrl.config.settings import Count, Says, Share
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.types import FloatArray, IntArray, PolicySpec
 
@@ -60,6 +60,9 @@ class FlowSettings(WeightSettings):
     """dsrl: chosen noise lies within -noise_bound..noise_bound."""
     noise_repeated: bool = False
     """dsrl: one row of noise is chosen for all rows of a chunk, as its authors do for pi0, instead of each."""
+    steered_noise: Share = 0.0
+    """dsrl: a of flow_sde for the frozen flow's own steps while sampling, which nothing is credited for; 0: its ODE.
+    A flow that was trained briefly may sample far better so."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: (noise, time) pairs per chunk, fixed when it is chosen."""
     fpo_ratio: FpoRatio = FpoRatio.mean
@@ -107,7 +110,7 @@ class FlowSettings(WeightSettings):
             (not levelled or self.every_step, other if not levelled else "stochastic_steps is all", ("ignore_last",)),
             (chosen is not Likelihood.flow_noise, other, ("noise_range",)),
             (chosen in (Likelihood.fpo, Likelihood.dsrl), other, ("joint_logprob",)),
-            (chosen is not Likelihood.dsrl, other, ("noise_bound", "noise_repeated")),
+            (chosen is not Likelihood.dsrl, other, ("noise_bound", "noise_repeated", "steered_noise")),
             (chosen is Likelihood.dsrl, other, ("greedy_start",)),
             (levelled and not self.every_step, "stochastic_steps is one", ("joint_logprob",)),
             (chosen is not Likelihood.fpo, other, ("fpo_pairs", "fpo_ratio")),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.policies.actor_critic.heads import SquashedHead
-from embodyrl.policies.flow.likelihood import START, Chosen, Velocity, follow_ode, normals
+from embodyrl.policies.flow.likelihood import START, STEP, Chosen, Velocity, flow_sde, follow_ode, normals, times
 from embodyrl.policies.flow.settings import STEERING_WIDTHS, ChunkRecord, ChunkShape, FlowSettings
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray
@@ -60,10 +60,21 @@ class SteeredStart:
         choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], device)
         logprob, _ = self._score(outputs, choice, temperature)
         return Chosen(
-            state=follow_ode(velocity, self._start(choice), self._cfg.num_steps),
+            state=self._follow(velocity, self._start(choice), seeds, temperature),
             tokens=self.record.layout.pack(seeds[:, None], choice.flatten(1).cpu().numpy()),
             logprob=logprob,
         )
+
+    def _follow(self, velocity: Velocity, x: Tensor, seeds: IntArray, temperature: float) -> Tensor:
+        """Chunks [B, H, D] of starts [B, H, D]: the frozen flow's ODE, or with `steered_noise` its SDE."""
+        if not self._cfg.steered_noise:
+            return follow_ode(velocity, x, self._cfg.num_steps)
+        level = x.new_tensor(self._cfg.steered_noise)
+        for k in range(self._cfg.num_steps):
+            t, end = times(torch.full((len(x),), k, device=x.device), self._cfg.num_steps)
+            step = flow_sde(x, velocity(x, t.flatten())[0], t, end, level)
+            x = step.mean + step.std * temperature * normals(seeds, STEP + k, x.shape[1:], x.device)
+        return x
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float

@@ -31,6 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fpo sample": {"likelihood": "fpo", "fpo_ratio": "sample", "fpo_pairs": 3},
     "dsrl": {"likelihood": "dsrl"},
     "dsrl repeated": {"likelihood": "dsrl", "noise_repeated": True},
+    "dsrl noisy": {"likelihood": "dsrl", "steered_noise": 0.5},
 }
 ENV = EnvSpec(
     name="probe",

@@ -15,6 +15,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.policies.flow.likelihood import STEP, flow_sde, normals, seeds_of
 from embodyrl.policies.flow.steered import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.scheduler.start import policy_init
@@ -54,6 +55,25 @@ def test_the_noise_that_was_chosen_is_what_the_flow_starts_from(folder, repeated
     assert chosen.abs().max() < 1
     start = 2.0 * (chosen[:, None].expand(-1, 3, -1) if repeated else chosen.unflatten(1, (3, 4)))
     assert np.abs(flow_from(policy, start) - out.actions).max() < 1e-5
+
+
+def test_with_noise_of_its_own_the_flow_takes_the_steps_of_its_sde(folder):  # noqa: F811
+    """From the chosen start; the first steps of the seed's streams, and the greedy chunk is the ODE's as before."""
+    policy, plain = (steer(folder, noise_repeated=True, steered_noise=level) for level in (0.7, 0.0))
+    noise, obs = noise_for(policy, 6), observe(6)
+    out, certain = (p.act(obs, noise=noise) for p in (policy, plain))
+    assert np.array_equal(out.tokens, certain.tokens)
+    assert np.array_equal(out.logprob, certain.logprob)
+    assert np.array_equal(*(p.act(obs, noise=None).actions for p in (policy, plain)))
+    network, x = policy.module.network, 1.5 * policy.chosen(out.tokens)[:, None].expand(-1, 3, -1)
+    with torch.no_grad():
+        prefix = network.encode_prefix(obs)
+        for k in range(4):
+            t, end = torch.tensor(1 - k / 4), torch.tensor(0.75 - k / 4)
+            step = flow_sde(x, network.velocity(prefix, x, t.expand(6))[0], t, end, torch.tensor(0.7))
+            x = step.mean + step.std * normals(seeds_of(noise), STEP + k, (3, 4), torch.device("cpu"))
+    assert np.abs(network.to_actions(x.numpy(), obs) - out.actions).max() < 1e-5
+    assert np.abs(out.actions - certain.actions).max() > 0.1
 
 
 def test_an_untrained_actor_acts_greedily_like_the_flow_alone(folder):  # noqa: F811
