@@ -1,6 +1,7 @@
 """Final returns on Gymnasium tasks with rl-baselines3-zoo's settings: ours against Stable-Baselines3, same steps.
 
-    pip install stable-baselines3 "gymnasium[box2d,mujoco]"; python benchmarks/gym_learning.py --json learning.json
+    pip install stable-baselines3 "gymnasium[box2d,mujoco]" gymnasium-robotics minatar
+    python benchmarks/gym_learning.py --json learning.json
 
 Each run trains once and then plays 100 greedy episodes from starts that training did not see. One thread.
 """
@@ -17,11 +18,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
+
 os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 EPISODES = 100
 WIDE = {"activation_fn": "ReLU", "net_arch": [256, 256]}
 OURS_WIDE = ("model.hidden_sizes=[256,256]", "model.activation=relu")
+DEMONSTRATIONS = 100
+"""Episodes of the scripted expert that RLPD is given."""
 CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
     "pendulum-sac": (
         "Pendulum-v1", "sac", 5_000, {"learning_rate": 1e-3, "policy_kwargs": {"net_arch": [64, 64]}},
@@ -46,11 +52,70 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
          "actor.global_batch_size=32", "actor.micro_batch_size=32", "actor.optim.lr=9.80828e-05",
          "actor.optim.value_lr=9.80828e-05", "model.log_std_init=-2", "actor.optim.clip_grad=0.7", *OURS_WIDE),
     ),
+    "halfcheetah-ppo": (
+        "HalfCheetah-v5", "ppo", 200 * 512,
+        {"normalize": True, "n_steps": 512, "batch_size": 64, "gae_lambda": 0.92, "gamma": 0.98, "n_epochs": 20,
+         "ent_coef": 0.000401762, "learning_rate": 2.0633e-05, "max_grad_norm": 0.8, "vf_coef": 0.58096,
+         "clip_range": 0.1, "policy_kwargs": WIDE | {"log_std_init": -2, "ortho_init": False}},
+        ("env.train.total_num_envs=1", "env.train.max_steps_per_rollout_epoch=512", "algorithm.gae_lambda=0.92",
+         "algorithm.gamma=0.98", "algorithm.update_epoch=20", "algorithm.entropy_bonus=0.000401762",
+         "algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio_high=0.1", "actor.optim.lr=2.0633e-05",
+         "actor.optim.value_lr=2.0633e-05", "model.log_std_init=-2", "actor.optim.clip_grad=0.8", *OURS_WIDE),
+    ),
+    "breakout-ppo": (
+        "gym_learning:MinBreakout-v0", "ppo", 200 * 8 * 128,
+        {"n_envs": 8, "n_steps": 128, "batch_size": 256, "n_epochs": 4, "ent_coef": 0.01, "learning_rate": 1e-3},
+        ("env.train.total_num_envs=8", "env.train.max_steps_per_rollout_epoch=128", "actor.global_batch_size=256",
+         "actor.micro_batch_size=256", "algorithm.update_epoch=4", "algorithm.entropy_bonus=0.01",
+         "actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3", "algorithm.normalize_returns=false"),
+    ),
+    # Theirs learns without demonstrations, by hindsight, which ours has not.
+    "fetchreach-rlpd": (
+        "gymnasium_robotics:FetchReach-v4", "rlpd", 3_000,
+        {"normalize": True, "her": True, "learning_rate": 1e-3, "gamma": 0.95, "ent_coef": "auto_0.1",
+         "policy_kwargs": {"net_arch": [64, 64]}},
+        ("env.wrappers=[gym_learning:Reaching]", "model.hidden_sizes=[64,64]", "model.normalize_state=true",
+         "actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3", "algorithm.gamma=0.95", "algorithm.alpha_init=0.1",
+         "algorithm.learning_starts=100", "algorithm.updates_per_sample=1", "algorithm.policy_interval=1",
+         "env.train.max_steps_per_rollout_epoch=50"),
+    ),
 }  # fmt: skip
 """Environment, algorithm, steps, their settings and ours."""
 
 
+class Reaching(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """FetchReach with an expert: straight to the goal."""
+
+    _way = np.zeros(3)
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        seen, info = self.env.reset(**options)
+        self._way = seen["desired_goal"] - seen["achieved_goal"]
+        return seen, info
+
+    def step(self, action: Any) -> Any:
+        seen, *rest = self.env.step(action)
+        self._way = seen["desired_goal"] - seen["achieved_goal"]
+        return seen, *rest
+
+    def expert_action(self) -> Any:
+        """Gripper's velocity [3] and what its fingers do."""
+        return np.append(np.clip(10.0 * self._way, -1.0, 1.0), 0.0).astype(np.float32)
+
+
+def breakout() -> Any:
+    """MinAtar's Breakout, which has no limit of its own, as a vector of 400 numbers and with one of 1000 steps."""
+    from minatar.gym import BaseEnv  # pyright: ignore[reportMissingImports]
+
+    numbers = gymnasium.wrappers.FlattenObservation(BaseEnv("breakout"))
+    return gymnasium.wrappers.TimeLimit(gymnasium.wrappers.DtypeObservation(numbers, np.float32), 1000)
+
+
+gymnasium.register("MinBreakout-v0", entry_point="gym_learning:breakout")
+
+
 def ours(case: str, seed: int, more: list[str]) -> float:
+    from embodyrl.commands.collect import collect
     from embodyrl.commands.train import train
     from embodyrl.plan.config import load_config
 
@@ -61,6 +126,12 @@ def ours(case: str, seed: int, more: list[str]) -> float:
             f"seed={seed}", f"eval.episodes={EPISODES}", "env.eval.total_num_envs=10", "runner.save_interval=-1",
             "runner.logger.backends=[jsonl]", f"runner.output_dir={folder}", *more,
         ]  # fmt: skip
+        if algorithm == "rlpd":
+            demos = f"{folder}/demos"
+            settings_of_env = [word for word in words if word.startswith("env.id=") or "wrappers" in word]
+            given = ("env=gym", *settings_of_env, "model=scripted", "launcher=inline", f"collect.out={demos}")
+            collect(load_config("collect", [*given, f"collect.episodes={DEMONSTRATIONS}"]))
+            words.append(f"algorithm.demonstrations=[{demos}]")
         cfg = load_config("train", words)
         each = cfg.env.train.total_num_envs * (cfg.env.train.max_steps_per_rollout_epoch or 0)
         last = f"runner.max_steps={steps // each}", f"runner.val_check_interval={steps // each}"
@@ -71,7 +142,7 @@ def ours(case: str, seed: int, more: list[str]) -> float:
 
 def theirs(case: str, seed: int, _: list[str]) -> float:
     import torch
-    from stable_baselines3 import PPO, SAC
+    from stable_baselines3 import PPO, SAC, HerReplayBuffer
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecNormalize
@@ -88,7 +159,10 @@ def theirs(case: str, seed: int, _: list[str]) -> float:
         vec = VecNormalize(vec, gamma=own["gamma"])
         looks = VecNormalize(looks, training=False, norm_reward=False)
         looks.obs_rms = vec.obs_rms
-    model = {"ppo": PPO, "sac": SAC}[algorithm]("MlpPolicy", vec, seed=seed, device="cpu", **own)
+    if own.pop("her", False):
+        own["replay_buffer_class"] = HerReplayBuffer
+    reads = "MultiInputPolicy" if isinstance(vec.observation_space, gymnasium.spaces.Dict) else "MlpPolicy"
+    model = (PPO if algorithm == "ppo" else SAC)(reads, vec, seed=seed, device="cpu", **own)
     model.learn(steps)
     return float(evaluate_policy(model, looks, n_eval_episodes=EPISODES)[0])  # type: ignore[arg-type]
 

@@ -61,6 +61,11 @@ class ActionSpace:
     high: tuple[float, ...] = ()
     """Largest value of each dimension, maybe inf; empty but for `box`."""
 
+    @property
+    def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Smallest and largest number of each dimension, whatever their kind."""
+        return self.low or (0.0,) * len(self.sizes), self.high or tuple(size - 1.0 for size in self.sizes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpec(EnvFootprint):

@@ -198,6 +198,36 @@ class TwoEnds(Plain):
         return seen, reward, np.array([over, over]), cut, info
 
 
+class SaysNo(Plain):
+    def step(self, action):
+        return *super().step(action)[:4], {"success": "no"}
+
+
+class SeesWords(Plain):
+    def step(self, action):
+        return np.array(["left", "right"]), *super().step(action)[1:]
+
+
+class ShakesItsAction(Plain):
+    """Changes, in place, what it is given."""
+
+    def step(self, action):
+        action *= 0.5
+        return super().step(action)
+
+
+class OneArray(Plain):
+    """Observes into the same array again and again, which nobody else may write."""
+
+    def look(self) -> Any:
+        if not hasattr(self, "seen"):
+            self.seen = np.zeros(2, np.float32)
+        self.seen.flags.writeable = True
+        self.seen[:] = self.place, self.steps
+        self.seen.flags.writeable = False
+        return self.seen
+
+
 class NoEnd(Plain):
     def step(self, action):
         seen, reward, over, _, info = super().step(action)

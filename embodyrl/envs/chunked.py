@@ -206,6 +206,7 @@ class ChunkedEnv(SimEnv):
         if instead is not None:
             self._check_actions(slots, instead)
         clean = np.zeros((len(slots), num_actions, self.spec.action_dim), np.float32)
+        bounds = (-1.0, 1.0) if self.spec.action_space is None else self.spec.action_space.bounds
 
         def choose(row: int, k: int, slot: int) -> FloatArray:
             clean[row, k] = self._sims.expert(slot)
@@ -217,7 +218,7 @@ class ChunkedEnv(SimEnv):
             shake = np.random.default_rng([progress.start.seed, progress.steps]).normal(0.0, noise, len(action))
             if self.spec.gripper is not None:
                 shake[self.spec.gripper.index] = 0.0
-            return np.clip(action + shake, -1.0, 1.0).astype(np.float32)
+            return np.clip(action + shake, *bounds).astype(np.float32)
 
         return clean, self._run(slots, num_actions, choose, after_step)
 

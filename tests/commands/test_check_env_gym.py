@@ -41,6 +41,8 @@ LEGAL = {
     "WholeNumbers": [],
     "OutsideItsSpace": ["spec"],
     "FloatPicture": ["spec"],
+    "ShakesItsAction": [],
+    "OneArray": [],
 }
 """Name -> checks that warn."""
 CHEAP = (
@@ -53,6 +55,7 @@ CHEAP = (
     "Agents",
     "forgets_to_return",
     "NoEnd",
+    "SaysNo",
 )
 
 
@@ -85,6 +88,8 @@ ILLEGAL = {
     "NoInfoAtFirst": ("spec", "ndarray, NoneType.*Fix: where there is nothing to tell, info is {}"),
     "TwoEnds": ("step", "array\\(.*for terminated, expected True or False. Fix: "),
     "NoEnd": ("step", "None for truncated, expected True or False. Fix: "),
+    "SaysNo": ("step", "'no' for success in info, expected True or False. Fix: "),
+    "SeesWords": ("reset_repeats", "observed array.*'left'.* in 'observation', expected real numbers"),
     "OneWorldForAll": ("slots", "states differ"),
     "ResetsOnce": ("reset", "RuntimeError: already running \\(odd_envs.py:"),
     "Words": ("spec", "'say' is Text.*Leave it out with a wrapper"),

@@ -81,6 +81,17 @@ def needs_box() -> gymnasium.Env:
     raise gymnasium.error.DependencyNotInstalled("box is missing, install box")
 
 
+class Knowing(gymnasium.Wrapper):
+    """Says which action is right."""
+
+    def __init__(self, env: gymnasium.Env, right: Any) -> None:
+        super().__init__(env)
+        self.right = right
+
+    def expert_action(self) -> Any:
+        return np.array(self.right)
+
+
 COUNTER = "test_gym:Counter"
 
 
@@ -132,6 +143,28 @@ def test_actions_arrive_in_the_environments_own_terms(action, kind, sent, receiv
     native = native_actions("counter", made.action_space)(np.float32(sent[0]))
     assert made.action_space.contains(native)
     np.testing.assert_array_equal(native, received)
+
+
+def knowing(action: str, right: Any) -> EnvSettings:
+    return config(COUNTER, kwargs={"action": action}, wrappers=[{"name": "test_gym:Knowing", "right": right}])
+
+
+@pytest.mark.parametrize(
+    ("action", "right", "flat"),
+    [("discrete", 1, [2.0]), ("multi", [1, 3], [1.0, 3.0]), ("box", [1.9, 7.5], [1.9, 7.5])],
+)
+def test_a_wrapper_that_knows_what_to_do_is_the_scripted_expert(action, right, flat):
+    env = begin(knowing(action, right))
+    assert env.spec.expert_tasks == (0,)
+    clean, _ = env.expert_chunk([0], 1, noise=1e-6)
+    np.testing.assert_array_equal(clean[0, 0], np.float32(flat))
+    (seen,) = env._sims._envs[0].unwrapped.seen
+    np.testing.assert_allclose(seen, right, atol=1e-5)
+
+
+def test_an_expert_that_names_no_action_is_refused():
+    with pytest.raises(EnvError, match=r"expert_action returned array\(\[1., 2., 3.\]\), expected an action of Box"):
+        begin(knowing("box", [1.0, 2.0, 3.0])).expert_chunk([0], 1, noise=0.0)
 
 
 def test_a_category_that_does_not_exist_is_refused():

@@ -57,6 +57,8 @@ class Probe:
     """Arguments of its constructor: `env.kwargs`, and a render mode to look at where it has one."""
     reports_success: bool
     """The `info` of its first step says something of success."""
+    expert: bool
+    """It, or a wrapper of it, has a method `expert_action`."""
     vector: bool
     """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
     doubts: tuple[str, ...] = ()
@@ -98,6 +100,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
             max_episode_steps=(env.spec.max_episode_steps or 0) if env.spec is not None else 0,
             kwargs=kwargs,
             reports_success=reports_success,
+            expert=not vector and env.has_wrapper_attr("expert_action"),
             vector=vector,
             doubts=found,
         )

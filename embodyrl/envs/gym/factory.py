@@ -83,6 +83,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         action_space=actions,
         may_truncate=True,
         reports_success=found.reports_success,
+        expert_tasks=(0,) if found.expert else (),
         lockstep=found.vector,
         doubts=found.doubts,
     )

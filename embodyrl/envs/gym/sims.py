@@ -14,7 +14,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from embodyrl.envs.gym.api import flag, line, number, require_step, reset_env
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv, Probe
-from embodyrl.envs.gym.spaces import ObservationWriter, native_actions
+from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
 from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
@@ -26,6 +26,7 @@ class GymSims(SlotSimulators):
     def __init__(self, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
         super().__init__(spec)
         self._native = native_actions(spec.name, found.action_space)
+        self._flat = flat_actions(spec.name, found.action_space)
         self._create = create
         self._writer = ObservationWriter(spec.name, found.observation_space)
         self._envs: dict[int, AnyEnv] = {}
@@ -51,9 +52,13 @@ class GymSims(SlotSimulators):
         return SimStep(
             reward=number(name, reward),
             terminated=flag(name, "terminated", terminated),
-            success=bool(succeeded(info)),
+            success=flag(name, "success in info", succeeded(info)),
             truncated=flag(name, "truncated", truncated),
         )
+
+    def expert(self, slot: int) -> FloatArray:
+        """What the environment's own `expert_action()` would do now."""
+        return self._flat(self._envs[slot].get_wrapper_attr("expert_action")())
 
     def info(self, slot: int) -> dict[str, Any]:
         """The environment's own `info`."""
@@ -96,8 +101,9 @@ class GymSims(SlotSimulators):
 
 
 def succeeded(info: dict[str, Any]) -> Any:
-    """What `info` says of success, for one environment or a batch."""
-    return info.get("success", info.get("is_success", False))
+    """What `info` says of success, for one environment or a batch; None is no success."""
+    found = info.get("success", info.get("is_success"))
+    return False if found is None else found
 
 
 class VectorSims(GymSims, BatchedSimulators):

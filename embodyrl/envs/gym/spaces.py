@@ -88,6 +88,8 @@ class ObservationWriter:
                 f"env '{self._env_id}' observed shape {array.shape} in '{_spell(path)}', its observation space says "
                 f"{shape}."
             )
+        if array.dtype.kind not in "biuf":
+            raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{_spell(path)}', expected real numbers.")
         return array
 
 
@@ -172,6 +174,20 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
         return multi_discrete
     low, high, shape, dtype = space.low, space.high, space.shape, space.dtype
     return lambda action: np.clip(action.reshape(shape).astype(dtype), low, high)
+
+
+def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
+    """Return the inverse of `native_actions`; it raises EnvError for what is no action of the space."""
+    counts = isinstance(space, spaces.Box) and _counts(space)
+    first = space.low if counts else getattr(space, "start", 0)
+
+    def flat(action: Any) -> FloatArray:
+        found = np.asarray(action)
+        if found.shape != space.shape or not np.isfinite(found).all():
+            raise EnvError(f"env '{env_id}': expert_action returned {action!r:.80}, expected an action of {space}.")
+        return (found - first).astype(np.float32).reshape(-1)
+
+    return flat
 
 
 def _counts(space: spaces.Box) -> bool:
