@@ -26,7 +26,7 @@ os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 EPISODES = 100
 WIDE = {"activation_fn": "ReLU", "net_arch": [256, 256]}
 OURS_WIDE = ("model.hidden_sizes=[256,256]", "model.activation=relu")
-DEMONSTRATIONS = 100
+DEMONSTRATIONS = 20
 """Episodes of the scripted expert that RLPD is given."""
 CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
     "pendulum-sac": (

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -115,3 +116,50 @@ def test_sac_learns_pendulum(tmp_path):
     steps = ("runner.max_steps=160", "runner.val_check_interval=160", "eval.episodes=10")
     last = rows(train(load_config("train", words_of(tmp_path, *words, *rates, *steps))).run)[-1]
     assert last["eval/return"] > -300, "about -150 after 10 240 steps; about -1 200 at first"
+
+
+class GoesToItsGoal(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """FetchReach with an expert."""
+
+    way = np.zeros(3)
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        seen, info = self.env.reset(**options)
+        self.way = seen["desired_goal"] - seen["achieved_goal"]
+        return seen, info
+
+    def step(self, action: Any) -> Any:
+        seen, *rest = self.env.step(action)
+        self.way = seen["desired_goal"] - seen["achieved_goal"]
+        return seen, *rest
+
+    def expert_action(self) -> Any:
+        return np.append(np.clip(10.0 * self.way, -1.0, 1.0), 0.0).astype(np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.integration
+def test_rlpd_learns_to_reach_from_demonstrations(tmp_path):
+    pytest.importorskip("gymnasium_robotics")
+    reach = ("env=gym", "env.id=gymnasium_robotics:FetchReach-v4", "env.wrappers=[test_off_policy_runs:GoesToItsGoal]")
+    demos = ("model=scripted", "launcher=inline", f"collect.out={tmp_path}/demos", "collect.episodes=100")
+    collect(load_config("collect", words_of(tmp_path, *reach, *demos)))
+    learner = (
+        "model=mlp",
+        "algorithm=rlpd",
+        f"algorithm.demonstrations=[{tmp_path}/demos]",
+        "algorithm.alpha_init=0.1",
+    )
+    sizes = ("model.hidden_sizes=[64,64]", "model.normalize_state=true", "algorithm.learning_starts=100")
+    rates = (
+        "actor.optim.lr=0.001",
+        "actor.optim.value_lr=0.001",
+        "algorithm.gamma=0.95",
+        "algorithm.policy_interval=1",
+    )
+    steps = ("algorithm.updates_per_sample=1", "env.train.max_steps_per_rollout_epoch=50", "runner.max_steps=30")
+    looks = ("runner.val_check_interval=30", "eval.episodes=20", "env.eval.total_num_envs=5")
+    words = words_of(tmp_path, *reach, *learner, *sizes, *rates, *steps, *looks, *QUIET)
+    found = rows(train(load_config("train", words)).run)
+    assert found[0]["eval/return"] < -45, "it reaches nothing at first"
+    assert found[-1]["eval/return"] > -25
