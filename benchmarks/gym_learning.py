@@ -149,7 +149,7 @@ def theirs(case: str, seed: int, _: list[str]) -> float:
 
     torch.set_num_threads(1)
     env, algorithm, steps, settings, _ = CASES[case]
-    own = dict(settings)
+    own: dict[str, Any] = dict(settings)
     normalize, count = own.pop("normalize", False), own.pop("n_envs", 1)
     if "activation_fn" in (kwargs := own.get("policy_kwargs", {})):
         own["policy_kwargs"] = kwargs | {"activation_fn": getattr(torch.nn, kwargs["activation_fn"])}

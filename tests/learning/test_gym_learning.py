@@ -117,22 +117,6 @@ def test_ppo_learns_pendulum(tmp_path):
     assert rows[-1]["eval/return"] > 0.5 * rows[0]["eval/return"]
 
 
-@pytest.mark.slow
-@pytest.mark.integration
-def test_ppo_learns_to_land_as_the_table_has_it(tmp_path):
-    pytest.importorskip("Box2D")
-    pytest.importorskip("pygame")
-    rows = run(
-        tmp_path,
-        *("env=gym", "env.id=LunarLander-v3", "model=mlp", "algorithm=ppo", "env.train.total_num_envs=16"),
-        *("env.train.max_steps_per_rollout_epoch=1024", "algorithm.gae_lambda=0.98", "algorithm.gamma=0.999"),
-        *("algorithm.update_epoch=4", "algorithm.entropy_bonus=0.01", "algorithm.normalize_returns=false"),
-        *("runner.max_steps=20", "runner.val_check_interval=20", "eval.episodes=20", "env.eval.total_num_envs=10"),
-    )
-    assert rows[0]["eval/return"] < -80
-    assert rows[-1]["eval/return"] > 50, "about 150 of 100 episodes"
-
-
 def test_a_policy_for_real_numbers_is_refused_where_categories_are_chosen():
     cfg = load_config("train", ["env=gym", "env.id=CartPole-v1"])
     env = ENVS.get("gym").spec(cfg.env, EnvContext())

@@ -178,8 +178,7 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
 
 def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
     """Return the inverse of `native_actions`; it raises EnvError for what is no action of the space."""
-    counts = isinstance(space, spaces.Box) and _counts(space)
-    first = space.low if counts else getattr(space, "start", 0)
+    first = space.low if isinstance(space, spaces.Box) and _counts(space) else getattr(space, "start", 0)
 
     def flat(action: Any) -> FloatArray:
         found = np.asarray(action)
