@@ -130,7 +130,8 @@ def ours(case: str, seed: int, more: list[str]) -> float:
             demos = f"{folder}/demos"
             settings_of_env = [word for word in words if word.startswith("env.id=") or "wrappers" in word]
             given = ("env=gym", *settings_of_env, "model=scripted", "launcher=inline", f"collect.out={demos}")
-            collect(load_config("collect", [*given, f"collect.episodes={DEMONSTRATIONS}"]))
+            places = (f"runner.output_dir={folder}", f"collect.episodes={DEMONSTRATIONS}")
+            collect(load_config("collect", [*given, *places]))
             words.append(f"algorithm.demonstrations=[{demos}]")
         cfg = load_config("train", words)
         each = cfg.env.train.total_num_envs * (cfg.env.train.max_steps_per_rollout_epoch or 0)
