@@ -90,6 +90,30 @@ def test_a_demonstration_of_the_fast_loop_succeeds_at_the_same_step_in_the_stock
     stock.close()
 
 
+@pytest.mark.parametrize(("suite", "task"), [("libero_spatial", 4), ("libero_10", 5)])
+def test_what_a_camera_cannot_see_is_not_drawn_and_no_pixel_changes(suite, task):
+    sim = simulator(suite, task, lean=True, fast=True)
+    sim.reset(install.suite_init_states(suite, task)[3], 7)
+    hidden = []
+    for number, action in enumerate(random_actions(24)):
+        sim.step(action)
+        if number % 8:
+            continue
+        with sim._viewed():
+            for camera in ("agentview", "robot0_eye_in_hand", "frontview"):
+                hidden.append(len(sim._out_of_view(camera, 160 / 128)))
+                groups = sim._model.geom_group.copy()
+                found = sim._draw(camera, 128, 160)
+                np.testing.assert_array_equal(sim._model.geom_group, groups)
+                sim._lean = False
+                np.testing.assert_array_equal(found, sim._draw(camera, 128, 160))
+                np.testing.assert_array_equal(sim._model.geom_group, groups)
+                sim._lean = True
+                assert len(np.unique(found)) > 50, "a scene, not an empty picture"
+    assert max(hidden) > 40
+    sim.close()
+
+
 def test_fast_physics_follows_the_profile_unless_set():
     for profile, key, expected in (("full", None, False), ("lean", None, True), ("lean", False, False)):
         cfg = env_of("libero", task_suite_name="libero_goal", render_profile=profile, fast_physics=key)

@@ -2,24 +2,71 @@
 
 Robosuite evaluates MuJoCo's forward dynamics three times per physics substep (its own `forward`, the controller's,
 and the one inside `mj_step`) where one is enough: `mj_step1`, controller, `mj_step2`. The controller's law is the same,
-written with fewer matrix products; results agree with the published benchmark up to rounding, not to the last bit.
+written with fewer matrix products and compiled (by numba, which robosuite brings along) together with MuJoCo's calls:
+in Python it took as long as the physics. Results agree with the published benchmark up to rounding, not to the last
+bit.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import llvmlite.binding as _llvm  # pyright: ignore[reportMissingImports]
 import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
+import numba as _numba  # pyright: ignore[reportMissingImports]
 import numpy as np
-from scipy.linalg.lapack import dposv  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
 from embodyrl.errors import EnvError
 from embodyrl.types import DoubleArray
 
+llvm: Any = _llvm
 mujoco: Any = _mujoco
+numba: Any = _numba
 
 
 _NULLSPACE_KP = 10.0
 """Robosuite's stiffness towards the initial joint positions, 1/s^2; damping is critical."""
+
+llvm.load_library_permanently(str(next(Path(mujoco.__file__).parent.glob("libmujoco*"))))
+_pointer, _nothing = numba.types.uintp, numba.types.void
+_step1 = numba.types.ExternalFunction("mj_step1", _nothing(_pointer, _pointer))
+_step2 = numba.types.ExternalFunction("mj_step2", _nothing(_pointer, _pointer))
+_full_mass = numba.types.ExternalFunction("mj_fullM", _nothing(_pointer, _pointer, _pointer))
+_site_jacobian = numba.types.ExternalFunction(
+    "mj_jacSite", _nothing(_pointer, _pointer, _pointer, _pointer, numba.types.int32)
+)
+
+
+class _Arm(NamedTuple):
+    """Views of a simulation's arrays, and limits; float64."""
+
+    site: int
+    first: int
+    """Degree of freedom of the arm's first joint."""
+    position: DoubleArray
+    """[3] of the hand, m."""
+    rotation: DoubleArray
+    """[3, 3] of the hand."""
+    joints: DoubleArray
+    """[7], rad."""
+    speeds: DoubleArray
+    """[7], rad/s."""
+    bias: DoubleArray
+    """[7] gravity and Coriolis torques, N m."""
+    inertia: DoubleArray
+    """The mass matrix in MuJoCo's sparse form."""
+    torques: DoubleArray
+    """[7] what the motors are told, N m."""
+    low: DoubleArray
+    high: DoubleArray
+    fingers: DoubleArray
+    """[2] what the fingers are told."""
+    finger_middle: DoubleArray
+    finger_span: DoubleArray
+    jacobian: DoubleArray
+    """[6, nv] memory for the hand's Jacobian."""
+    mass: DoubleArray
+    """[nv, nv] memory for the mass matrix."""
 
 
 class FastLoop:
@@ -28,100 +75,185 @@ class FastLoop:
     def __init__(self, env: Any) -> None:
         self._model = env.sim.model._model
         self._data = env.sim.data._data
+        # They measure the wrist's force for observations that nobody reads, and nothing else depends on them.
+        self._model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_SENSOR)
         robot = env.robots[0]
         self._gripper = robot.gripper
         self._robot = robot
         self._substeps = int(env.control_timestep / env.model_timestep)
 
-        c = robot.controller  # only the benchmark's own controller is restated here
+        c = robot.controller  # only the benchmark's own controller and gripper are restated here
         assert c.name == "OSC_POSE" and c.impedance_mode == "fixed" and c.uncoupling, c.name
         assert c.interpolator_pos is None and c.interpolator_ori is None
+        assert type(robot.gripper).__name__ == "PandaGripper", type(robot.gripper)
 
-        data, self._arm = self._data, _as_slice(c.qvel_index)
-        qpos = _as_slice(c.qpos_index)
+        data, arm = self._data, _as_slice(c.qvel_index)
         site = self._model.site(c.eef_name).id
-        self._position, self._rotation = data.site_xpos[site], data.site_xmat[site].reshape(3, 3)
-        self._joints, self._speeds = data.qpos[qpos], data.qvel[self._arm]
-        self._bias = data.qfrc_bias[self._arm]
-        self._site, self._inertia = site, data.qM
-        self._jacobian = np.zeros((6, self._model.nv))
-        self._jacobian_halves = (self._jacobian[:3], self._jacobian[3:])
-        self._mass = np.zeros((self._model.nv, self._model.nv))
-
-        self._arm_ctrl = data.ctrl[_as_slice(robot._ref_joint_actuator_indexes)]
-        self._low, self._high = (limit.copy() for limit in robot.torque_limits)
+        low, high = (limit.copy() for limit in robot.torque_limits)
         fingers = [self._model.actuator(name).id for name in robot.gripper.actuators]
-        self._finger_ctrl = data.ctrl[_as_slice(fingers)]
-        low, high = self._model.actuator_ctrlrange[fingers].T
-        self._finger_middle, self._finger_span = 0.5 * (high + low), 0.5 * (high - low)
+        shut, wide = self._model.actuator_ctrlrange[fingers].T
+        self._arm = _Arm(
+            site=site,
+            first=arm.start,
+            position=data.site_xpos[site],
+            rotation=data.site_xmat[site].reshape(3, 3),
+            joints=data.qpos[_as_slice(c.qpos_index)],
+            speeds=data.qvel[arm],
+            bias=data.qfrc_bias[arm],
+            inertia=data.qM,
+            torques=data.ctrl[_as_slice(robot._ref_joint_actuator_indexes)],
+            low=low,
+            high=high,
+            fingers=data.ctrl[_as_slice(fingers)],
+            finger_middle=0.5 * (wide + shut),
+            finger_span=0.5 * (wide - shut),
+            jacobian=np.zeros((6, self._model.nv)),
+            mass=np.zeros((self._model.nv, self._model.nv)),
+        )
 
-    def run(self, action: DoubleArray, after_substep: Callable[[], None]) -> None:
-        """Execute one action [7] for a control period; `after_substep` is called after each physics substep."""
-        model, data = self._model, self._data
-        controller = self._robot.controller  # robosuite makes a new one at every reset
-        arm, grip = action[:6], action[6:]
-        for substep in range(self._substeps):
-            mujoco.mj_step1(model, data)
-            if substep == 0:
-                self._set_goal(controller, arm)
-            self._arm_ctrl[:] = np.clip(self._torques(controller), self._low, self._high)
-            self._finger_ctrl[:] = self._finger_middle + self._finger_span * self._gripper.format_action(grip)
-            mujoco.mj_step2(model, data)
-            after_substep()
+    def run(self, action: DoubleArray, pauses: tuple[int, ...]) -> Iterator[int]:
+        """Execute one action [7] for a control period, pausing after the physics substeps that are named.
+
+        Raises:
+            EnvError: the arm's inertia is singular or not finite.
+        """
+        c = self._robot.controller  # robosuite makes a new one at every reset
+        command = self._gripper.current_action + np.zeros(2)  # one number after a reset
+        done = 0
+        for pause in (*pauses, self._substeps):
+            mujoco.mj_step1(self._model, self._data)
+            if not done:
+                self._set_goal(c, action[:6])
+            if not _advance(
+                self._model._address, self._data._address, pause - done, self._arm,
+                c.goal_pos, c.goal_ori, c.kp, c.kd, c.initial_joint, command, self._gripper.speed * np.sign(action[6]),
+            ):  # fmt: skip
+                raise EnvError(
+                    "LIBERO: the arm's operational space inertia is singular or not finite; the physics diverged. "
+                    "Check the actions, or use env.fast_physics=false, which tolerates singular poses."
+                )
+            done = pause
+            if pause in pauses:
+                yield pause
+        self._gripper.current_action = command
 
     def _set_goal(self, controller: Any, arm: DoubleArray) -> None:
-        controller.ee_pos = self._position.copy()
-        controller.ee_ori_mat = self._rotation.copy()
+        controller.ee_pos = self._arm.position.copy()
+        controller.ee_ori_mat = self._arm.rotation.copy()
         controller.new_update = False  # the poses above are current; nothing else is read for the goal
         controller.set_goal(arm)
         controller.new_update = True
 
-    def _torques(self, c: Any) -> DoubleArray:
-        """Operational space control (Khatib 1987, as robosuite 1.4): joint torques [7], N m.
 
-        With A = J M^-1 J^T, position and orientation decoupled, and x the nullspace acceleration towards the initial
-        joints: tau = J^T (wrench - A^-1 J x) + M x + bias.
-        """
-        mujoco.mj_jacSite(self._model, self._data, *self._jacobian_halves, self._site)
-        mujoco.mj_fullM(self._model, self._mass, self._inertia)
-        jacobian, mass = self._jacobian[:, self._arm], self._mass[self._arm, self._arm]
-        speeds = self._speeds
-        velocity = jacobian @ speeds
-        error = np.concatenate([c.goal_pos - self._position, _rotation_error(c.goal_ori, self._rotation)])
-        desired = error * c.kp - velocity * c.kd
-        inverse_inertia = jacobian @ _solve(mass, jacobian.T)
-        pull = _NULLSPACE_KP * (c.initial_joint - self._joints) - 2.0 * np.sqrt(_NULLSPACE_KP) * speeds
-        wrench = -_solve(inverse_inertia, jacobian @ pull)
-        wrench[:3] += _solve(inverse_inertia[:3, :3], desired[:3])
-        wrench[3:] += _solve(inverse_inertia[3:, 3:], desired[3:])
-        return jacobian.T @ wrench + mass @ pull + self._bias
+@numba.njit(cache=True)
+def _advance(
+    model: int, data: int, count: int, arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray,
+    kp: DoubleArray, kd: DoubleArray, rest: DoubleArray, command: DoubleArray, finger_speed: float,
+) -> bool:  # fmt: skip
+    """Run `count` substeps, of which the first one's `mj_step1` was made; False where the inertia is singular."""
+    for substep in range(count):
+        if substep:
+            _step1(model, data)
+        _site_jacobian(model, data, arm.jacobian.ctypes.data, arm.jacobian[3:].ctypes.data, arm.site)
+        _full_mass(model, arm.mass.ctypes.data, arm.inertia.ctypes.data)
+        if not _set_torques(arm, goal, goal_rotation, kp, kd, rest):
+            return False
+        for finger in range(2):
+            moved = command[finger] + (2.0 * finger - 1.0) * finger_speed
+            command[finger] = min(max(moved, -1.0), 1.0)
+            arm.fingers[finger] = arm.finger_middle[finger] + arm.finger_span[finger] * command[finger]
+        _step2(model, data)
+    return True
 
 
-def _solve(matrix: DoubleArray, right: DoubleArray) -> DoubleArray:
-    """Solve a small symmetric positive definite system; numpy's general solver costs several times as much.
+@numba.njit(cache=True)
+def _set_torques(
+    arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray, kp: DoubleArray, kd: DoubleArray, rest: DoubleArray
+) -> bool:
+    """Operational space control (Khatib 1987, as robosuite 1.4): joint torques [7], N m; False: singular.
 
-    Raises:
-        EnvError: the matrix is singular or not finite.
+    With A = J M^-1 J^T, position and orientation decoupled, and x the nullspace acceleration towards the initial
+    joints: tau = J^T (wrench - A^-1 J x) + M x + bias.
     """
-    _, solution, info = dposv(matrix, right)
-    if info:
-        raise EnvError(
-            "LIBERO: the arm's operational space inertia is singular or not finite; the physics diverged. "
-            "Check the actions, or use env.fast_physics=false, which tolerates singular poses."
-        )
-    return solution
+    jacobian = arm.jacobian[:, arm.first : arm.first + 7]
+    mass = arm.mass[arm.first : arm.first + 7, arm.first : arm.first + 7]
+    desired, wrench, pull = np.empty(6), np.zeros(6), np.empty(7)
+    for joint in range(7):
+        pull[joint] = _NULLSPACE_KP * (rest[joint] - arm.joints[joint])
+        pull[joint] -= 2.0 * np.sqrt(_NULLSPACE_KP) * arm.speeds[joint]
+    # Half the sum of cross products of matching axes: the vee of the antisymmetric part of goal current^T.
+    for i in range(3):
+        j, k = (i + 1) % 3, (i + 2) % 3
+        desired[i] = goal[i] - arm.position[i]
+        desired[3 + i] = 0.0
+        for axis in range(3):
+            desired[3 + i] += 0.5 * goal_rotation[k, axis] * arm.rotation[j, axis]
+            desired[3 + i] -= 0.5 * goal_rotation[j, axis] * arm.rotation[k, axis]
+    for i in range(6):
+        velocity = 0.0
+        for joint in range(7):
+            velocity += jacobian[i, joint] * arm.speeds[joint]
+            wrench[i] -= jacobian[i, joint] * pull[joint]
+        desired[i] = desired[i] * kp[i] - velocity * kd[i]
+    root, columns, inverse_inertia = mass.copy(), jacobian.T.copy(), np.zeros((6, 6))
+    if not _factorise(root):
+        return False
+    for i in range(6):
+        _solve_lower(root, columns[:, i])
+        for j in range(i + 1):
+            for joint in range(7):
+                inverse_inertia[i, j] += columns[joint, i] * columns[joint, j]
+    turning = inverse_inertia[3:, 3:].copy()
+    if not (_factorise(inverse_inertia) and _factorise(turning)):
+        return False
+    _solve(inverse_inertia, wrench)
+    # The first three rows of a factor are the factor of the first three rows.
+    _solve(inverse_inertia[:3, :3], desired[:3])
+    _solve(turning, desired[3:])
+    for joint in range(7):
+        torque = arm.bias[joint]
+        for i in range(6):
+            torque += jacobian[i, joint] * (wrench[i] + desired[i])
+        for other in range(7):
+            torque += mass[joint, other] * pull[other]
+        arm.torques[joint] = min(max(torque, arm.low[joint]), arm.high[joint])
+    return True
 
 
-def _rotation_error(goal: DoubleArray, current: DoubleArray) -> DoubleArray:
-    """Half the sum of cross products of matching axes [3]: the vee of the antisymmetric part of goal current^T."""
-    difference = goal @ current.T
-    return 0.5 * np.array(
-        [
-            difference[2, 1] - difference[1, 2],
-            difference[0, 2] - difference[2, 0],
-            difference[1, 0] - difference[0, 1],
-        ]
-    )
+@numba.njit(cache=True)
+def _factorise(matrix: DoubleArray) -> bool:
+    """Replace the lower triangle of a small symmetric matrix by its Cholesky factor; False if there is none."""
+    for i in range(len(matrix)):
+        for j in range(i + 1):
+            rest = matrix[i, j]
+            for k in range(j):
+                rest -= matrix[i, k] * matrix[j, k]
+            if i > j:
+                matrix[i, j] = rest / matrix[j, j]
+            elif rest > 0.0:  # neither negative nor nan
+                matrix[i, i] = np.sqrt(rest)
+            else:
+                return False
+    return True
+
+
+@numba.njit(cache=True)
+def _solve_lower(root: DoubleArray, right: DoubleArray) -> None:
+    """Solve L x = right in place."""
+    for i in range(len(root)):
+        for k in range(i):
+            right[i] -= root[i, k] * right[k]
+        right[i] /= root[i, i]
+
+
+@numba.njit(cache=True)
+def _solve(root: DoubleArray, right: DoubleArray) -> None:
+    """Solve L L^T x = right in place."""
+    _solve_lower(root, right)
+    for i in range(len(root) - 1, -1, -1):
+        for k in range(i + 1, len(root)):
+            right[i] -= root[k, i] * right[k]
+        right[i] /= root[i, i]
 
 
 def _as_slice(indices: Any) -> slice:

@@ -41,6 +41,8 @@ positions before that substep. The gripper opening is read from the positions af
 
 _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
+_NEVER_DRAWN = 5
+"""A group of geoms that robosuite does not draw."""
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba")
 """Parts of the compiled model that LIBERO changes while running: fixture poses in reset, visible sites (a burner)."""
 
@@ -87,6 +89,7 @@ class TaskSimulator:
         self._env: Any = wrapper.env
         self.instruction = str(wrapper.language_instruction)
         """Of the task's description."""
+        self._lean = lean
         if lean:
             self._env.sim._render_context_offscreen.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
         self._fast = FastLoop(self._env) if fast else None
@@ -99,7 +102,6 @@ class TaskSimulator:
         self._hand = self._model.body(self._robot.robot_model.eef_name).id
         self._fingers = np.asarray(self._robot._ref_gripper_joint_pos_indexes)
         self._new_sites = self._model.site_rgba.copy()
-        self._substep = 0
         self._view_qpos, self._view_sites = self._data.qpos.copy(), self._new_sites
         self._gripper_qpos = self._data.qpos[self._fingers]
 
@@ -140,7 +142,6 @@ class TaskSimulator:
 
     def step(self, action: npt.ArrayLike) -> SimStep:
         """Execute one action [7] in -1..1; success is the benchmark's goal predicate after the step."""
-        self._substep = 0
         self._view_sites = self._model.site_rgba.copy()
         command = np.asarray(action, np.float64)
         self._env.timestep += 1
@@ -149,7 +150,8 @@ class TaskSimulator:
         if self._fast is None or not self._robot.controller.new_update:
             self._run_stock(command)
         else:
-            self._fast.run(command, self._after_substep)
+            for substep in self._fast.run(command, (VIEW_SUBSTEP, VIEW_SUBSTEP + 1)):
+                self._look(substep)
         self._env.cur_time += self._env.control_timestep
         reward, _, _ = self._env._post_action(command)
         done = bool(self._env._check_success())
@@ -168,7 +170,7 @@ class TaskSimulator:
                 mujoco.mj_step1(self._model, self._data)
                 env._pre_action(command, substep == 0)
                 mujoco.mj_step2(self._model, self._data)
-                self._after_substep()
+                self._look(substep + 1)
         finally:
             del sim.forward
 
@@ -240,12 +242,11 @@ class TaskSimulator:
             "tries. Use another seed."
         )
 
-    def _after_substep(self) -> None:
-        """Stand where robosuite updates its observables, once per physics substep."""
-        self._substep += 1
-        if self._substep == VIEW_SUBSTEP:
+    def _look(self, substep: int) -> None:
+        """Stand where robosuite updates its observables, after each physics substep (from 1 on)."""
+        if substep == VIEW_SUBSTEP:
             self._view_qpos = self._data.qpos.copy()
-        elif self._substep == VIEW_SUBSTEP + 1:
+        elif substep == VIEW_SUBSTEP + 1:
             self._gripper_qpos = self._data.qpos[self._fingers]
 
     @contextlib.contextmanager
@@ -267,7 +268,29 @@ class TaskSimulator:
     def _draw(self, camera: str, height: int, width: int) -> ByteArray:
         # Several models share this process, and robosuite draws into whatever context is current.
         self._env.sim._render_context_offscreen.gl_ctx.make_current()
-        return self._env.sim.render(camera_name=camera, width=width, height=height)
+        hidden = self._out_of_view(camera, width / height) if self._lean else np.zeros(0, np.intp)
+        groups = self._model.geom_group[hidden]
+        self._model.geom_group[hidden] = _NEVER_DRAWN
+        try:
+            return self._env.sim.render(camera_name=camera, width=width, height=height)
+        finally:
+            self._model.geom_group[hidden] = groups
+
+    def _out_of_view(self, camera: str, aspect: float) -> npt.NDArray[np.intp]:
+        """Geoms whose bounding spheres lie outside of what a camera sees.
+
+        A software renderer spends its time on vertices, and without reflections and shadows no pixel changes.
+        """
+        number = self._model.camera(camera).id
+        place = self._data.geom_xpos - self._data.cam_xpos[number]
+        x, y, depth = (place @ self._data.cam_xmat[number].reshape(3, 3)).T * [[1.0], [1.0], [-1.0]]
+        tangent = np.tan(np.radians(self._model.cam_fovy[number]) / 2)
+        radius = self._model.geom_rbound
+        outside = depth < -radius
+        for across, slope in ((x, tangent * aspect), (y, tangent)):
+            # Distance from the nearer of two side planes, each of which turns by the angle with that slope.
+            outside |= np.abs(across) - depth * slope > radius * np.hypot(1.0, slope)
+        return np.flatnonzero(outside & (radius > 0))  # planes have none
 
 
 def _nothing(force: bool = False) -> None:

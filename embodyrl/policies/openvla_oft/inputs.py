@@ -63,9 +63,12 @@ def preprocess(
         else:
             assert pipeline == "rlinf", pipeline
             resized = rlinf_pixels(frames, size, device)
-        unit = resized / 255.0
-        towers = [_normalise(unit, norm) for norm in norms]
-        return torch.cat(towers, dim=1).reshape(batch, 6 * cameras, size, size)
+        unit, towers = resized / 255.0, resized.new_empty(len(resized), 6, size, size)
+        for tower, norm in zip(towers.split(3, dim=1), norms, strict=True):
+            mean, std = (on_device(torch.tensor(x), device)[:, None, None] for x in (norm.mean, norm.std))
+            torch.sub(unit, mean, out=tower)
+            tower.div_(std)
+        return towers.reshape(batch, 6 * cameras, size, size)
 
 
 def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
@@ -74,7 +77,8 @@ def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
     That is bicubic with antialias in float32, then clamp and round half to even. The same call on uint8 runs a
     fixed-point kernel that is up to 9 levels away.
     """
-    pixels = on_device(frames, device).permute(0, 3, 1, 2).float()
+    # Contiguous, channels first: the same numbers in less than half the time on a CPU.
+    pixels = on_device(frames, device).permute(0, 3, 1, 2).float().contiguous()
     if pixels.shape[-2:] == (size, size):
         return pixels
     resized = F.interpolate(pixels, size=(size, size), mode="bicubic", align_corners=False, antialias=True)
@@ -149,11 +153,6 @@ def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
         torch.from_numpy(np.minimum(np.ceil(position), size - 1).astype(np.int64)),
         torch.from_numpy((position - low).astype(np.float32)),
     )
-
-
-def _normalise(unit: Tensor, norm: PixelNorm) -> Tensor:
-    mean, std = (on_device(torch.tensor(x), unit.device)[:, None, None] for x in (norm.mean, norm.std))
-    return (unit - mean) / std
 
 
 EMPTY_PIECE = "▁"

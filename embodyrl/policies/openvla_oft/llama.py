@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from embodyrl.policies.linear import Linear
 from embodyrl.policies.openvla_oft.config import LlamaSpec
 
 
@@ -109,14 +110,11 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequenc
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:
     cos, sin = rope[0].to(x.dtype), rope[1].to(x.dtype)
-    if x.is_cuda:
-        return _Rotation.apply(x, cos, sin)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+    return _Rotation.apply(x, cos, sin)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """The same products as in `_rotate`, in three kernels that copy nothing."""
+    """Return x cos + [-second half, first half] sin; three kernels that copy nothing."""
     out = x * cos
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
@@ -196,10 +194,10 @@ class LlamaAttention(nn.Module):
         self.layer = layer
         self.head_dim = spec.hidden_size // spec.num_attention_heads
         width = spec.hidden_size
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, width, bias=False)
-        self.v_proj = nn.Linear(width, width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.q_proj = Linear(width, width, bias=False)
+        self.k_proj = Linear(width, width, bias=False)
+        self.v_proj = Linear(width, width, bias=False)
+        self.o_proj = Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Add to `onto` what x [B, T, D] becomes: as long as x, or [B, R, D] where queries of `rows` are wanted."""
@@ -227,9 +225,9 @@ class LlamaMlp(nn.Module):
 
     def __init__(self, spec: LlamaSpec) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         """Add to `onto` [..., D] what x [..., D] becomes."""

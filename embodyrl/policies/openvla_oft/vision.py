@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from embodyrl.policies.linear import Linear
 from embodyrl.policies.openvla_oft.config import VitSpec
 from embodyrl.policies.openvla_oft.llama import linears
 
@@ -29,8 +30,8 @@ class Attention(nn.Module):
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
         self.heads = spec.heads
-        self.qkv = nn.Linear(spec.width, 3 * spec.width)
-        self.proj = nn.Linear(spec.width, spec.width)
+        self.qkv = Linear(spec.width, 3 * spec.width)
+        self.proj = Linear(spec.width, spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, width] to the same shape."""
@@ -49,8 +50,8 @@ class Mlp(nn.Module):
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(inputs, hidden)
-        self.fc2 = nn.Linear(hidden, outputs)
+        self.fc1 = Linear(inputs, hidden)
+        self.fc2 = Linear(hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs] to [..., outputs]."""
@@ -206,9 +207,9 @@ class Projector(nn.Module):
 
     def __init__(self, vision_width: int, llm_width: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(vision_width, 4 * vision_width)
-        self.fc2 = nn.Linear(4 * vision_width, llm_width)
-        self.fc3 = nn.Linear(llm_width, llm_width)
+        self.fc1 = Linear(vision_width, 4 * vision_width)
+        self.fc2 = Linear(4 * vision_width, llm_width)
+        self.fc3 = Linear(llm_width, llm_width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., vision width] to [..., language width]."""

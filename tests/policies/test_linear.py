@@ -1,0 +1,62 @@
+"""The faster product of linear layers on a CPU: its numbers and gradients are torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from embodyrl.policies import linear as module
+from embodyrl.policies.linear import Linear, linear
+
+faster = pytest.mark.skipif(not module.HAS_PRODUCT, reason="this processor or torch has no faster product")
+
+
+def values_and_gradients(product, bias, *, transposed=False):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 90, 128, generator=generator, requires_grad=True)
+    weight = torch.randn(352, 128, generator=generator, requires_grad=True)
+    b = torch.randn(352, generator=generator, requires_grad=True) if bias else None
+    out = product(x.transpose(0, 1) if transposed else x, weight, b)
+    # Expanded: the gradient of a mean has no memory of its own.
+    loss = out.pow(2).mean() if not transposed else out.mean()
+    loss.backward()
+    return [out, x.grad, weight.grad, *([b.grad] if b is not None else [])]
+
+
+@faster
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_values_and_gradients_are_those_of_torch(bias, transposed):
+    found = values_and_gradients(linear, bias, transposed=transposed)
+    assert "_Linear" in str(found[0].grad_fn)
+    for ours, theirs in zip(found, values_and_gradients(F.linear, bias, transposed=transposed), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.detach().abs().max()))
+
+
+@faster
+def test_acting_and_scoring_come_to_the_same_numbers():
+    layer, x = Linear(128, 352), torch.randn(200, 128)
+    scored = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), scored, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_small_inputs_and_autocast_take_the_usual_product(dtype):
+    x, weight = torch.randn(200, 128, dtype=dtype), torch.randn(352, 128, dtype=dtype, requires_grad=True)
+    assert "_Linear" not in str(linear(x, weight, None).grad_fn)
+    small = torch.randn(352, 128, requires_grad=True)
+    assert "_Linear" not in str(linear(torch.randn(2, 128), small, None).grad_fn)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert linear(torch.randn(200, 128), small, None).dtype == torch.bfloat16
+
+
+@faster
+def test_frozen_weights_keep_no_inputs():
+    """Beside adapters they would be most of the memory of an update."""
+    x, weight = torch.randn(200, 128, requires_grad=True), torch.randn(352, 128)
+    out = linear(x, weight, None)
+    assert [kept is None for kept in out.grad_fn.saved_tensors] == [True, False]
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(200, -1), rtol=1e-5, atol=1e-5)
