@@ -58,6 +58,20 @@ def test_the_card_is_what_the_files_say(tmp_path: Path) -> None:
     json.dumps(card, allow_nan=False)
 
 
+def test_a_card_counts_states_steps_and_both_directions_of_a_change(tmp_path: Path) -> None:
+    run = carded(tmp_path)
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "env/steps": {100 * n}}}\n' for n in (1, 2, 3)))
+    for folder, successes in zip(sorted((run / "eval").iterdir()), ("TFFFFF", "FTTTFF"), strict=True):
+        rows = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+        for number, (row, success) in enumerate(zip(rows, successes, strict=True)):
+            row.update(reset_id=3000 + number // 2, success_once=success == "T", task_id=0, task="open")
+        (folder / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    card = card_of(run)
+    assert card["states"]["evaluated"] == 3
+    assert (card["change"][0]["only_first"], card["change"][0]["only_last"]) == (1, 3)
+    assert card["costs"]["training_env_steps"] == 600
+
+
 def test_a_resumed_evaluation_costs_all_its_episodes(tmp_path: Path) -> None:
     """Its table has the steps of the last attempt; the six episodes took 10 to 15 steps."""
     run = carded(tmp_path)

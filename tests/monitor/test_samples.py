@@ -10,9 +10,21 @@ from text_runs import text_config
 
 from embodyrl.cli.report import picture
 from embodyrl.commands.train import train
-from embodyrl.monitor.history import read_history
+from embodyrl.monitor.history import EpisodeRow, read_history
 from embodyrl.monitor.report.page import write_report
 from embodyrl.monitor.samples import pick_samples
+
+
+def test_what_was_learned_comes_first_then_what_fails_then_what_always_worked() -> None:
+    def row(episode: int, success: bool) -> EpisodeRow:
+        said = (("user", "copy"), ("assistant", "x"))
+        raw = dict.fromkeys(("terminated", "truncated"), False) | {"return": 0.0, "seconds": 0.0, "steps": 1}
+        raw |= {"task_id": 0, "task": "copy", "reset_id": episode, "seed": episode, "video": None, "episode": episode}
+        return EpisodeRow.from_json(raw | {"success_once": success, "success_at_end": success, "conversation": said})
+
+    before = [row(0, True), row(1, False), row(2, False), row(3, True)]
+    after = [row(0, True), row(1, False), row(2, True), row(3, True)]
+    assert [sample.after.episode for sample in pick_samples(before, after, 4)] == [2, 1, 0, 3]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,10 @@ def test_both_recordings_run_in_step_and_the_shorter_one_holds_its_last_frame(tm
         assert abs(int(np.median(frame[40:, 110:])) - 200) < 8
     assert frames[0][:30, :90].max() > 150, "the label is not drawn"
     assert [p.name for p in out.parent.iterdir()] == ["joined.mp4"]
+    join_side_by_side(before, after, out, labels=("before", ""), fps=20)
+    with imageio.get_reader(out) as reader:
+        frame = np.asarray(reader.get_data(0))
+    assert frame[:30, :90].max() > 150 > 100 > frame[:30, 110:].max(), "the first label stands over the first recording"
 
 
 def test_an_animated_picture_shows_pair_after_pair(tmp_path):

@@ -63,6 +63,16 @@ def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
     assert f"of these 3 initial states training of {exported} uses 1, validation of {exported} uses 1;" in told
 
 
+def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path) -> None:
+    run = tmp_path / "across"
+    (run / "checkpoints").mkdir(parents=True)
+    words = ["env.eval.state_ids=[3000,3001]", "runner.val_suites=[base,colours]", "runner.val_check_interval=5"]
+    save_config(load_config("train", words), run / "config.yaml")
+    cfg = load_config("eval", [f"ckpt={run}", *words[:2], "model.path=assets/openvla_oft_tabletop"])
+    told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
+    assert f"of these 12 initial states training of {run} uses 0, validation of {run} uses 12;" in told
+
+
 WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetensors"))
 
 
