@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_MANY = 2**21
-"""Multiplications below which a function of our own costs more than the faster kernel gains."""
-
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -30,9 +27,8 @@ HAS_PRODUCT = _has_product()
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What `torch.nn.functional.linear` gives, up to rounding: x [..., in], weight [out, in], bias [out]."""
     quick = HAS_PRODUCT and x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    if not quick or x.numel() * len(weight) < _MANY or torch.is_autocast_enabled("cpu"):
-        return F.linear(x, weight, bias)
-    if torch.compiler.is_compiling():
+    # Whatever the size: a row's numbers should not depend on how many there are.
+    if not quick or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias) if torch.is_grad_enabled() else _product(x, weight, bias)
 

@@ -43,13 +43,11 @@ def test_acting_and_scoring_come_to_the_same_numbers():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_types_small_inputs_and_autocast_take_the_usual_product(dtype):
+def test_other_types_and_autocast_take_the_usual_product(dtype):
     x, weight = torch.randn(200, 128, dtype=dtype), torch.randn(352, 128, dtype=dtype, requires_grad=True)
     assert "_Linear" not in str(linear(x, weight, None).grad_fn)
-    small = torch.randn(352, 128, requires_grad=True)
-    assert "_Linear" not in str(linear(torch.randn(2, 128), small, None).grad_fn)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert linear(torch.randn(200, 128), small, None).dtype == torch.bfloat16
+        assert linear(torch.randn(200, 128), torch.randn(352, 128), None).dtype == torch.bfloat16
 
 
 @faster

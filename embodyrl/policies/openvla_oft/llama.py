@@ -110,11 +110,14 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequenc
 
 def _rotate(x: Tensor, rope: Rope) -> Tensor:
     cos, sin = rope[0].to(x.dtype), rope[1].to(x.dtype)
-    return _Rotation.apply(x, cos, sin)
+    if x.is_cuda:
+        return _Rotation.apply(x, cos, sin)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Return x cos + [-second half, first half] sin; three kernels that copy nothing."""
+    """The same products as in `_rotate`, in three kernels that copy nothing."""
     out = x * cos
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
