@@ -15,7 +15,7 @@ from embodyrl.plan.roots import TrainConfig
 from embodyrl.types import ROWS_AT_A_TIME, PolicySpec
 
 MIB, GIB = 2**20, 2**30
-_PROCESS = 340 * MIB
+_PROCESS = 380 * MIB
 """A process with torch and a model library, on the host."""
 _ADAPTERS = 90 * MIB
 """What the adapter library adds to it."""

@@ -181,7 +181,10 @@ def test_a_documented_command_does_what_it_says(line: str, reader: Path, capfd: 
         assert main(["collect", "env=tabletop", "collect.out=demos/tabletop", *SHORT["collect"]]) == 0
     if any(simulator in line for simulator in SIMULATED) and name in SHORT:
         pytest.importorskip("libero" if "libero" in line else "mani_skill")
-        words = [*words, *(["--dry-run"] if "--dry-run" not in words else [])]
+        jobs = expand([w for w in words if w not in ("-m", "--dry-run")]) if "-m" in words else [words]
+        for job in jobs:
+            assert main([name, *job, *(["--dry-run"] if "--dry-run" not in job else [])]) == 0, capfd.readouterr().err
+        return
     elif name == "train" and "-m" in words:
         for job in expand([w for w in words if w != "-m"]):
             assert main([name, *short(name, job)]) == 0, capfd.readouterr().err
