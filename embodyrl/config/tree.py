@@ -203,6 +203,8 @@ class _Choices:
         entries = raw.get("defaults") or []
         if not isinstance(entries, list):
             raise ConfigError(f"{file}: defaults must be a list.")
+        # What a file overrides wins over what the files it builds on override: it is noted before they are read.
+        entries = sorted(entries, key=lambda entry: not str(entry).startswith("{'override "))
         for entry in entries if "_self_" in entries else [*entries, "_self_"]:
             if entry == "_self_":
                 yield part

@@ -22,9 +22,10 @@ FILES = {
     "extra/choose": "# @package _global_\ndefaults: [{override /env: b}]\nseed: 2",
     "extra/child": "# @package _global_\ndefaults: [choose, _self_]\nseed: 3",
     "extra/late": "# @package _global_\ndefaults: [_self_, choose]\nseed: 4",
+    "extra/other": "# @package _global_\ndefaults: [choose, {override /env: deep/c}]",
     "extra/nowhere": "defaults: [{override /envv: b}]",
     "extra/circle": "defaults: [circle]",
-    "extra/missing": "defaults: [other]",
+    "extra/missing": "defaults: [gone]",
     "extra/form": "defaults: [{env@x: b}]",
     "extra/said": "# What it is for\n# @package _global_\nseed: 5",
     "round": "defaults: [{optional env: '${model}'}, {optional model: 'n${env}'}]",
@@ -48,12 +49,14 @@ def folder(tmp_path: Path) -> Path:
         ({"extra": "choose"}, "root env/b model/m start/b-m extra/choose"),
         ({"extra": "choose", "env": "a"}, "root env/a model/m extra/choose"),
         ({"extra": "child"}, "root env/b model/m start/b-m extra/choose extra/child"),
+        ({"extra": "other"}, "root env/deep/c model/m extra/choose extra/other"),
+        ({"extra": "other", "env": "a"}, "root env/a model/m extra/choose extra/other"),
         ({"extra": "late"}, "root env/b model/m start/b-m extra/late extra/choose"),
     ],
 )
 def test_files_are_read_in_the_order_of_their_defaults(folder: Path, groups: dict[str, str], names: str) -> None:
     parts = tree.compose_files("root", groups, [folder])
-    assert [part.name for part in parts] == names.split()
+    assert [part.name for part in parts] == names.split() == _by_hydra("root", groups, folder)
     packages = {part.name: part.package for part in parts}
     assert packages.get("env/deep/c", "env") == packages["model/m"].replace("model", "env") == "env"
     assert not packages["root"]
@@ -64,7 +67,7 @@ def test_files_are_read_in_the_order_of_their_defaults(folder: Path, groups: dic
     [
         ("nowhere", "envv=b: no such group. Did you mean 'env'?"),
         ("circle", "extra/circle.yaml is among its own defaults"),
-        ("missing", "extra/missing: there is no extra/other.yaml"),
+        ("missing", "extra/missing: there is no extra/gone.yaml"),
         ("form", "cannot read"),
     ],
 )
@@ -82,20 +85,20 @@ def test_groups_that_choose_each_other_without_end_are_refused(folder: Path) -> 
         tree.compose_files("round", {}, [folder])
 
 
-def _by_hydra(command: str, groups: dict[str, str]) -> list[str]:
-    with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3"):
+def _by_hydra(root: str, groups: dict[str, str], folder: Path) -> list[str]:
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         words = [f"{group}={option}" for group, option in groups.items()]
-        found = loader.compute_defaults_list(tree.root_file(command), words, run_mode=RunMode.RUN).defaults
+        found = loader.compute_defaults_list(root, words, run_mode=RunMode.RUN).defaults
     names = (one.config_path for one in found)
-    return [name for name in names if name and (conf_dir() / f"{name}.yaml").is_file()]
+    return [name for name in names if name and (folder / f"{name}.yaml").is_file()]
 
 
 @pytest.mark.parametrize("group", sorted(tree.default_options("train")))
 def test_what_ships_is_composed_as_hydra_does(group: str) -> None:
     for option in tree.options(group):
         parts = tree.compose_files(tree.root_file("train"), {group: option}, [conf_dir()])
-        assert [part.name for part in parts] == _by_hydra("train", {group: option}), option
+        assert [part.name for part in parts] == _by_hydra("train", {group: option}, conf_dir()), option
 
 
 def test_yaml_of_settings(tmp_path: Path) -> None:
