@@ -22,6 +22,7 @@ from embodyrl.files import available_cores
 from embodyrl.plan.episodes import eval_episodes, groups_per_step, selected_reset_ids
 from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
+from embodyrl.plan.settings import Labels
 from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
@@ -214,7 +215,14 @@ def _replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, polic
         problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
         folders = []
     for folder in folders:
-        shown = read_card(resolve_asset(folder)).env
+        card = read_card(resolve_asset(folder))
+        shown = card.env
+        if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
+            problems.append(
+                f"algorithm.demonstrations: {folder} holds what the expert would have done, not the actions that led "
+                "to its rewards and next states. Collect with model.expert_noise=0 and collect.labels=executed, or "
+                "imitate these with `embodyrl sft`."
+            )
         if not is_ours(resolve_asset(folder)):
             problems.append(
                 f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import imageio.v3 as iio
 import pytest
-from toy_runs import train_toy
+from toy_runs import running_crew, train_toy
 
-from embodyrl.commands.before_after import telling_episodes
+from embodyrl.commands.before_after import film, read_evaluation, telling_episodes
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EpisodeRow, read_rows
@@ -72,6 +72,27 @@ def test_a_resumed_run_keeps_its_story(tmp_path: Path) -> None:
             assert played["video"] == path
             assert len(iio.imread(path)) >= played["steps"]
     assert len([*(run / "videos").glob("before_after_ep*.mp4")]) == 2
+
+
+@pytest.mark.integration
+def test_a_replay_that_came_out_otherwise_leaves_no_film(tmp_path: Path) -> None:
+    """Two of four episodes are said to have ended otherwise than their actions make them end."""
+    run = train_toy(tmp_path, *WORDS, "eval.episodes=4", "runner.max_steps=1")
+    folder = run / "eval" / "step_000001"
+    played = read_rows(folder / "episodes.jsonl")
+    lying = [{**r, "success_once": r["success_once"] != (r["episode"] % 2 == 1), "video": None} for r in played]
+    (folder / "episodes.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lying))
+    said: list[str] = []
+    with running_crew(tmp_path, *WORDS, "eval.episodes=4") as crew:
+        result = read_evaluation(folder, crew.blueprint.env)
+        assert result is not None
+        (videos := tmp_path / "films").mkdir()
+        shown = film(crew.blueprint, crew.workers, result, [0, 1, 2, 3], videos, said.append)
+    kept = dict(shown.recordings)
+    assert sorted(kept) == [0, 2]
+    assert sorted(videos.iterdir()) == sorted(Path(path) for path in kept.values())
+    assert {r["episode"]: r["video"] for r in read_rows(folder / "episodes.jsonl")} == {1: None, 3: None, **kept}
+    assert [line.split(" came out otherwise")[0] for line in said] == ["episode 1 of step 1", "episode 3 of step 1"]
 
 
 def test_an_evaluation_alone_has_nothing_to_compare():

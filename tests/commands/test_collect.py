@@ -112,6 +112,7 @@ def test_noise_moves_the_states_but_not_the_recorded_actions(tmp_path: Path) -> 
     run(tmp_path, "collect.episodes=2", "model.expert_noise=0.3", "env.train.max_episode_steps=30")
     demos = load_demonstrations(tmp_path / "demos")
     assert set(np.unique(demos.action[:, 0])) == {-0.5, 0.5}
+    assert read_card(tmp_path / "demos").collected["expert_noise"] == 0.3
     steps = np.diff(demos.state[demos.start[0] : demos.stop[0], 0])
     assert steps.std() > 0.05
 

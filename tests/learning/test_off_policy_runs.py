@@ -95,6 +95,12 @@ def test_half_of_each_batch_may_be_demonstrations(tmp_path):
     other = load_config("train", words_of(tmp_path, *given, "env.id=MountainCarContinuous-v0"))
     with pytest.raises(ConfigError, match="Collect them alike"):
         draw_blueprint(other, training=True)
+    card = demos / "meta/embodyrl.json"
+    played = json.loads(card.read_text())
+    for key, value in (("expert_noise", 0.1), ("labels", "expert")):
+        card.write_text(json.dumps(played | {"collected": played["collected"] | {key: value}}))
+        with pytest.raises(ConfigError, match="holds what the expert would have done"):
+            draw_blueprint(load_config("train", words_of(tmp_path, *given)), training=True)
 
 
 @pytest.mark.integration
