@@ -58,3 +58,38 @@ def test_frozen_weights_keep_no_inputs():
     assert [kept is None for kept in out.grad_fn.saved_tensors] == [True, False]
     out.sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(0).expand(200, -1), rtol=1e-5, atol=1e-5)
+
+
+SHAPES = {
+    "one row without a batch": (torch.ones(5), torch.ones(3, 5), torch.ones(3)),
+    "no rows": (torch.ones(2, 0, 5), torch.ones(3, 5), None),
+    "no inputs": (torch.ones(4, 0), torch.ones(3, 0), torch.ones(3)),
+    "no outputs": (torch.ones(4, 5), torch.ones(0, 5), torch.ones(0)),
+    "a bias with gaps": (torch.ones(4, 5), torch.ones(3, 5), torch.arange(6.0)[::2]),
+    "one number as bias": (torch.ones(4, 5), torch.ones(3, 5), torch.arange(1.0, 2.0).expand(3)),
+    "inputs with gaps": (torch.arange(40.0).view(4, 10)[:, ::2], torch.arange(15.0).view(5, 3).t(), None),
+    "one input for all": (torch.arange(5.0).expand(4, 5), torch.arange(5.0).expand(3, 5), torch.arange(3.0)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_any_shape_and_any_place_in_memory_has_the_numbers_of_torch(name):
+    """Fails where a bias goes to the product as it lies in memory, or where nothing at all goes there."""
+    parts = [None if part is None else part.requires_grad_() for part in SHAPES[name]]
+    leaves = [part for part in parts if part is not None]
+    results = []
+    for product in (linear, F.linear):
+        out = product(*parts)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(*parts), results[1][0])
+
+
+@faster
+def test_a_gradient_of_a_gradient_is_refused_and_not_zero():
+    x, weight = torch.ones(4, 5, requires_grad=True), torch.ones(3, 5, requires_grad=True)
+    (gradient,) = torch.autograd.grad(linear(x, weight, None).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
