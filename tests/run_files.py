@@ -22,7 +22,15 @@ def write_video(path: Path) -> Path:
     return path
 
 
-def write_evaluation(run: Path, step: int, outcomes: list[bool], *, videos: int = 0) -> None:
+def write_evaluation(
+    run: Path,
+    step: int,
+    outcomes: list[bool],
+    *,
+    videos: int = 0,
+    tasks: tuple[str, str] = TASKS,
+    finished: bool = True,
+) -> None:
     """Episodes alternate between the tasks; episode k has initial state k and seed 1000 + k."""
     folder = run / "eval" / f"step_{step:06d}"
     folder.mkdir(parents=True)
@@ -32,7 +40,7 @@ def write_evaluation(run: Path, step: int, outcomes: list[bool], *, videos: int 
         row = EpisodeRow(
             episode=k,
             task_id=k % 2,
-            task=TASKS[k % 2],
+            task=tasks[k % 2],
             reset_id=k,
             seed=1000 + k,
             success_once=success,
@@ -46,6 +54,8 @@ def write_evaluation(run: Path, step: int, outcomes: list[bool], *, videos: int 
         )
         rows.append(json.dumps(row.to_json()))
     (folder / "episodes.jsonl").write_text("\n".join(reversed(rows)) + "\n")
+    if finished:
+        (folder / "eval.json").write_text("{}")
 
 
 def write_run(folder: Path, *overrides: str, steps: int = 3, videos: int = 0) -> Path:

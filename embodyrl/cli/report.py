@@ -14,7 +14,7 @@ from embodyrl.cli.output import printable, show_result
 from embodyrl.cli.runs import find_run, is_running, latest_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import CheckFailedError, ConfigError
-from embodyrl.monitor.history import EVENTS_FILE, EpisodeRow, History, read_history, score_of
+from embodyrl.monitor.history import EVENTS_FILE, Evaluation, History, read_history
 from embodyrl.monitor.samples import sample_lines, samples_of
 
 if TYPE_CHECKING:
@@ -123,29 +123,30 @@ def picture(history: History) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    if not (history.rows or history.evaluations):
+    shown = history.evaluations[-1] if history.evaluations else history.unfinished
+    if not (history.rows or shown):
         return Text(f"{history.name}: nothing was measured yet; embodyrl view --follow shows it as it comes.")
-    episodes = [e for evaluation in history.evaluations for e in evaluation.episodes]
-    names = {e.task_id: printable(e.task) for e in episodes}
     if said := list(sample_lines(samples_of(history, _REPLIES))):
-        return Group(_numbers(history, episodes, names), Text("\n".join(["replies", *said])))
-    return _numbers(history, episodes, names)
+        return Group(_numbers(history, shown), Text("\n".join(["replies", *said])))
+    return _numbers(history, shown)
 
 
-def _numbers(history: History, episodes: Sequence[EpisodeRow], names: Mapping[int, str]) -> RenderableType:
+def _numbers(history: History, shown: Evaluation | None) -> RenderableType:
     from rich.table import Table
 
     from embodyrl.monitor.dashboard import replay
     from embodyrl.monitor.protocol import RunInfo
 
-    if not history.rows:
-        known = any(e.success_once is not None for e in episodes)
-        table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=history.name)
-        for task in [*dict.fromkeys(e.task for e in episodes), None]:
-            table.add_row(
-                printable(task or "all tasks"), str(score_of([e for e in episodes if task in (None, e.task)]))
-            )
+    if shown is not None and not history.rows:
+        known = any(e.success_once is not None for e in shown.episodes)
+        title = history.name if shown is not history.unfinished else f"{history.name}: unfinished, what has ended so far"
+        table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=title)
+        for task in [*dict.fromkeys(e.task for e in shown.own), None]:
+            table.add_row(printable(task or "all tasks"), str(shown.score(task)))
+        for suite, score in shown.suites.items():
+            table.add_row(f"suite {suite}", str(score))
         return table
+    names = {e.task_id: printable(e.task) for e in (shown.episodes if shown else ())}
     tasks = tuple(names.get(k, "") for k in range(max(names, default=-1) + 1))
     total = int(history.config["runner"]["max_steps"])
     events = (printable(line[11:]) for line in history.text(EVENTS_FILE).splitlines())

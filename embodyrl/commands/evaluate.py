@@ -127,6 +127,8 @@ def run_evaluation(
     if cfg.video != "none":
         _check_writable(videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
+    # What is there without this table is unfinished.
+    (folder / TABLE_FILE).unlink(missing_ok=True)
     # Anew, because the last row of a killed process may be cut.
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
     suites = blueprint.env.suites or ("",) * len(blueprint.env.tasks)

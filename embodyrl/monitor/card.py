@@ -12,7 +12,7 @@ from embodyrl.files import write_atomically
 from embodyrl.monitor.history import COSTS_FILE, Evaluation, History, read_history, read_rows, read_table
 from embodyrl.monitor.intervals import Rate, Score
 from embodyrl.monitor.paired import Paired, pair_suites
-from embodyrl.monitor.timing import step_seconds
+from embodyrl.monitor.timing import run_seconds
 from embodyrl.version import __version__
 
 CARD_JSON, CARD_TEXT = "card.json", "CARD.md"
@@ -164,13 +164,13 @@ def _change(one: Paired) -> dict[str, Any]:
 
 
 def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
-    """Env steps, and hours: of the attempts that came to their end, or of what the metrics say."""
+    """Env steps, and hours: of the attempts that came to their end, or of what the metrics say, if that is more."""
     kinds = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
     rows = read_rows(history.folder / COSTS_FILE)
     attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]
     steps = sum(row.get("env/steps") or 0.0 for row in history.rows)
-    steps_s, evaluations_s = (sum(map(step_seconds, history.rows)), sum(t.get("wall_s", 0.0) for t in tables))
-    wall = sum(row["wall_s"] for row in attempts) or steps_s or evaluations_s
+    told, whole = sum(row["wall_s"] for row in attempts), run_seconds(history.rows)
+    wall = max(told, whole) or sum(t.get("wall_s", 0.0) for t in tables)
     costs = {
         "training_env_steps": int(steps),
         # The table of an evaluation that was resumed knows the steps of its last attempt only.
@@ -180,7 +180,7 @@ def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
         ),
         "wall_hours": round(wall / 3600, 3),
     }
-    if attempts:
+    if attempts and told >= whole:  # else one was killed, and nobody wrote down what it took
         costs["cpu_hours"] = round(sum(row["cpu_s"] for row in attempts) / 3600, 3)
         costs["gpu_hours"] = round(sum(row["wall_s"] * row["gpus"] for row in attempts) / 3600, 3)
     return costs

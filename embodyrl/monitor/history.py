@@ -140,6 +140,9 @@ class History:
     """Rows of metrics.jsonl."""
     evaluations: tuple[Evaluation, ...]
     """By step; those of `embodyrl eval` without metrics included."""
+    unfinished: Evaluation | None = None
+    """The newest one that is under way or was interrupted. It is none of the others: the shortest episodes end first,
+    and of those that end with success they are the successful ones."""
 
     @property
     def name(self) -> str:
@@ -262,13 +265,18 @@ def read_history(folder: Path) -> History:
     file = folder / "config.yaml"
     if not _is_within(file, folder):
         raise ConfigError(f"{folder}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs.")
-    evaluations = []
+    evaluations, unfinished = [], None
     for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}")):
         step = int(path.parent.name.removeprefix("step_"))
-        evaluations.append(Evaluation(step=step, episodes=tuple(read_episodes(path))))
+        found = Evaluation(step=step, episodes=tuple(read_episodes(path)))
+        if (path.parent / TABLE_FILE).is_file():  # written last
+            evaluations.append(found)
+        else:
+            unfinished = found
     return History(
         folder=folder,
         config=read_plain_yaml(file),
         rows=tuple(row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS),
         evaluations=tuple(evaluations),
+        unfinished=unfinished,
     )

@@ -53,8 +53,8 @@ def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
     (2, 3)
     """
     n, states = sum(map(len, groups)), len(groups)
-    if n == states:
-        return n
+    if n == states or states == 1:  # nobody knows how states differ of which there is one
+        return states
     p = sum(map(sum, groups)) / n
     spread = sum((sum(group) - p * len(group)) ** 2 for group in groups)
     if not 0 < p < 1 or not spread:

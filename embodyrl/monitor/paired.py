@@ -53,9 +53,9 @@ class Paired:
 
 
 def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
-    """Compare episodes where task, initial state and seed agree."""
-    before = {(e.task, e.reset_id, e.seed): e for e in first}
-    pairs = [(before[k], e) for e in second if (k := (e.task, e.reset_id, e.seed)) in before]
+    """Compare episodes where task, initial state and seed agree; of several samples (`eval.samples`) the n-th ones."""
+    before, after = _by_start(first), _by_start(second)
+    pairs = [(before[start], e) for start, e in after.items() if start in before]
     states = len({a.reset_id for a, _ in pairs})
     if pairs and all(e.success_once is None for two in pairs for e in two):
         gain = Mean.of((a.reset_id, b.episode_return - a.episode_return) for a, b in pairs)
@@ -70,6 +70,17 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
     return Paired(
         suite=suite, pairs=len(pairs), states=states, only_first=wins[0], only_second=wins[1], p_value=p_value
     )
+
+
+def _by_start(episodes: Sequence[EpisodeRow]) -> dict[tuple[str, int, int, int], EpisodeRow]:
+    """By task, initial state, seed, and the number of earlier episodes that began alike."""
+    found: dict[tuple[str, int, int, int], EpisodeRow] = {}
+    seen: Counter[tuple[str, int, int]] = Counter()
+    for e in sorted(episodes, key=lambda e: e.episode):
+        start = (e.task, e.reset_id, e.seed)
+        found[*start, seen[start]] = e
+        seen[start] += 1
+    return found
 
 
 def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[Paired]:

@@ -88,18 +88,25 @@ class SeedGroup:
         return name if len(self.runs) == 1 else f"{name.removesuffix('-0')} ({len(self.runs)} seeds)"
 
     @property
-    def matrix(self) -> tuple[Matrix, bool]:
-        """Scores of the last evaluations [runs, tasks] of tasks that all have, and whether they are success rates."""
-        lasts = [run.evaluations[-1] for run in self.runs]
-        tasks = [t for t in dict.fromkeys(e.task for e in lasts[0].own) if all(_has(v.own, t) for v in lasts)]
-        scores = [[last.score(task) for task in tasks] for last in lasts]
-        return np.array([[s.value for s in row] for row in scores]), isinstance(lasts[0].score(), Rate)
+    def tasks(self) -> list[str]:
+        """Tasks in the last evaluation of every run."""
+        played = [dict.fromkeys(e.task for e in run.evaluations[-1].own) for run in self.runs]
+        return [task for task in played[0] if all(task in others for others in played)]
+
+    @property
+    def rates(self) -> bool:
+        """Whether scores are success rates."""
+        return isinstance(self.runs[0].evaluations[-1].score(), Rate)
+
+    def matrix(self, tasks: Sequence[str]) -> Matrix:
+        """Scores of the last evaluations in these tasks."""
+        return np.array([[run.evaluations[-1].score(task).value for task in tasks] for run in self.runs])
 
     def summary(self) -> list[str]:
-        """Lines about the runs as one result; none without evaluations or with a single run."""
-        if len(self.runs) < 2 or not all(run.evaluations for run in self.runs):
+        """Lines about the runs as one result; none without evaluations of the same tasks, or with a single run."""
+        if len(self.runs) < 2 or not all(run.evaluations for run in self.runs) or not (tasks := self.tasks):
             return []
-        matrix, rate = self.matrix
+        matrix, rate = self.matrix(tasks), self.rates
         seeds = ", ".join(str(run.config.get("seed")) for run in self.runs)
         overall = [run.evaluations[-1].score().value for run in self.runs]
         mean, low, high = mean_interval(overall)
@@ -140,9 +147,11 @@ def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
     """Probability that a run of the second beats one of the first; None where they share no tasks or lack runs."""
     if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
         return None
-    a, b = first.matrix[0], second.matrix[0]
-    if not a.size or a.shape[1] != b.shape[1]:
+    # By name: as many other tasks, or the same ones in another order, would be compared without a word.
+    tasks = [task for task in first.tasks if task in second.tasks]
+    if not tasks or first.rates != second.rates:
         return None
+    a, b = first.matrix(tasks), second.matrix(tasks)
     value, (low, high) = probability_of_improvement(a, b), stratified_bootstrap([a, b], probability_of_improvement)
     verdict = "more than chance" if low > 0.5 or high < 0.5 else "no more than chance"
     return (
@@ -154,10 +163,6 @@ def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
 def _experiment(config: Mapping[str, object]) -> str:
     values = {name: value for name, value in flat(config).items() if name not in _OWN_NAMES}
     return json.dumps(values, sort_keys=True, default=str)
-
-
-def _has(episodes: Sequence[object], task: str) -> bool:
-    return any(getattr(e, "task", None) == task for e in episodes)
 
 
 def _spell(value: float, rate: bool) -> str:

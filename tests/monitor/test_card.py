@@ -114,3 +114,13 @@ def test_shipped_weights_carry_a_card(name: str) -> None:
     assert card["model"]["weights"] == f"assets/{name}"
     assert card["figures"]
     assert card_text(card) == (folder / "CARD.md").read_text()
+
+
+def test_what_a_killed_attempt_took_is_not_left_out(tmp_path: Path) -> None:
+    """Only an attempt that ends writes its costs; the rows of the others are there."""
+    run = carded(tmp_path)
+    row = {"time/step": 3600.0, "time/validate": 1800.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(1, 5)))
+    costs = card_of(run)["costs"]
+    assert costs["wall_hours"] == 6.0
+    assert {"cpu_hours", "gpu_hours"}.isdisjoint(costs), "of the killed one nobody knows them"

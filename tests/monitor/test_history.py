@@ -3,10 +3,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_files import write_run, write_video
+from run_files import write_evaluation, write_run, write_video
 
 from embodyrl.errors import ConfigError
 from embodyrl.monitor import history
+from embodyrl.monitor.card import card_of
 from embodyrl.monitor.history import newest_values, read_history, read_rows
 from embodyrl.monitor.report.page import write_report
 
@@ -70,3 +71,17 @@ def test_a_report_of_a_long_run_looks_at_each_value_a_few_times(tmp_path):
         sys.setprofile(None)
     assert looks < 5 * LONG * len(row)
     assert (tmp_path / "report.html").stat().st_size < 2 << 20
+
+
+def test_an_evaluation_that_has_not_ended_is_no_result(tmp_path: Path) -> None:
+    """The successful episodes are the short ones, and end first."""
+    run = write_run(tmp_path / "run")
+    write_evaluation(run, 7, [True, True], finished=False)
+    found = read_history(run)
+    assert [e.step for e in found.evaluations] == [0, 3]
+    assert found.unfinished is not None
+    assert (found.unfinished.step, len(found.unfinished.episodes)) == (7, 2)
+    (line,) = write_report([run], tmp_path / "report.html")
+    assert "step 3: 66.7 %" in line
+    assert "that of step 7 is unfinished and not counted (2 episodes)" in line
+    assert [figures["step"] for figures in card_of(run)["figures"]] == [0, 3]

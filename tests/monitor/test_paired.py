@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from embodyrl.monitor.history import EpisodeRow, Evaluation
@@ -66,3 +68,13 @@ def test_seconds_of_a_run_hold_its_validations_and_rows_that_were_left_out() -> 
     ]
     assert run_seconds(rows) == 10.0 + 3 * 20.0 + 5.0
     assert step_seconds(rows[2]) == 25.0
+
+
+def test_samples_of_one_state_are_compared_one_with_one() -> None:
+    """`eval.samples`: fails where every sample is compared with the last one of the other evaluation."""
+    drawn = [row(k, won) for won in (1.0, 0.0, 1.0, 0.0) for k in range(10)]
+    samples = [replace(one, episode=number) for number, one in enumerate(drawn)]
+    same = pair(samples, list(reversed(samples)))
+    assert (same.pairs, same.states, same.only_first, same.only_second, same.p_value) == (40, 10, 0, 0, 1.0)
+    fewer = pair(samples[:10], samples)
+    assert (fewer.pairs, fewer.only_first, fewer.only_second) == (10, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,17 +19,19 @@ from typing import Any
 import pytest
 from browser import CHROMIUM, DRIVER, browser
 from processes import listening, start_cli
+from rich.console import Console
 from run_files import TASKS, write_run
 
 from embodyrl.cli.discover import _run_line
 from embodyrl.cli.main import main
+from embodyrl.cli.report import picture
 from embodyrl.cli.runs import describe_run
 from embodyrl.monitor.history import EpisodeRow, Evaluation, History, read_history
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.paired import pair
 from embodyrl.monitor.report import media
 from embodyrl.monitor.report.charts import Line, line_chart, stacked_bars, ticks
-from embodyrl.monitor.report.page import write_report
+from embodyrl.monitor.report.page import _task_table, write_report
 from embodyrl.monitor.report.tables import curve, differing
 from embodyrl.monitor.timing import time_tree
 
@@ -53,6 +56,39 @@ def test_bars_are_as_high_as_their_seconds() -> None:
         float(h) for h in re.findall(r'height="([\d.]+)"', stacked_bars([1, 2], {"a": [4, 2], "b": [0, 2]}, "s"))
     ]
     assert heights == [180.0, 90.0, 90.0]
+
+
+def across(run: Path) -> Path:
+    """Let half of a run's episodes be of another suite, with the same tasks, where all fail in 100 steps."""
+    for file in run.glob("eval/*/episodes.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [row | {"suite": "base", "success_once": True, "steps": 10} for row in rows]
+        rows += [row | {"suite": "swap", "success_once": False, "steps": 100, "task_id": 9} for row in rows]
+        file.write_text("".join(json.dumps(row | {"episode": k}) + "\n" for k, row in enumerate(rows)))
+    return run
+
+
+def test_what_is_said_of_a_task_is_of_the_own_suite(tmp_path: Path) -> None:
+    """Fails where episodes of all suites are taken together because their tasks are called alike."""
+    run = across(write_run(tmp_path / "run"))
+    table = _task_table([read_history(run)], TASKS)
+    assert [cells[-1] for cells in table] == ["mean steps", "10", "10", "10", "-", "-"]
+    (run / "metrics.jsonl").unlink()
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(picture(read_history(run)))
+    shown = {line.split("│")[1].strip(): line for line in console.export_text().splitlines() if line.startswith("│")}
+    assert "100.0 %" in shown["all tasks"]
+    assert "100.0 %" in shown[TASKS[0]]
+    assert "(6/6)" in shown["suite base"]
+    assert "(0/6)" in shown["suite swap"]
+
+
+def test_seeds_without_a_common_step_have_no_curve(tmp_path: Path) -> None:
+    """One of them was killed before its first validation."""
+    runs = [write_run(tmp_path / f"run-{seed}", f"seed={seed}") for seed in range(2)]
+    (runs[1] / "metrics.jsonl").write_text('{"step": 1, "train/return": 0.5}\n')
+    write_report(runs, tmp_path / "page.html")
+    assert "eval/success_once" not in (tmp_path / "page.html").read_text()
 
 
 def test_success_has_a_wilson_band_and_pools_episodes_of_many_steps(tmp_path: Path) -> None:

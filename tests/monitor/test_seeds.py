@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_files import write_evaluation, write_run
+from run_files import TASKS, write_evaluation, write_run
 
 from embodyrl.monitor.history import read_history
 from embodyrl.monitor.report.page import write_report
@@ -89,12 +89,12 @@ def test_runs_that_differ_in_their_seed_are_one_result(tmp_path: Path) -> None:
     assert curve[0] == (1, 0.25, 0.25, 0.25)
 
 
-def scored(tmp_path: Path, name: str, *successes: list[bool]) -> SeedGroup:
-    """Runs of one task with these outcomes of their last evaluation."""
+def scored(tmp_path: Path, name: str, *successes: list[bool], tasks: tuple[str, str] = TASKS) -> SeedGroup:
+    """Runs of two tasks with these outcomes of their last evaluation."""
     runs = []
     for seed, outcomes in enumerate(successes):
         run = write_run(tmp_path / f"{name}-{seed}", f"seed={seed}", f"actor.optim.lr={len(name)}e-5")
-        write_evaluation(run, 9, outcomes)
+        write_evaluation(run, 9, outcomes, tasks=tasks)
         runs.append(read_history(run))
     return SeedGroup(tuple(runs))
 
@@ -107,6 +107,16 @@ def test_an_improvement_within_its_interval_is_chance(tmp_path: Path) -> None:
     worst = scored(tmp_path, "dddd", *[[False] * 2] * 3)
     assert "1.00 [1.00, 1.00] over 2 tasks (more than chance)" in str(improvement(worst, better))
     assert "66.7 % [0.0, 100.0] (100.0 %; 0.0 %; 100.0 %)" in first.summary()[0]
+
+
+def test_an_improvement_is_one_in_the_same_tasks(tmp_path: Path) -> None:
+    """By name: fails where as many tasks are taken for the same ones, or those of the first in the second's place."""
+    first = scored(tmp_path, "a", *[[True, False]] * 2)
+    turned = scored(tmp_path, "bb", *[[False, True]] * 2, tasks=TASKS[::-1])
+    assert "0.50 [0.50, 0.50] over 2 tasks" in str(improvement(first, turned))
+    assert improvement(first, scored(tmp_path, "ccc", *[[True, True]] * 2, tasks=("x", "y"))) is None
+    half = scored(tmp_path, "dddd", *[[True, True]] * 2, tasks=("x", TASKS[1]))
+    assert "1.00 [1.00, 1.00] over 1 tasks" in str(improvement(first, half))
 
 
 def test_bootstrap_intervals_are_of_95_percent() -> None:

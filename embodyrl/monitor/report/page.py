@@ -86,6 +86,8 @@ def _summary(histories: Sequence[History]) -> list[str]:
     for history in histories:
         last = history.evaluations[-1] if history.evaluations else None
         text = f"step {last.step}: {last.score()}" if last else "no evaluation"
+        if (begun := history.unfinished) is not None:
+            text += f"; that of step {begun.step} is unfinished and not counted ({len(begun.episodes)} episodes)"
         lines.append(f"{history.name}: {text}")
         lines += [f"  {suite}: {score}" for suite, score in (last.suites.items() if last else ())]
     groups = seed_groups(histories)
@@ -197,6 +199,8 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
                 for metric, name in enumerate(known)
             ]
         drawn = [line for line in lines if line.points]
+        if not drawn:  # the seeds of a group share no step
+            continue
         log = limits is None and wants_log(drawn)
         drawing = line_chart(drawn, limits=limits, log=log, x_label="training step")
         title = f"{title} ({known[0]})" if len(known) == 1 else title
@@ -249,7 +253,7 @@ def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list
         scores = [evaluation.score(task) for _, evaluation in shown]
         row = [task or "all tasks", *map(str, scores), *[scores[0].change(scores[-1])] * changed]
         if single:
-            steps = [e.steps for e in shown[-1][1].episodes if task in (None, e.task)]
+            steps = [e.steps for e in shown[-1][1].own if task in (None, e.task)]
             row.append(number(sum(steps) / len(steps)) if steps else "-")
         table.append(row)
     for suite in dict.fromkeys(name for _, evaluation in shown for name in evaluation.suites):
