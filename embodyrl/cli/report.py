@@ -139,7 +139,7 @@ def _numbers(history: History, shown: Evaluation | None) -> RenderableType:
 
     if shown is not None and not history.rows:
         known = any(e.success_once is not None for e in shown.episodes)
-        title = history.name if shown is not history.unfinished else f"{history.name}: unfinished, what has ended so far"
+        title = f"{history.name}{': unfinished, what has ended so far' * (shown is history.unfinished)}"
         table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=title)
         for task in [*dict.fromkeys(e.task for e in shown.own), None]:
             table.add_row(printable(task or "all tasks"), str(shown.score(task)))

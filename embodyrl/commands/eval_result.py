@@ -101,7 +101,7 @@ class EvalResult:
     @property
     def losses(self) -> str:
         """What to think of episodes that were given up."""
-        planned = self.dropped + self.overall.episodes
+        planned = self.dropped + sum(row.episodes for row in self.tasks)
         return (
             f"INCOMPLETE: {self.dropped} of {planned} episodes killed their simulator again and again and are not "
             "counted; long and failing ones do so more often, so success may read too high"

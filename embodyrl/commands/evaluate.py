@@ -127,10 +127,7 @@ def run_evaluation(
     if cfg.video != "none":
         _check_writable(videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
-    # What is there without this table is unfinished.
-    (folder / TABLE_FILE).unlink(missing_ok=True)
-    # Anew, because the last row of a killed process may be cut.
-    write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
+    _begin_files(folder, rows)
     suites = blueprint.env.suites or ("",) * len(blueprint.env.tasks)
     with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log:
 
@@ -165,6 +162,13 @@ def run_evaluation(
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
     write_atomically(folder / TABLE_FILE, json.dumps(table, indent=2) + "\n")
     return result
+
+
+def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
+    """Begin with the episodes that are known; until the table is written, nobody takes them for an evaluation."""
+    (folder / TABLE_FILE).unlink(missing_ok=True)
+    # Anew, because the last row of a killed process may be cut.
+    write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
 
 
 def _complain(cfg: EvalConfig, collection: RolloutResult, warn: Callable[[str], None]) -> None:

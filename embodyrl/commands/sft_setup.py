@@ -176,7 +176,8 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     demos = join_demonstrations([first, *(_more(path, env) for path in cfg.data.more)])
     ranked = cfg.objective.name is Objective.dpo
     kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
-    known, count = np.unique(kinds), 0
+    # Of `data.path` alone: rounds of DAgger add folders, and none may learn from what a later one measures with.
+    known, count = np.unique(kinds[: first.num_episodes]), 0
     if cfg.data.val_path is None and cfg.data.val_share and len(known) > 1:
         count = max(1, round(cfg.data.val_share * len(known)))
     order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(len(known))

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from embodyrl.config.paths import resolve_run
-from embodyrl.config.settings import flat
+from embodyrl.config.paths import resolve_asset, resolve_run
+from embodyrl.config.settings import flat, leaves
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.datasets.layout import read_card
 from embodyrl.envs.settings import EnvSplit
@@ -34,8 +34,10 @@ def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         text += f"; {asked} were asked for, the others would be exact copies of these"
     lines = [("evaluation", text)]
     if blueprint.algorithm is not None:
-        shared = states & {*selected_reset_ids(env, blueprint.config(TrainConfig).env.train)}
-        return [*lines, ("held out", _verdict(len(states), {"training": len(shared)}))]
+        training = blueprint.config(TrainConfig)
+        shown = _shown(dict(leaves(training)), env) or {}
+        used = {"training": {*selected_reset_ids(env, training.env.train)}, **shown}
+        return [*lines, ("held out", _verdict(len(states), {what: len(states & ids) for what, ids in used.items()}))]
     if cfg.ckpt is None:
         return lines
     return [*lines, *(("held out", line) for line in _history(cfg.ckpt, states, cfg, env))]
@@ -50,7 +52,7 @@ def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iter
         made = flat(read_plain_yaml(file))
         name = ckpt if file.name == EXPORTED_CONFIG else file.parent
         used = {f"{what} of {name}": len(states & ids) for what, ids in _used(made, cfg, env).items()}
-        yield _verdict(len(states), used) if used else f"unknown: {name} was about something else"
+        yield _verdict(len(states), used) if used else f"unknown: {name} was about something else, or its data are gone"
         start = made.get("model.path")
         if isinstance(made.get("ckpt"), str):
             ckpt = made["ckpt"]
@@ -74,17 +76,29 @@ def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, s
     here = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
     # Supervised training has no environment, earlier versions had fewer keys.
     if "env.env_type" in made and all(made.get(key, value) == value for key, value in here.items()):
+        if (shown := _shown(made, env)) is None:
+            return {}
         parts = {"training": "train"} | ({"validation": "eval"} if made.get("runner.val_check_interval") != -1 else {})
         across = bool(made.get("runner.val_suites"))
-        return {what: _drawn(made, split, env, across and split == "eval") for what, split in parts.items()}
-    path = made.get("data.path")
-    try:
-        card = read_card(Path(path)) if isinstance(path, str) else None
-    except EmbodyError:
-        card = None  # the data set is gone, or it is text
-    if card is None or card.env.name != env.name:
-        return {}
-    return {"demonstrations": {*selected_reset_ids(env, EnvSplit(state_ids=card.collected.get("state_ids")))}}
+        return {what: _drawn(made, split, env, across and split == "eval") for what, split in parts.items()} | shown
+    return _shown(made, env) or {}
+
+
+def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
+    """Reset ids that the demonstrations of this environment may show; None: nobody knows, they are gone or text."""
+    folders = made.get("algorithm.demonstrations") or []
+    if "env.env_type" not in made:  # else it is text
+        folders = [*folders, made.get("data.path"), *(made.get("data.more") or [])]
+    found: dict[str, set[int]] = {}
+    for folder in filter(None, folders):
+        try:
+            card = read_card(resolve_asset(str(folder)))
+        except EmbodyError:
+            return None
+        if card.env.name == env.name:
+            ids = selected_reset_ids(env, EnvSplit(state_ids=card.collected.get("state_ids")))
+            found.setdefault("demonstrations", set()).update(ids)
+    return found
 
 
 def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:

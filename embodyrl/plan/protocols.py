@@ -52,7 +52,7 @@ def protocol_record(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any] | None:
 
 def _asked(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any]:
     """Keys and values of the protocol."""
-    asked = {"eval.episodes": None, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
+    asked = {"eval.episodes": None, "eval.samples": 1, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
     if (horizon := _horizon(cfg, env)) is not None:
         asked[_HORIZON] = horizon
     return asked

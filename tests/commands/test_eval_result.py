@@ -51,6 +51,13 @@ ROWS = [
 ]
 
 
+def test_what_was_given_up_is_a_share_of_all_suites():
+    """Fails where episodes of all suites are held against those of the first alone."""
+    spec = replace(toy_spec(2), suites=("base", "swap"))
+    rows = [row(number, number % 2, number, won=True, suite=spec.suites[number % 2]) for number in range(6)]
+    assert table(rows, spec, dropped=2).losses.startswith("INCOMPLETE: 2 of 8 episodes")
+
+
 def test_figures_of_tasks_and_of_all():
     result = table(ROWS, toy_spec(2), dropped=2)
     first, second = result.tasks

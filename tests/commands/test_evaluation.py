@@ -23,7 +23,9 @@ from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EpisodeRow, read_rows
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.report.page import write_report
+from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.protocols import departures
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
@@ -203,12 +205,23 @@ def test_a_protocol_decides_episodes_and_horizon(tmp_path):
     assert saved.env.eval.max_episode_steps == 32, "the run's own record says what was played"
 
 
+@pytest.mark.parametrize(
+    ("typed", "found"), [([], 0), (["runner.val_suites=[base,colours]"], 1), (["runner.val_suites=[]"], 1)]
+)
+def test_a_protocol_of_axes_is_about_all_of_them(typed, found):
+    cfg = load_config("eval", ["env=tabletop", "eval=tabletop_axes", *typed])
+    blueprint = draw_blueprint(cfg, training=False)
+    assert len(departures(blueprint.cfg, blueprint.env)) == found
+
+
 def test_what_is_typed_departs_from_the_protocol_and_is_named(tmp_path):
-    words = protocol_words(tmp_path, *PROTOCOL, "eval.episodes=3", "env.eval.task_ids=[1]")
+    sampled = ("eval.samples=2", "eval.sampling_params.do_sample=true")
+    words = protocol_words(tmp_path, *PROTOCOL, "eval.episodes=3", "env.eval.task_ids=[1]", *sampled)
     result = evaluate(load_config("eval", words))
     assert {row["task_id"] for row in episode_rows(result)} == {1}
     said = json.loads((result.folder / "eval.json").read_text())["protocol"]
-    assert (said["followed"], len(episode_rows(result))) == (False, 3)
+    assert (said["followed"], len(episode_rows(result))) == (False, 6)
+    assert "eval.samples=2 instead of 1" in said["departures"]
     assert "eval.episodes=3 instead of null" in said["departures"]
     assert "env.eval.task_ids=[1] instead of null" in said["departures"]
     other = protocol_words(tmp_path, *(w.replace("toy: 32", "else: 32") for w in PROTOCOL))

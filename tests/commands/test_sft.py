@@ -142,6 +142,13 @@ def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:
     assert not set(episode) & set(np.searchsorted(training.demos.stop, training.steps, side="right"))
     np.testing.assert_array_equal(training.actions[..., 6], 0.5)
     np.testing.assert_array_equal(training.actions[:, 0, :6], training.demos.action[training.steps, :6])
+    # Fails where they are drawn anew from all folders, as each round of DAgger would.
+    more, again = load_samples(
+        config(tmp_path, demos, "data.val_share=0.25", f"data.more=[{demos}]"), toy_spec(2), TOY_POLICY
+    )
+    assert again is not None
+    np.testing.assert_array_equal(again.steps, validation.steps)
+    assert len(more.steps) == len(training.steps) + len(training.demos.action)
     whole, none = load_samples(config(tmp_path, demos, "data.val_share=0"), toy_spec(2), TOY_POLICY)
     assert none is None
     assert len(whole.steps) == len(whole.demos.action)

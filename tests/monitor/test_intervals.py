@@ -94,7 +94,7 @@ SIGNS = [(a, b, c) for a in (1, -1) for b in (1, -1) for c in (1, -1)]
 
 
 def test_one_state_is_one_state_whatever_its_episodes():
-    """Fails where what 49 episodes of it are worth depends on whether 1 / 49 * 49 rounds to 1: it was 1, and 50 of 50."""
+    """Fails where what 49 episodes of it are worth depends on whether 1 / 49 * 49 rounds to 1."""
     for episodes in (10, 49, 50):
         rate = Rate.of(("a", trial == 0) for trial in range(episodes))
         assert rate.effective == 1

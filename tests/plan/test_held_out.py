@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.commands.export import export
 from embodyrl.config.paths import assets_dir
-from embodyrl.config.settings import flat
+from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
+from embodyrl.datasets.layout import Card
+from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, save_config
 from embodyrl.plan.held_out import EXPORTED_CONFIG, evaluation_facts
@@ -61,6 +64,31 @@ def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
     exported = export(run, 2, tmp_path / "exported", overrides=["trust=true"])
     told = lines(tmp_path, f"ckpt={exported}", "env.eval.state_ids=[0,2]", command="eval")
     assert f"of these 3 initial states training of {exported} uses 1, validation of {exported} uses 1;" in told
+
+
+def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
+    """Those of `data.more` and of `algorithm.demonstrations` as well as those of `data.path`."""
+    env = draw_blueprint(toy_config(tmp_path, command="eval"), training=False).env
+    folders = [tmp_path / name for name in ("first", "more", "elsewhere")]
+    for state, folder in enumerate(folders):
+        shown = replace(env, name="another") if folder.name == "elsewhere" else env
+        DatasetWriter(folder, Card(env=shown, fps=20, video=False, collected={"state_ids": [state, state]})).close()
+    first, more, elsewhere = map(str, folders)
+
+    def told(made: dict[str, object], states: str) -> str:
+        run = tmp_path / "made"
+        (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (run / "config.yaml").write_text(json.dumps(made))
+        return lines(tmp_path, f"ckpt={run}", f"env.eval.state_ids={states}", command="eval")
+
+    learned = {"data": {"path": first, "more": [more, elsewhere]}}
+    assert "of these 2 initial states demonstrations of" in told(learned, "[1,2]")
+    assert "none of these initial states is used by demonstrations" in told(learned, "[2,3]")
+    beside = toy_config(tmp_path, "env.train.state_ids=[3,3]").updated({"runner.val_check_interval": -1})
+    replayed = plain(beside) | {"algorithm": {"demonstrations": [more]}}
+    assert "training of" in told(replayed, "[1,1]")
+    assert re.search(r"uses 0, demonstrations of \S+ uses 1;", told(replayed, "[1,1]"))
+    assert "unknown: " in told(learned | {"data": {"path": first, "more": ["gone"]}}, "[2,3]")
 
 
 def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path) -> None:
