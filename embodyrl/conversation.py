@@ -31,11 +31,15 @@ class TextRow:
 PICTURE = "<image>"
 """Where a picture stands in a message, as data sets and people write it."""
 _TURN, _ROLE, _MARK = "\x1e", "\x1f", "\x1d"
+_NO_TURNS = dict.fromkeys(map(ord, _TURN + _ROLE))
 
 
 def join_messages(messages: Sequence[Message]) -> str:
-    """Write a conversation as one instruction; `split_messages` reads it back."""
-    return "".join(f"{_TURN}{m.role}{_ROLE}{m.content}" for m in messages)
+    """Write a conversation as one instruction; `split_messages` reads it back.
+
+    Content loses what would begin a turn: a model could else speak for the user, or answer its own calls of tools.
+    """
+    return "".join(f"{_TURN}{m.role}{_ROLE}{m.content.translate(_NO_TURNS)}" for m in messages)
 
 
 def split_messages(instruction: str) -> tuple[Message, ...]:

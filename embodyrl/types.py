@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -276,11 +276,11 @@ class EpisodeSpec:
 class EarlierPart(NamedTuple):
     """An episode until a training step cut it; the next step goes on with it."""
 
-    spec: EpisodeSpec
-    """As it began."""
+    spec: EpisodeSpec  # as it began
     length: int
     episode_return: float
     success_once: bool
+    components: Any = 0.0  # [C] sums of the parts of the reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,8 +288,7 @@ class Episode:
     """A finished (or cut) episode: a list of arena records and what the algorithm needs of them."""
 
     spec: EpisodeSpec
-    records: IntArray
-    """[T] arena record of each chunk step."""
+    records: IntArray  # [T] of the arena, one of each chunk step
     reward: FloatArray
     """[T, K] shaped reward per action, like the next two; 0 where not valid."""
     valid: BoolArray
@@ -331,8 +330,9 @@ class Episode:
     @property
     def whole(self) -> EarlierPart:
         """All of it so far, with what earlier training steps saw."""
-        spec, length, earned, success = self.earlier or (self.spec, 0, 0.0, False)
-        return EarlierPart(spec, length + self.length, earned + self.episode_return, success or self.success_once)
+        spec, length, earned, success, parts = self.earlier or EarlierPart(self.spec, 0, 0.0, False)
+        more = length + self.length, earned + self.episode_return, success or self.success_once
+        return EarlierPart(spec, *more, parts + self.components.sum(axis=0))
 
     @property
     def success_once(self) -> bool:

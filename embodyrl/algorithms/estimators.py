@@ -24,6 +24,7 @@ from embodyrl.algorithms.settings import (
     ReplaySettings,
     ReturnScaleSettings,
     RewardLevel,
+    TruncatedEpisodes,
     ValueSettings,
 )
 from embodyrl.algorithms.shaping import shape_rewards
@@ -50,6 +51,15 @@ class PassAtKSettings(GroupSettings, NormalizeSettings):
 
 class GdpoSettings(GroupSettings):
     """GDPO."""
+
+    def problems(self) -> Iterator[str]:
+        """What an episode would have earned is no part of it."""
+        yield from super().problems()
+        if self.truncated_episodes is TruncatedEpisodes.zero_reward:
+            yield (
+                "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' credits each part of the reward by itself, "
+                "and those stay; use mask."
+            )
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what shapes a sum that is never formed."""

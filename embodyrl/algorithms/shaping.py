@@ -38,7 +38,8 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[E
 def _outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
     if episode.truncated and not episode.cut and cfg.truncated_episodes == TruncatedEpisodes.zero_reward:
         return 0.0
-    total = (episode.episode_return + cfg.reward_bias) * cfg.reward_scale
+    # What the quota cut has no outcome yet: what follows, the bias included, is the bootstrapped value's.
+    total = (episode.episode_return + (0.0 if episode.cut else cfg.reward_bias)) * cfg.reward_scale
     if cfg.reward_clip is not None:
         total = float(np.clip(total, -cfg.reward_clip, cfg.reward_clip))
     return total

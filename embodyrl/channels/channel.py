@@ -6,10 +6,12 @@ of random bytes); before that, nothing that is sent is looked at.
 """
 
 import hmac
+import os
 import pickle
 import secrets
 import select
 import socket
+import struct
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,6 +19,9 @@ from threading import Thread
 from typing import Any
 
 from embodyrl.errors import ChannelClosed, ChannelTimeout
+
+_ROOMY = 1 << 14
+"""Bytes of a message for which there is room in a socket whose other end is busy."""
 
 
 class PipeChannel:
@@ -31,14 +36,24 @@ class PipeChannel:
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
 
-    def put(self, message: Any) -> None:
+    def put(self, message: Any, timeout_s: float | None = None) -> None:
         """Send a message.
 
         Raises:
             ChannelClosed: the other end is gone.
+            ChannelTimeout: for `timeout_s` the other end took nothing, and there is no room for the message; the rest
+                of it is lost, so the channel is of no more use.
         """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
-            self.connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+            if timeout_s is not None and len(data) > _ROOMY:
+                seconds, rest = divmod(max(timeout_s, 1e-3), 1.0)  # 0 would be for ever
+                with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
+                    limit = struct.pack("ll", int(seconds), int(1e6 * rest))
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self.connection.send_bytes(data)
+        except BlockingIOError as error:
+            raise ChannelTimeout(f"The other end of the channel took nothing for {timeout_s:g} s.") from error
         except (BrokenPipeError, ConnectionResetError, OSError) as error:
             raise ChannelClosed(f"The other end of the channel is gone: {error}.") from error
 

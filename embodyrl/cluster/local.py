@@ -113,7 +113,10 @@ class LocalLauncher:
         # Also where the pipe is broken already: the death that `wait` reports answers this request too.
         handle.open_limits.append(timeout_s)
         try:
-            handle.channel.put(request)
+            # Of many slots it may be too long for a pipe whose reader is busy: no longer than that one's own deadline.
+            handle.channel.put(request, handle.due - self._clock.now())
+        except ChannelTimeout:
+            self._hung(worker)
         except ChannelClosed:
             pass  # its sentinel reports the death, with the reason, at the next wait
 

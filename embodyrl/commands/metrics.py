@@ -57,7 +57,7 @@ def rollout_metrics(
             np.mean([e.episode_return / reward_factor for e in collection.greedy.values()])
         )
     if finished and components:
-        parts = np.mean([e.components.sum(axis=0) for e in finished], axis=0)
+        parts = np.mean([e.whole.components for e in finished], axis=0)
         metrics |= {f"train/reward_{name}": float(part) for name, part in zip(components, parts, strict=True)}
     return metrics
 

@@ -60,6 +60,7 @@ def test_keys_of_an_unknown_name(adv_type: str, loss_type: str, meant: str):
     [
         ({"group_size": 1}, "algorithm.group_size=1"),
         ({"reward_scale": 0.0}, "wants something else to learn"),
+        ({"adv_type": "gdpo", "truncated_episodes": "zero_reward"}, "credits each part of the reward by itself"),
         ({"kl_in_reward": True, "kl_beta": 0.1, "kl_penalty_type": "k3+"}, "is a form for the loss"),
         (
             {"adv_type": "gae", "reward_type": RewardLevel.action_level, "logprob_type": TokenLevel.chunk_level},

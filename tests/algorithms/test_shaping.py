@@ -31,6 +31,13 @@ def test_bias_scale_and_clip():
     np.testing.assert_allclose(outcomes(algorithm_of(reward_bias=-9.0, reward_clip=3.0)), -3)
 
 
+def test_an_outcome_is_that_of_an_episode_that_ended():
+    """Fails where each part of an episode that goes on in the next step gets the bias of the whole."""
+    first, last = make_episode([[1.0], [2.0]]), make_episode([[4.0]])
+    shaped = shape_rewards([replace(first, cut=True, truncated=True), last], algorithm_of(reward_bias=10.0))
+    assert [episode.episode_return for episode in shaped] == [3.0, 14.0]
+
+
 def test_nothing_but_the_kl_is_left_at_a_scale_of_zero():
     cfg = algorithm_of(reward_scale=0.0, kl_beta=1.0, group_size=3)
     batch = Algorithm(cfg).prepare(reference_episodes())

@@ -28,3 +28,11 @@ def test_silence_is_a_timeout_and_a_closed_end_is_named():
         a.get(0.01)
     with pytest.raises(ChannelClosed):
         a.put("anyone there?")
+
+
+def test_a_message_without_room_has_a_deadline():
+    a, b = pair()
+    a.put(b"x" * 2**13, timeout_s=0.01)
+    with pytest.raises(ChannelTimeout, match=r"took nothing for 0.01 s"):
+        a.put(b"x" * 2**22, timeout_s=0.01)
+    assert b.get(1.0) == b"x" * 2**13

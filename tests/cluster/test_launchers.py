@@ -139,6 +139,15 @@ def test_a_hung_worker_is_killed_after_its_deadline_with_a_stack_dump(local):
     assert not os.path.exists(f"/proc/{pid}")
 
 
+def test_a_request_that_a_hung_worker_does_not_read_waits_no_longer_than_its_deadline(local):
+    """Fails where a long request is written to a full pipe until somebody reads it."""
+    local.start(spec(), timeout_s=60)
+    next_event(local)
+    local.send("echo", "hang", timeout_s=1.0)
+    local.send("echo", "long" * 2**20, timeout_s=100.0)
+    assert "no answer for 1 s" in next_event(local).message.reason
+
+
 def test_a_hung_inline_worker_is_cut_off_at_its_deadline_and_can_start_again(tmp_path):
     launcher = InlineLauncher(tmp_path)
     launcher.start(spec(), timeout_s=60)

@@ -204,3 +204,13 @@ def test_an_episode_that_went_on_counts_as_a_whole():
     taken = replace(episode(steps=2, success=True), earlier=EarlierPart(spec, 4, 3.0, False))
     metrics = rollout_metrics(RolloutResult(episodes=[taken]), num_workers=1, restarts=0)
     assert (metrics["train/episode_len"], metrics["train/return"], metrics["train/success_once"]) == (6, 4, 1)
+
+
+def test_parts_of_the_reward_are_those_of_the_whole_episode_too():
+    """Of one that a training step cut and the next went on with; fails where only its last part is counted."""
+    first = replace(episode(steps=4, success=False), components=np.array([[1.0, 0.0], [2.0, 0.5]], np.float32))
+    last = replace(episode(steps=2, success=True), components=np.array([[4.0, 0.0]], np.float32), earlier=first.whole)
+    collection = RolloutResult(episodes=[last], continues=True)
+    metrics = rollout_metrics(collection, num_workers=1, restarts=0, components=("near", "errors"))
+    assert (metrics["train/reward_near"], metrics["train/reward_errors"]) == (7.0, 0.5)
+    assert metrics["train/return"] == first.episode_return + last.episode_return
