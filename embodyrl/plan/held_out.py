@@ -96,7 +96,7 @@ def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
         except EmbodyError:
             return None
         if card.env.name == env.name:
-            ids = selected_reset_ids(env, EnvSplit(state_ids=card.collected.get("state_ids")))
+            ids = _ids_here(env, EnvSplit(state_ids=card.collected.get("state_ids")))
             found.setdefault("demonstrations", set()).update(ids)
     return found
 
@@ -107,7 +107,17 @@ def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> s
         values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)
     except ValidationError:
         return set()  # no config that we wrote
-    return {*selected_reset_ids(env, values, across=across)}
+    return _ids_here(env, values, across=across)
+
+
+def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:
+    """Reset ids of another run's split; it may have had more initial states (`env.sampled_states` of LIBERO)."""
+    if split.state_ids is not None:
+        first, last = split.state_ids
+        if first >= (states := min(env.states_per_task)):
+            return set()
+        split = split.model_copy(update={"state_ids": (first, min(last, states - 1))})
+    return {*selected_reset_ids(env, split, across=across)}
 
 
 def _verdict(states: int, used: dict[str, int]) -> str:

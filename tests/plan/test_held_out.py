@@ -91,6 +91,17 @@ def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
     assert "unknown: " in told(learned | {"data": {"path": first, "more": ["gone"]}}, "[2,3]")
 
 
+def test_initial_states_that_only_the_run_had_are_left_aside(tmp_path: Path) -> None:
+    run = tmp_path / "more"
+    (run / "checkpoints").mkdir(parents=True)
+    words = ["env=libero_object", "model=openvla_oft_tiny", "runner.val_check_interval=5"]
+    more = ["env.sampled_states=20", "env.train.state_ids=[45,69]", "env.eval.state_ids=[50,69]"]
+    save_config(load_config("train", words + more), run / "config.yaml")
+    words = [f"ckpt={run}", "env=libero_object", "env.eval.state_ids=[40,49]"]
+    told = dict(evaluation_facts(draw_blueprint(load_config("eval", words), training=False)))["held out"]
+    assert told.startswith(f"warning: of these 100 initial states training of {run} uses 50, validation of {run} uses 0;")
+
+
 def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path) -> None:
     run = tmp_path / "across"
     (run / "checkpoints").mkdir(parents=True)
@@ -107,7 +118,7 @@ WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetens
 @pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
 def test_shipped_weights_know_what_they_were_trained_on_and_have_a_card(folder: Path) -> None:
     made = flat(read_plain_yaml(folder / EXPORTED_CONFIG))
-    env = {"tabletop": "tabletop", "libero": "libero_object"}[made["env.env_type"]]
+    env = made.get("env.task_suite_name", made["env.env_type"])
     model = "openvla_oft_tiny" if folder.name.startswith("openvla") else re.sub("_(tabletop|soup)$", "", folder.name)
     words = [f"ckpt=assets/{folder.name}", f"env={env}", f"model={model}"]
     blueprint = draw_blueprint(load_config("eval", words), training=False)
