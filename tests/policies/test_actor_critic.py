@@ -196,6 +196,12 @@ def test_saved_weights_come_back(tmp_path):
     assert all(torch.equal(mine[k], theirs[k]) for k in mine)
 
 
+def test_layers_keep_the_names_of_weights_that_were_saved_before():
+    """Fails where layers are numbered without their activations, which were layers of their own once."""
+    names = {name for name in build().module.state_dict() if name.startswith("policy.")}
+    assert names == {f"policy.{place}.{part}" for place in (0, 2, 4) for part in ("weight", "bias")}
+
+
 @pytest.mark.parametrize(("saved", "wanted"), [(0, 1), (1, 0)])
 def test_a_value_head_may_be_on_one_side_only(tmp_path, saved, wanted):
     policy = shake(build(value_dim=saved))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from embodyrl.policies import linear as module
-from embodyrl.policies.linear import Linear, linear
+from embodyrl.policies.linear import Dense, Linear, linear
 
 faster = pytest.mark.skipif(not module.HAS_PRODUCT, reason="this processor or torch has no faster product")
 
@@ -93,3 +93,28 @@ def test_a_gradient_of_a_gradient_is_refused_and_not_zero():
     (gradient,) = torch.autograd.grad(linear(x, weight, None).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@faster
+@pytest.mark.parametrize("activation", ["tanh", "relu", "none"])
+def test_a_layer_and_its_activation_are_one_operation_where_there_are_many_rows(activation):
+    """Fails where the activation or its gradient is left out, or where few rows and many are different functions."""
+    layer = Dense(4, 64, activation)
+    after = {"tanh": torch.tanh, "relu": torch.relu, "none": lambda x: x}[activation]
+    generator = torch.Generator().manual_seed(2)
+    x, weights = torch.randn(4096, 4, generator=generator), torch.randn(4096, 64, generator=generator)
+    found = []
+    for function in (layer, lambda x: after(F.linear(x, layer.weight, layer.bias))):
+        given = x.clone().requires_grad_()
+        out = function(given)
+        layer.zero_grad()
+        (out * weights).sum().backward()
+        found.append([out, given.grad, layer.weight.grad.clone(), layer.bias.grad.clone()])
+    assert "_Linear" in str(found[0][0].grad_fn)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.detach().abs().max()))
+    few = layer(x[:8])
+    assert "_Linear" not in str(few.grad_fn)
+    torch.testing.assert_close(few, found[0][0][:8], rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), found[0][0], rtol=0, atol=0)

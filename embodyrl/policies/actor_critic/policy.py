@@ -1,5 +1,6 @@
 """The actor-critic policy: acting and scoring are one code path, so that their log-probabilities agree."""
 
+from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead, build_head
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
+from embodyrl.policies.linear import Dense
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import fill_weights, on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -29,9 +31,8 @@ class ActorCritic(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.encoder = _convolutions(shape, generator) if shape.num_images else None
         # Nearly equal probabilities at first; orthogonal weights as in arXiv 2005.12729.
-        activation = nn.ReLU if shape.activation == "relu" else nn.Tanh
         widths = (shape.features, *shape.hidden)
-        self.policy = _dense((*widths, shape.num_actions * shape.outputs), activation, generator, gain=0.01)
+        self.policy = _dense((*widths, shape.num_actions * shape.outputs), shape.activation, generator, gain=0.01)
         if shape.squashed:
             last = self.policy[-1]
             assert isinstance(last, nn.Linear)
@@ -40,7 +41,7 @@ class ActorCritic(nn.Module):
         self.head = build_head(shape, log_std)
         self.states = RunningMoments(shape.state_dim) if shape.normalized else None
         self.value_head = (
-            _dense((*widths, shape.value_dim), activation, generator, gain=1.0) if shape.value_dim else None
+            _dense((*widths, shape.value_dim), shape.activation, generator, gain=1.0) if shape.value_dim else None
         )
 
     def features(self, images: Tensor, state: Tensor) -> Tensor:
@@ -209,13 +210,14 @@ class Layers(nn.Sequential):
         return x
 
 
-def _dense(widths: tuple[int, ...], activation: type[nn.Module], generator: torch.Generator, *, gain: float) -> Layers:
-    layers: list[nn.Module] = []
-    for index, (inputs, outputs) in enumerate(pairwise(widths)):
-        last = index == len(widths) - 2
-        layers.append(_init(nn.Linear(inputs, outputs), gain if last else 2.0**0.5, generator))
-        layers += [] if last else [activation()]
-    return Layers(*layers)
+def _dense(widths: tuple[int, ...], activation: str, generator: torch.Generator, *, gain: float) -> Layers:
+    pairs = list(pairwise(widths))
+    last = len(pairs) - 1
+    layers = [Dense(a, b, "none" if index == last else activation) for index, (a, b) in enumerate(pairs)]
+    for index, layer in enumerate(layers):
+        _init(layer, gain if index == last else 2.0**0.5, generator)
+    # Their names in weights saved when activations were layers of their own.
+    return Layers(OrderedDict((str(2 * index), layer) for index, layer in enumerate(layers)))
 
 
 def _convolutions(shape: NetShape, generator: torch.Generator) -> nn.Sequential:
