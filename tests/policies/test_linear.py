@@ -57,7 +57,7 @@ def test_frozen_weights_keep_no_inputs():
     out = linear(x, weight, None)
     assert [kept is None for kept in out.grad_fn.saved_tensors] == [True, False]
     out.sum().backward()
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(200, -1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(200, -1), rtol=1e-5, atol=1e-4)
 
 
 SHAPES = {
