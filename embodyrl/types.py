@@ -87,8 +87,7 @@ class EnvSpec(EnvFootprint):
     gripper: GripperConvention | None = None
     unnorm_key: str | None = None
     """Key of the public statistics of this benchmark (`dataset_statistics.json`)."""
-    max_episode_steps: int = 0
-    """The benchmark's own horizon, env steps."""
+    max_episode_steps: int = 0  # the benchmark's own horizon, env steps
     expert_tasks: tuple[int, ...] = ()
     """Tasks for which a scripted expert exists."""
     action_space: ActionSpace | None = None
@@ -120,6 +119,7 @@ class EnvSpec(EnvFootprint):
     """The reward looks at the first so many, whatever the policy reads."""
     suites: tuple[str, ...] = ()
     """Suite of each task where evaluations cover several, all with the tasks of the first, the only one to train on."""
+    instructions: tuple[str, ...] = ()  # of each reset id, where initial states of a task are told differently
     reward_factor: float = 1.0
     """What every reward was multiplied by for learning; reported returns are without it."""
 

@@ -167,7 +167,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
 
 def _instruction_width(env: EnvSpec) -> int:
     """Bytes that hold every instruction of an environment, rounded up to 64."""
-    longest = env.prompt_bytes or max((len(t.encode("utf-8")) for t in env.tasks), default=1)
+    longest = env.prompt_bytes or max((len(t.encode("utf-8")) for t in env.instructions or env.tasks), default=1)
     return -(-max(longest, 1) // 64) * 64
 
 

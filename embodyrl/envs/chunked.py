@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.envs.protocol import AfterStep
+from embodyrl.envs.protocol import AfterStep, told
 from embodyrl.envs.reward import RewardStep, StepReward, StepRewardSettings
 from embodyrl.envs.simulators import ArraySimulators, BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.errors import EnvError
@@ -106,7 +106,7 @@ class SimEnv(ABC):
             step=steps,
             reset_id=reset_id,
             task_id=task,
-            instruction=self.spec.tasks[task],
+            instruction=told(self.spec, reset_id),
             action=action,
             reward=rewards[0],
             success=bool(result.success[at]),
@@ -292,7 +292,7 @@ class ChunkedEnv(SimEnv):
 
     def instruction(self, slot: int) -> str:
         """Language instruction of the slot's current episode."""
-        return self.spec.tasks[self._task(slot)]
+        return told(self.spec, self._begun(slot).start.reset_id)
 
     def render(self, slot: int) -> np.ndarray:
         """Return an upright RGB frame [H, W, 3] uint8 of the slot."""

@@ -26,6 +26,11 @@ AfterStep = Callable[[int, bool], None]
 """Called with the slot and its success after each executed env step; video recording hangs on it."""
 
 
+def told(spec: EnvSpec, reset_id: int) -> str:
+    """Language instruction of an episode from this reset id."""
+    return spec.instructions[reset_id] if spec.instructions else spec.tasks[spec.task_of(reset_id)[0]]
+
+
 class Env(Protocol):
     """N slots of one simulator inside one process."""
 

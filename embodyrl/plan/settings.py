@@ -72,7 +72,8 @@ class MeasuredRunSettings(ActingRunSettings):
 
     val_suites: Annotated[list[str], AfterValidator(_different), Says("a list of different names")] = []
     """Further suites of the environment that evaluations, and the validations of a training, cover beside the chosen
-    one: [object,swap,lan,task] and base for LIBERO, [colours,positions,phrasings] for tabletop, or [all]."""
+    one: [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings] for
+    tabletop, or [all]."""
 
 
 class SupervisedRunSettings(RunSettings):

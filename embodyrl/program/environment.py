@@ -159,8 +159,9 @@ def _actions(spec: EnvSpec) -> spaces.Space[Any]:
 
 
 def _observations(spec: EnvSpec) -> spaces.Dict:
-    letters = frozenset("".join(spec.tasks)) or frozenset(" ")
-    longest = max(map(len, spec.tasks), default=1)
+    texts = spec.instructions or spec.tasks
+    letters = frozenset("".join(texts)) or frozenset(" ")
+    longest = max(map(len, texts), default=1)
     parts: dict[str, spaces.Space[Any]] = {"instruction": spaces.Text(max(1, longest), min_length=0, charset=letters)}
     if spec.cameras:
         parts["images"] = spaces.Box(0, 255, (len(spec.cameras), *spec.image_size, 3), np.uint8)

@@ -8,7 +8,7 @@ from settings import env_of
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.libero import install
-from embodyrl.envs.libero.factory import AXES, FACTORY
+from embodyrl.envs.libero.factory import ALL_AXES, AXES, FACTORY
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
@@ -104,7 +104,7 @@ def test_suites_that_are_not_there_are_refused(words, fragment):
 def test_own_suite_and_all():
     chosen = env_context(load_config("eval", ["env=libero_pro_10_lan", "eval=libero_pro"])).suites
     assert chosen == ("base", "object", "swap", "task")
-    assert env_context(load_config("train", ["env=libero_10", "runner.val_suites=[all]"])).suites == AXES
+    assert env_context(load_config("train", ["env=libero_10", "runner.val_suites=[all]"])).suites == ALL_AXES
 
 
 def test_checks_import_no_simulator():

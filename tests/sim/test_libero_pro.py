@@ -30,7 +30,7 @@ def harness(family, *, lean=True):
 
     cameras = InitParams(camera_names=["agentview"], camera_heights=SIZE, camera_widths=SIZE)
     cfg = env_of("libero", task_suite_name=f"libero_{family}", init_params=cameras)
-    spec = FACTORY.spec(cfg, EnvContext(suites=FACTORY.suites(cfg)))
+    spec = FACTORY.spec(cfg, EnvContext(suites=AXES))
     install.prepare_process()
     return ChunkedEnv(LiberoSims(spec, max_models=1, lean=lean, fast=lean), 1, use_rel_reward=True, reward_coef=1.0)
 

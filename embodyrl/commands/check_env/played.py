@@ -15,6 +15,7 @@ from embodyrl.commands.check_env.harness import (
     seen_difference,
     trace_difference,
 )
+from embodyrl.envs.protocol import told
 from embodyrl.errors import EnvError
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 
@@ -66,10 +67,11 @@ def observe(h: Harness) -> None:
 
 @check("reset")
 def instruction(h: Harness) -> None:
-    """The instruction of an episode is the text of its task."""
+    """The instruction of an episode is the text of its task, or that of its reset id."""
     for task in h.tasks():
-        h.env.reset([0], [h.start(h.reset_ids(task)[0])])
-        text, expected = h.env.instruction(0), h.spec.tasks[task]
+        first = h.start(h.reset_ids(task)[0])
+        h.env.reset([0], [first])
+        text, expected = h.env.instruction(0), told(h.spec, first.reset_id)
         h.expect(text == expected, "instruction", f"spec.tasks[{task}], {expected!r}", repr(text))
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from embodyrl.envs.factory import SimFactory, camera_problems, task_problems, tasks_in_memory
 from embodyrl.envs.libero import install
+from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, stock, variant
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.renderer import choose_renderer
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
@@ -19,6 +20,8 @@ SUITE_TASKS = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "li
 AXES = ("object", "swap", "lan", "task")
 """What LIBERO-PRO (arXiv 2510.03827) changes of the four suites of ten tasks: another object in the place of the one to
 be picked, objects in each other's places, other words for the same task, another task."""
+
+ALL_AXES = (*AXES, *PLUS_AXES)
 
 BASE = "base"
 """The suite as it is, where another one of its family was chosen."""
@@ -60,25 +63,34 @@ _RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan
 
 
 def family(suite: str) -> str:
-    """The suite that a suite of LIBERO-PRO changes; of all others itself.
+    """The suite that a suite of LIBERO-PRO or LIBERO-Plus changes; of all others itself.
 
-    >>> family("libero_spatial_swap"), family("libero_10"), family("libero_object")
+    >>> family("libero_spatial_swap"), family("libero_10"), family("libero_object_noise")
     ('libero_spatial', 'libero_10', 'libero_object')
     """
     base, _, axis = suite.rpartition("_")
-    return base if axis in AXES and base in SUITE_TASKS else suite
+    return base if axis in ALL_AXES and base in SUITE_TASKS else suite
 
 
 def _all_suites() -> list[str]:
-    changed = [f"{suite}_{axis}" for suite in SUITE_TASKS if suite != "libero_90" for axis in AXES]
+    changed = [f"{suite}_{axis}" for suite in SUITE_TASKS if suite != "libero_90" for axis in ALL_AXES]
     return sorted([*SUITE_TASKS, *changed])
+
+
+def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[str, ...]:
+    """What is told from each of `count` states of each task, where one of the suites tells them differently."""
+    if not any(name.endswith("_language") for name, _ in tasks):
+        return ()
+    pairs = zip(tasks, told, strict=True)
+    changes = ((variant(*task, state)[0], usual) for task, usual in pairs for state in range(count))
+    return tuple((change and change.words) or usual for change, usual in changes)
 
 
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of LIBERO."""
 
     task_suite_name: str | None = None
-    """LIBERO suite, or one of LIBERO-PRO: libero_spatial_swap."""
+    """LIBERO suite, or one of LIBERO-PRO or LIBERO-Plus: libero_spatial_swap, libero_spatial_camera."""
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
     fast_physics: bool | None = None
@@ -95,9 +107,14 @@ class LiberoFactory(SimFactory[LiberoSettings]):
     def problems(self, cfg: LiberoSettings) -> Iterator[str]:
         """Yield unknown suites, tasks and cameras."""
         name = cfg.task_suite_name
-        known = f"{', '.join(sorted(SUITE_TASKS))}; all but libero_90 also with {', '.join(f'_{a}' for a in AXES)}"
+        known = f"{', '.join(sorted(SUITE_TASKS))}; all but libero_90 also with {', '.join(f'_{a}' for a in ALL_AXES)}"
         if name is None:
             yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
+        elif drawn := ASSET_AXES.get(name.rpartition("_")[2]):
+            yield (
+                f"env.task_suite_name={name}: this category of LIBERO-Plus needs files of {drawn} that no package "
+                f"ships. Without files there are {', '.join(f'_{axis}' for axis in PLUS_AXES)}."
+            )
         elif name not in _all_suites():
             yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, _all_suites())} Known: {known}."
         else:
@@ -105,9 +122,9 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
-        """The axes of LIBERO-PRO, and the suite without change where one of its axes was chosen."""
+        """The axes of LIBERO-PRO and LIBERO-Plus, and the suite without change where one of them was chosen."""
         own = self.own_suite(cfg)
-        return tuple(name for name in (BASE, *AXES) if name != own) if own else ()
+        return tuple(name for name in (BASE, *ALL_AXES) if name != own) if own else ()
 
     def own_suite(self, cfg: LiberoSettings) -> str | None:
         """`base`, or the axis that was chosen."""
@@ -128,12 +145,15 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         base = family(suite)
         suites = (suite, *(base if name == BASE else f"{base}_{name}" for name in context.suites))
         tasks = [(name, number) for name in suites for number in range(SUITE_TASKS[base])]
+        told = [line for name in suites for line in install.instructions(name, tells_in_file=name in _RETOLD)]
+        count = install.STATES_PER_TASK + cfg.sampled_states
         return EnvSpec(
             name=suite,
             action_dim=7,
-            tasks=tuple(line for name in suites for line in install.instructions(name, tells_in_file=name in _RETOLD)),
+            tasks=tuple(told),
+            instructions=_varied(tasks, told, count),
             suites=tuple(name for name, _ in tasks) if len(suites) > 1 else (),
-            states_per_task=(install.STATES_PER_TASK + cfg.sampled_states,) * len(tasks),
+            states_per_task=(count,) * len(tasks),
             cameras=tuple(cfg.init_params.camera_names),
             image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
             image_rotation_deg=180,
@@ -141,7 +161,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
             unnorm_key=f"{base}_no_noops",
             max_episode_steps=HORIZONS[base],
-            expert_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(name, ())),
+            expert_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(stock(name), ())),
             task_bytes=TASK_BYTES[cfg.render_profile],
             on_gpu=on_gpu,
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from embodyrl.envs.libero.plus import stock
 from embodyrl.envs.renderer import choose_device, choose_renderer
 from embodyrl.errors import MissingDependencyError
 
@@ -184,7 +185,7 @@ def suite_init_states(suite: str, task_id: int) -> Any:
 def _suite(name: str) -> Any:
     module = _libero_module("libero.libero.benchmark")
     with quiet():
-        return module.get_benchmark_dict()[name]()
+        return module.get_benchmark_dict()[stock(name)]()
 
 
 def _libero_module(name: str) -> Any:

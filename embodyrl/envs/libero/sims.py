@@ -9,15 +9,13 @@ import numpy as np
 
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.expert import Expert
-from embodyrl.envs.libero.simulator import SimState, TaskSimulator
+from embodyrl.envs.libero.plus import variant
+from embodyrl.envs.libero.simulator import FRONT_CAMERA, SimState, TaskSimulator
 from embodyrl.envs.simulators import SimStep, SlotSimulators
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 log = logging.getLogger(__name__)
-
-
-FRONT_CAMERA = "agentview"
 
 
 @dataclass(slots=True)
@@ -127,6 +125,7 @@ class LiberoSims(SlotSimulators):
         task, index = self.spec.task_of(reset_id)
         suite, number, _ = self._tasks[task]
         states = install.suite_init_states(suite, number)
+        change, stored = variant(suite, number, index)
         if index < install.STATES_PER_TASK != len(states):
             raise EnvError(
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
@@ -134,7 +133,8 @@ class LiberoSims(SlotSimulators):
             )
         self._experts[slot] = Expert(seed)
         simulator = self.pool.begin(slot, task)
-        simulator.reset(states[index] if index < install.STATES_PER_TASK else simulator.sample_state(index), seed)
+        state = states[stored] if index < install.STATES_PER_TASK else simulator.sample_state(index)
+        simulator.reset(state, seed, change)
 
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position and rotation deltas in -1..1 (0.05 m, 0.5 rad), gripper -1 opens."""

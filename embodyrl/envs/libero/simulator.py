@@ -15,6 +15,9 @@ import numpy.typing as npt
 from embodyrl.envs.libero.fast import FastLoop
 from embodyrl.envs.libero.install import quiet
 from embodyrl.envs.libero.lean import lean_models
+from embodyrl.envs.libero.noise import SIZE as NOISE_SIZE
+from embodyrl.envs.libero.noise import corrupt, resized
+from embodyrl.envs.libero.plus import Variant, moved_camera, start_joints
 from embodyrl.envs.libero.scene import Scene
 from embodyrl.envs.simulators import SimStep
 from embodyrl.errors import EnvError
@@ -43,8 +46,9 @@ _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
 _NEVER_DRAWN = 5
 """A group of geoms that robosuite does not draw."""
-_MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba")
-"""Parts of the compiled model that LIBERO changes while running: fixture poses in reset, visible sites (a burner)."""
+_MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
+"""Parts of the compiled model that change while running: fixture poses in reset, visible sites (a burner), cameras."""
+FRONT_CAMERA = "agentview"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,7 @@ class SimState:
     controller: dict[str, Any]
     timestep: int
     cur_time: float
+    grain: Variant | None
 
 
 class TaskSimulator:
@@ -104,9 +109,18 @@ class TaskSimulator:
         self._new_sites = self._model.site_rgba.copy()
         self._view_qpos, self._view_sites = self._data.qpos.copy(), self._new_sites
         self._gripper_qpos = self._data.qpos[self._fingers]
+        front = self._model.camera(FRONT_CAMERA).id
+        self._front = self._model.cam_pos[front], self._model.cam_quat[front]
+        self._usual_front = tuple(part.copy() for part in self._front)
+        self._usual_start = np.array(self._robot.init_qpos)
+        self._grain: Variant | None = None
+        """Whose sensor noise the front camera has."""
 
-    def reset(self, init_state: DoubleArray, seed: int) -> None:
+    def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> None:
         """Start from a stored state [1 + nq + nv]; `seed` draws the fixture poses, which the state does not hold.
+
+        `variant` is what LIBERO-Plus changes. As there, the stored state puts the arm back to its usual place, and the
+        controller, which still aims at the variant's start, moves it on.
 
         Equal to a fresh construction of the task with the same seed, to the last bit, for a fraction of its time:
         the gripper's last command and the visible sites, which a robosuite soft reset keeps, are reset here.
@@ -122,8 +136,13 @@ class TaskSimulator:
             )
         self._model.site_rgba[:] = self._new_sites
         self._robot.gripper.current_action = np.zeros(self._robot.gripper.dof)
+        self._robot.init_qpos = start_joints(variant.start) if variant and variant.start else self._usual_start
         with quiet(), _numpy_seed(seed):
             self._place_objects()
+        front = moved_camera(variant.view, *self._usual_front) if variant else self._usual_front
+        for now, wanted in zip(self._front, front, strict=True):
+            now[:] = wanted
+        self._grain = variant if variant and variant.noise else None
         self._env.sim.set_state_from_flattened(init_state)
         self._env.sim.forward()
         self._env._check_success()
@@ -133,6 +152,7 @@ class TaskSimulator:
 
     def sample_state(self, seed: int) -> DoubleArray:
         """Draw an initial state [1 + nq + nv] as the stored ones were: placements, and noise on the robot's joints."""
+        self._robot.init_qpos = self._usual_start
         with quiet(), _numpy_seed(seed):
             self._place_objects()
             joints = 1 + np.asarray(self._robot._ref_joint_pos_indexes)
@@ -182,7 +202,7 @@ class TaskSimulator:
         height, width = images.shape[1:3]
         with self._viewed():
             for view, camera in zip(images, cameras, strict=True):
-                view[...] = self._draw(camera, height, width)
+                view[...] = self._picture(camera, height, width)
             state[0:3] = self._data.site_xpos[self._robot.eef_site_id]
             state[3:6] = _axis_angle(self._data.xquat[self._hand])
             state[6:8] = self._gripper_qpos
@@ -190,7 +210,7 @@ class TaskSimulator:
     def frame(self, camera: str, height: int, width: int) -> ByteArray:
         """Return an upright, not mirrored frame [H, W, 3] to look at."""
         with self._viewed():
-            return np.ascontiguousarray(self._draw(camera, height, width)[::-1])
+            return np.ascontiguousarray(self._picture(camera, height, width)[::-1])
 
     def save(self) -> SimState:
         """Copy the state of the running episode."""
@@ -206,6 +226,7 @@ class TaskSimulator:
             controller=_plain_values(self._robot.controller),
             timestep=self._env.timestep,
             cur_time=self._env.cur_time,
+            grain=self._grain,
         )
 
     def load(self, state: SimState) -> None:
@@ -220,6 +241,7 @@ class TaskSimulator:
         vars(self._robot.controller).update(copy.deepcopy(state.controller))
         self._env.timestep = state.timestep
         self._env.cur_time = state.cur_time
+        self._grain = state.grain
 
     def close(self) -> None:
         """Free the model and its OpenGL objects."""
@@ -264,6 +286,14 @@ class TaskSimulator:
         finally:
             self._data.qpos[:] = qpos
             self._model.site_rgba[:] = sites
+
+    def _picture(self, camera: str, height: int, width: int) -> ByteArray:
+        if self._grain is None or camera != FRONT_CAMERA:
+            return self._draw(camera, height, width)
+        # The corruptions are about pixels, so they are made at the benchmark's size, and other sizes from that.
+        rng = np.random.RandomState([*self._grain.place, self._env.timestep])
+        seen = corrupt(self._draw(camera, NOISE_SIZE, NOISE_SIZE), self._grain.noise, rng)
+        return seen if seen.shape == (height, width, 3) else resized(seen, height, width)
 
     def _draw(self, camera: str, height: int, width: int) -> ByteArray:
         # Several models share this process, and robosuite draws into whatever context is current.

@@ -65,7 +65,9 @@ class OpenVlaOftPolicy:
         self._adopt(config)
         self._actions = ActionTokenizer(vocab_end=config.action_vocab_end, n_bins=config.n_bins)
         self._prompts = PromptEncoder(
-            config.folder / TOKENIZER_FILE, bos_token_id=config.llama.bos_token_id, tasks=request.env.tasks
+            config.folder / TOKENIZER_FILE,
+            bos_token_id=config.llama.bos_token_id,
+            tasks=request.env.instructions or request.env.tasks,
         )
         half = cfg.precision == Precision.bf16
         mixed = partial(torch.autocast, self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)

