@@ -44,6 +44,12 @@ class StdSettings(GroupSettings, NormalizeSettings):
     std_unbiased: bool = True
     """Standard deviation of a group with n - 1 instead of n in the denominator."""
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what is about a deviation that nothing is divided by."""
+        yield from super().idle()
+        if not self.normalize_advantages:
+            yield "algorithm.std_unbiased", "normalize_advantages is false; set it to true"
+
 
 class PassAtKSettings(GroupSettings, NormalizeSettings):
     """pass@k."""

@@ -259,6 +259,13 @@ class ValueSettings(CreditSettings):
     critic_warmup: Index = 0
     """Training steps at the start that train nothing but the value head."""
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what is about values that are not learned."""
+        yield from super().idle()
+        if self.value_coef == 0:
+            missing = "value_coef is 0; set value_coef above 0"
+            yield from ((f"algorithm.{key}", missing) for key in ("value_clip", "huber_delta", "critic_warmup"))
+
 
 _REPLAY_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale"}
 """Keys of all algorithms that mean something beside a replay buffer."""

@@ -59,7 +59,7 @@ class TaskResult:
             return Rate(self.successes, self.episodes, self.states, self.effective_episodes)
         low = -math.inf if self.return_low is None else self.return_low
         high = math.inf if self.return_high is None else self.return_high
-        return Mean(self.mean_return, (low, high), self.episodes, self.states)
+        return Mean(self.mean_return, (low, high), self.episodes, self.states, self.effective_episodes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -206,7 +206,7 @@ def _summarise_task(
         states=earned.states,
         solved=len({(e.task_id, e.reset_id) for e in episodes if e.success_once}) if rate else None,
         voted=_majority(episodes) if rate and earned.states < count else None,
-        effective_episodes=rate.effective if rate and rate.effective is not None else count,
+        effective_episodes=count if score.effective is None else score.effective,
         successes=rate.successes if rate else None,
         success_once=rate.value if rate else None,
         low=rate.interval[0] if rate else None,

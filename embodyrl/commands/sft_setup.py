@@ -173,8 +173,10 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
     first = load_demonstrations(resolve_asset(cfg.data.path))
-    demos = join_demonstrations([first, *(_more(path, env) for path in cfg.data.more)])
     ranked = cfg.objective.name is Objective.dpo
+    # Equal reset ids of two environments are different initial states.
+    alike = ("name", "states_per_task") if ranked else ()
+    demos = join_demonstrations([first, *(_more(path, env, *alike) for path in cfg.data.more)])
     kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
     # Of `data.path` alone: rounds of DAgger add folders, and none may learn from what a later one measures with.
     known, count = np.unique(kinds[: first.num_episodes]), 0
@@ -190,10 +192,10 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     return training, _samples(validation, list(range(validation.num_episodes)), env, policy, ranked=ranked)
 
 
-def _more(folder: str, env: EnvSpec) -> Demonstrations:
-    """Load demonstrations beside those of `data.path`, which are of `env`."""
+def _more(folder: str, env: EnvSpec, *alike: str) -> Demonstrations:
+    """Load demonstrations beside those of `data.path`, which are of `env`; `alike`: what else must be the same."""
     other = read_card(resolve_asset(folder)).env
-    shape = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
+    shape = (*alike, "cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
     if differs := [name for name in shape if getattr(other, name) != getattr(env, name)]:
         raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {', '.join(differs)}.")
     return load_demonstrations(resolve_asset(folder))

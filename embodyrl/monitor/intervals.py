@@ -55,11 +55,15 @@ def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
     n, states = sum(map(len, groups)), len(groups)
     if n == states or states == 1:  # nobody knows how states differ of which there is one
         return states
-    p = sum(map(sum, groups)) / n
-    spread = sum((sum(group) - p * len(group)) ** 2 for group in groups)
-    if not 0 < p < 1 or not spread:
-        return states if not 0 < p < 1 else n
-    found = p * (1 - p) * n * n * (states - 1) / (states * spread) * (1.96 / student_t(states - 1)) ** 2
+    outcomes = [outcome for group in groups for outcome in group]
+    if min(outcomes) == max(outcomes):
+        return states
+    mean = sum(outcomes) / n
+    spread = sum((sum(group) - mean * len(group)) ** 2 for group in groups)
+    if not spread:
+        return n
+    squares = sum((outcome - mean) ** 2 for outcome in outcomes)  # of successes n p (1 - p)
+    found = squares * n * (states - 1) / (states * spread) * (1.96 / student_t(states - 1)) ** 2
     return max(states, min(n, found))
 
 
@@ -150,18 +154,20 @@ class Mean:
     interval: tuple[float, float]
     episodes: int
     states: int
+    effective: float | None = None
+    """See `Rate.effective`."""
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Mean:
         """Student's t over the sums of initial states, as for a ratio."""
         groups = _by_state(outcomes)
         n, states = sum(map(len, groups)), len(groups)
-        value = sum(map(sum, groups)) / n if n else 0.0
+        value, effective = sum(map(sum, groups)) / n if n else 0.0, effective_episodes(groups)
         if states < 2:
-            return cls(value, (-math.inf, math.inf), n, states)
+            return cls(value, (-math.inf, math.inf), n, states, effective)
         spread = sum((sum(group) - value * len(group)) ** 2 for group in groups)
         half = student_t(states - 1) * math.sqrt(states / (states - 1) * spread) / n
-        return cls(value, (value - half, value + half), n, states)
+        return cls(value, (value - half, value + half), n, states, effective)
 
     @property
     def counts(self) -> str:

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from pydantic import PrivateAttr
 
-from embodyrl.algorithms.protocol import algorithm_settings
-from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, ValueSettings
+from embodyrl.algorithms.protocol import ADVANTAGES, algorithm_settings
+from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, ReplaySettings, ValueSettings
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ActingFaults, LauncherSettings, ProcessSettings, StepTimeout, parse_placement
 from embodyrl.config.settings import Index, Path, Settings, spell
@@ -183,6 +183,8 @@ class EvalConfig(ActingConfig):
         yield from super().idle()
         if self.video.startswith("changed:") and (not isinstance(self, TrainConfig) or self.runner.only_eval):
             yield "video", "changed:N compares two validations of a training; use first:N, failures or all"
+        for key in self.model.only_imitated:
+            yield f"model.{key}", "nothing is imitated here; use `embodyrl sft`"
 
 
 class TrainConfig(EvalConfig):
@@ -218,10 +220,25 @@ class TrainConfig(EvalConfig):
             )
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what only an algorithm with values reads."""
+        """Name what another algorithm or model would read."""
         yield from super().idle()
+        adv_type = self.algorithm.adv_type
         if not isinstance(self.algorithm, ValueSettings):
-            yield "critic.path", f"algorithm.adv_type={self.algorithm.adv_type} asks for no values; use algorithm=ppo"
+            reason = f"algorithm.adv_type={adv_type} asks for no values; use algorithm=ppo"
+            replays = isinstance(self.algorithm, ReplaySettings)  # its critics have that rate
+            rates = () if replays else ("actor.optim.value_lr", "actor.optim.value_clip_grad")
+            yield from ((key, reason) for key in ("critic.path", *rates))
+        known = not ADVANTAGES.problems([adv_type], "algorithm.adv_type")
+        if known and not ADVANTAGES.get(adv_type).counts_chunk_steps:
+            reason = f"algorithm.adv_type={adv_type} counts episodes; use algorithm=ppo"
+            yield "env.train.max_steps_per_rollout_epoch", reason
+        yield from _unspared(self.model)
+
+
+def _unspared(model: ModelSettings) -> Iterator[tuple[str, str]]:
+    if not model.recomputes:
+        reason = f"model_type '{model.model_type}' keeps its few activations; choose a larger model"
+        yield "actor.gradient_checkpointing", reason
 
 
 class SftConfig(RunConfig):
@@ -248,6 +265,7 @@ class SftConfig(RunConfig):
         """Name what is about simulators."""
         # A launcher has it all the same, because one class serves every command.
         yield "launcher.env_workers", "supervised training runs no simulators"
+        yield from _unspared(self.model)
         if not isinstance(self.data, RowSettings):
             yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
 
@@ -272,6 +290,8 @@ class DaggerConfig(CollectConfig, SftConfig):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what every round sets."""
+        yield from _unspared(self.model)
+        yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
         yield "collect.labels", "the expert labels in every round"
         yield "collect.filter", "failures are labelled too"
         yield "objective.name", "labels are imitated"

@@ -28,6 +28,16 @@ class ModelSettings(Settings):
         yield from ()
 
     @property
+    def recomputes(self) -> bool:
+        """It spares the memory of activations where `actor.gradient_checkpointing` asks for it."""
+        return True
+
+    @property
+    def only_imitated(self) -> tuple[str, ...]:
+        """Keys that nothing but learning from demonstrations reads."""
+        return ()
+
+    @property
     def weights(self) -> str | None:
         """`path`, of a policy that has weights."""
         return getattr(self, "path", None)

@@ -52,7 +52,8 @@ class LoadedPolicy:
             obs: of `make_env` (`images` [C, H, W, 3], `state` [S], `instruction`), or a batch of such, each with one
                 more axis in front (a vector environment's).
             instruction: says what to do instead of `obs["instruction"]`.
-            noise: [B, L] uniform in [0, 1), one number a token; None: greedy.
+            noise: [B, L] uniform in [0, 1), one number a token, to draw as in training
+                (`algorithm.sampling_params`); None: greedy.
 
         Returns:
             [K, A] actions to be executed one after the other, as the environment takes them; of a batch [B, K, A].
@@ -110,7 +111,15 @@ def load_policy(
     blueprint = draw_blueprint(cfg, training=False)
     from embodyrl.workers.training import best_device
 
-    request = PolicyRequest(env=blueprint.env, device=device or best_device(), seed=cfg.seed, trainable=trainable)
+    drawn = cfg.algorithm.sampling_params
+    request = PolicyRequest(
+        env=blueprint.env,
+        device=device or best_device(),
+        seed=cfg.seed,
+        trainable=trainable,
+        temperature=drawn.temperature,
+        sampling=drawn,
+    )
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     policy.load_weights(weights)
     return LoadedPolicy(policy, blueprint)

@@ -58,6 +58,14 @@ def test_what_was_given_up_is_a_share_of_all_suites():
     assert table(rows, spec, dropped=2).losses.startswith("INCOMPLETE: 2 of 8 episodes")
 
 
+def test_returns_of_repeated_states_count_as_the_states_do():
+    """As successes do; fails where episodes count one by one as soon as nothing is known of success."""
+    rows = [row(k, 0, k % 3, won=None, earned=(5.0, 1.0, 3.0)[k % 3]) for k in range(12)]
+    assert table(rows, toy_spec(1)).overall.effective_episodes == pytest.approx(3)
+    mixed = [row(k, 0, k % 3, won=None, earned=float(k // 3)) for k in range(12)]
+    assert table(mixed, toy_spec(1)).overall.effective_episodes == pytest.approx(12)
+
+
 def test_figures_of_tasks_and_of_all():
     result = table(ROWS, toy_spec(2), dropped=2)
     first, second = result.tasks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,19 @@ def test_better_episodes_of_an_initial_state_are_preferred(tmp_path: Path) -> No
     ]
     assert not {*sides[0]} & {*sides[1]}
     assert (sides[0][::2] == sides[0][1::2]).all()
+
+
+def test_episodes_of_two_environments_are_no_pairs(demos: Path, tmp_path: Path) -> None:
+    """Their reset ids may be equal: fails where only the sizes of what is seen and done are compared."""
+    other = shutil.copytree(demos, tmp_path / "other")
+    for name in ("embodyrl.json", "info.json"):
+        text = (other / "meta" / name).read_text()
+        (other / "meta" / name).write_text(text.replace('"toy"', '"toy two"'))
+    cfg = config(tmp_path, demos, f"data.more=[{other}]")
+    assert load_samples(cfg, toy_spec(2), TOY_POLICY)[0].demos.num_episodes == 40
+    cfg = config(tmp_path, demos, f"data.more=[{other}]", "objective.name=dpo")
+    with pytest.raises(ConfigError, match=r"/other differ from those of data.path in name"):
+        load_samples(cfg, toy_spec(2), TOY_POLICY)
 
 
 def test_statistics_follow_their_definition() -> None:

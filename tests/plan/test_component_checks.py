@@ -38,6 +38,39 @@ def test_component_problem_is_reported(overrides: list[str], fragments: list[str
     assert len(lines) == 1, problems_of(*overrides)
 
 
+GYM = ("env=gym", "env.id=CartPole-v1", "model=mlp")
+FLOW = ("model=flow_small", "model.stochastic_steps=one")
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "words", "read_with"),
+    [
+        ("train", "actor.optim.value_lr=1e-3", ["algorithm=grpo"], ["algorithm=ppo"]),
+        ("train", "actor.optim.value_clip_grad=1.0", ["algorithm=grpo"], ["algorithm=ppo"]),
+        ("train", "env.train.max_steps_per_rollout_epoch=16", ["algorithm=grpo"], ["algorithm=ppo"]),
+        ("train", "algorithm.std_unbiased=false", ["algorithm.normalize_advantages=false"], ["algorithm=grpo"]),
+        ("train", "algorithm.critic_warmup=3", ["algorithm=ppo", "algorithm.value_coef=0"], ["algorithm=ppo"]),
+        ("train", "algorithm.value_clip=0.3", ["algorithm=ppo", "algorithm.value_coef=0"], ["algorithm=ppo"]),
+        ("train", "actor.gradient_checkpointing=true", [*GYM], ["model=openvla_oft_tiny"]),
+        ("train", "actor.gradient_checkpointing=true", ["model=flow_small"], ["model=openvla_oft_tiny"]),
+        ("train", "model.ignore_last=true", [*FLOW, "model.likelihood=flow_cps"], [*FLOW]),
+        ("train", "model.imitated_pairs=3", ["model=flow_small"], None),
+        ("eval", "model.imitated_time=3", ["model=flow_small"], None),
+        ("dagger", "actor.max_tokens_per_mbs=64", [], None),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused(
+    command: str, key: str, words: list[str], read_with: list[str] | None
+) -> None:
+    """And is taken where something does."""
+    name = key.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{name} has no effect: ") as caught:
+        load_config(command, [*words, key])
+    assert [line.partition(" ")[0] for line in caught.value.problems] == [name]
+    if read_with is not None:
+        load_config(command, [*read_with, key])
+
+
 def test_problems_of_all_components_come_together() -> None:
     text = "\n".join(problems_of("env.env_type=libreo", "model.model_type=openvlaoft", "algorithm.adv_type=gpro"))
     for fragment in ("libreo", "openvla", "gpro"):

@@ -100,6 +100,17 @@ def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
         policy.act(embodyrl.make_env("tabletop").reset(seed=0)[0])
 
 
+def test_a_loaded_policy_draws_as_its_settings_say() -> None:
+    """At the temperature of training; fails where it is left at 1 whatever the run or the caller says."""
+    warm = embodyrl.load_policy(CHECKPOINT, "algorithm.sampling_params.temperature=2.0", device="cpu")
+    seen = warm.observe([warm.make_env().reset(seed=0)[0]])
+    noise = np.random.default_rng(0).random((1, warm.policy.spec.tokens_per_chunk), np.float32)
+    drawn, wanted = warm.decide(seen, noise=noise), warm.policy.act(seen, noise=noise, temperature=2.0)
+    np.testing.assert_array_equal(drawn.tokens, wanted.tokens)
+    np.testing.assert_allclose(warm.policy.score(seen, drawn.tokens).logprob.detach(), wanted.logprob, atol=1e-5)
+    assert not np.allclose(wanted.logprob, warm.policy.act(seen, noise=noise, temperature=1.0).logprob, atol=0.1)
+
+
 @pytest.mark.integration
 def test_the_step_by_hand_trains_the_policy() -> None:
     loop = example("custom_loop")

@@ -76,6 +76,11 @@ class FlowSettings(WeightSettings):
     """What the value head reads: the pooled prefix, or the expert's mean hidden row for the middle of the noise."""
 
     @property
+    def only_imitated(self) -> tuple[str, ...]:
+        """Keys of flow matching."""
+        return "imitated_pairs", "imitated_time"
+
+    @property
     def every_step(self) -> bool:
         """All steps are stochastic."""
         return self.likelihood is Likelihood.flow_noise or self.stochastic_steps is Stochastic.all
@@ -108,6 +113,7 @@ class FlowSettings(WeightSettings):
         for off, missing, keys in (
             (not levelled, other, ("stochastic_steps", "noise_level")),
             (not levelled or self.every_step, other if not levelled else "stochastic_steps is all", ("ignore_last",)),
+            (chosen is Likelihood.flow_cps, "the last step of flow_cps is never drawn", ("ignore_last",)),
             (chosen is not Likelihood.flow_noise, other, ("noise_range",)),
             (chosen in (Likelihood.fpo, Likelihood.dsrl), other, ("joint_logprob",)),
             (chosen is not Likelihood.dsrl, other, ("noise_bound", "noise_repeated", "steered_noise")),

@@ -25,6 +25,11 @@ class SmallFlowSettings(FlowSettings):
     use_proprio: bool = True
     """Feed proprioception."""
 
+    @property
+    def recomputes(self) -> bool:
+        """So small a network keeps what it computed."""
+        return False
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
