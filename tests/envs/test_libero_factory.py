@@ -104,6 +104,8 @@ def test_suites_that_are_not_there_are_refused(words, fragment):
 def test_own_suite_and_all():
     chosen = env_context(load_config("eval", ["env=libero_pro_10_lan", "eval=libero_pro"])).suites
     assert chosen == ("base", "object", "swap", "task")
+    varied = env_context(load_config("eval", ["env=libero_plus_goal_noise", "eval=libero_plus"])).suites
+    assert varied == ("base", "camera", "robot", "language")
     assert env_context(load_config("train", ["env=libero_10", "runner.val_suites=[all]"])).suites == ALL_AXES
 
 
