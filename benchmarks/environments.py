@@ -1,14 +1,16 @@
 """Whole training steps of PPO per CPU second on cheap environments: ours against Stable-Baselines3 in the same run.
 
-    pip install stable-baselines3; python benchmarks/environments.py --json environments.json
+    pip install stable-baselines3 "gymnasium[atari,other]"; python benchmarks/environments.py --json environments.json
 
 Same environments, batch, mini-batches, epochs and networks, inline against DummyVecEnv, one thread each. Batched
-CartPole (numpy, as arrays) is held against a plain loop of numpy and torch, which does nothing but what PPO must.
+CartPole (as arrays of numpy or of torch) is held against a plain loop of numpy and torch, which does nothing but what
+PPO must.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -30,34 +32,53 @@ from embodyrl.envs.settings import EnvSettings, RewardSettings
 from embodyrl.envs.simulators import ArraySimulators, SimSteps
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
-CASES = {"CartPole-v1": (8, 256, 64, 10), "HalfCheetah-v5": (8, 256, 64, 10), "batched": (1024, 32, 4096, 4)}
+CASES = {
+    "CartPole-v1": (8, 256, 64, 10),
+    "HalfCheetah-v5": (8, 256, 64, 10),
+    "Breakout": (8, 64, 256, 4),
+    "batched": (1024, 32, 4096, 4),
+    "batched-torch": (4096, 32, 16384, 4),
+}
 """Slots, steps of each, samples of a mini-batch, epochs."""
+ARRAYS = {"batched": "numpy", "batched-torch": "torch"}
+"""What the simulator of a batched case computes with."""
+
+
+def breakout() -> Any:
+    """Atari's Breakout as usual: four grey frames [4, 84, 84], each of four steps."""
+    import ale_py  # pyright: ignore[reportMissingImports]
+    import gymnasium
+    from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
+
+    gymnasium.register_envs(ale_py)
+    return FrameStackObservation(AtariPreprocessing(gymnasium.make("ALE/Breakout-v5", frameskip=1)), 4)
 
 
 class CartPoles:
-    """Gymnasium's CartPole-v1 for n slots as arrays; state [n, 4]."""
+    """Gymnasium's CartPole-v1 for n slots as arrays of numpy or of torch, the module `xp`; state [n, 4]."""
 
-    def __init__(self, count: int) -> None:
-        self.state = np.zeros((count, 4))
+    def __init__(self, count: int, xp: Any) -> None:
+        self.xp, self.state = xp, xp.zeros((count, 4))
 
     def begin(self, slots: np.ndarray, rng: np.random.Generator) -> None:
-        self.state[slots] = rng.uniform(-0.05, 0.05, (len(slots), 4))
+        self.state[slots] = self.xp.asarray(rng.uniform(-0.05, 0.05, (len(slots), 4)), dtype=self.state.dtype)
 
     def step(self, slots: np.ndarray, right: np.ndarray) -> np.ndarray:
         """Push; returns which poles fell [n]."""
+        xp = self.xp
         x, v, angle, spin = self.state[slots].T
-        force, cos, sin = np.where(right, 10.0, -10.0), np.cos(angle), np.sin(angle)
+        force, cos, sin = xp.where(xp.asarray(right), 10.0, -10.0), xp.cos(angle), xp.sin(angle)
         part = (force + 0.05 * spin**2 * sin) / 1.1
         turn = (9.8 * sin - cos * part) / (0.5 * (4.0 / 3.0 - 0.1 * cos**2 / 1.1))
         moved = x + 0.02 * v, v + 0.02 * (part - 0.05 * turn * cos / 1.1), angle + 0.02 * spin, spin + 0.02 * turn
-        self.state[slots] = np.stack(moved, 1)
-        return (np.abs(moved[0]) > 2.4) | (np.abs(moved[2]) > 12 * 2 * math.pi / 360)
+        self.state[slots] = xp.stack(moved, 1)
+        return np.asarray((abs(moved[0]) > 2.4) | (abs(moved[2]) > 12 * 2 * math.pi / 360))
 
 
 class Sims(ArraySimulators):
-    def __init__(self, spec: EnvSpec, count: int) -> None:
+    def __init__(self, spec: EnvSpec, count: int, xp: Any) -> None:
         super().__init__(spec)
-        self.poles = CartPoles(count)
+        self.poles = CartPoles(count, xp)
 
     def begin(self, slots: np.ndarray, reset_ids: np.ndarray, seeds: np.ndarray) -> None:
         self.poles.begin(slots, np.random.default_rng(reset_ids))
@@ -77,16 +98,19 @@ class BatchedSettings(EnvSettings, RewardSettings):
 class BatchedFactory(SimFactory[BatchedSettings]):
     settings = BatchedSettings
 
+    def __init__(self, arrays: str) -> None:
+        self.arrays = arrays
+
     def describe(self, cfg: BatchedSettings, context: EnvContext) -> EnvSpec:
         space = ActionSpace(kind=ActionKind.discrete, sizes=(2,))
         many = {"tasks": ("",), "states_per_task": (10**6,), "reports_success": False, "lockstep": True}
         return EnvSpec(name="poles", action_dim=1, state_dim=4, action_space=space, on_gpu=False, **many)  # type: ignore[arg-type]
 
     def simulators(self, cfg: BatchedSettings, context: EnvContext) -> Sims:
-        return Sims(self.describe(cfg, context), context.num_slots)
+        return Sims(self.describe(cfg, context), context.num_slots, importlib.import_module(self.arrays))
 
 
-BATCHED = BatchedFactory()
+NUMPY, TORCH = (BatchedFactory(arrays) for arrays in ARRAYS.values())
 
 
 def ours(case: str, steps: int) -> float:
@@ -95,7 +119,15 @@ def ours(case: str, steps: int) -> float:
     from embodyrl.plan.config import load_config
 
     slots, each, batch, epochs = CASES[case]
-    env = ("env.env_type=environments:BATCHED", "env.use_rel_reward=false", "env.train.state_ids=[0,89999]")
+    if case in ARRAYS:
+        factory = f"env.env_type=environments:{ARRAYS[case].upper()}"
+        env = ("model=mlp", factory, "env.use_rel_reward=false", "env.train.state_ids=[0,89999]")
+    elif case == "Breakout":
+        env = ("model=cnn", "env.id=environments:breakout")
+    else:
+        env = ("model=mlp", f"env.id={case}")
+    if case != "Breakout":
+        env += ("model.normalize_state=false",)
     begun: list[float] = []
 
     def look(*_: Any) -> bool:
@@ -104,12 +136,12 @@ def ours(case: str, steps: int) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         words = [
-            "env=gym", *(env if case == "batched" else (f"env.id={case}",)), "model=mlp", "algorithm=ppo",
+            "env=gym", *env, "algorithm=ppo",
             "launcher=inline", f"env.train.total_num_envs={slots}", f"env.train.max_steps_per_rollout_epoch={each}",
             "env.train.max_episode_steps=500", "env.train.use_fixed_reset_state_ids=false",
             f"actor.global_batch_size={batch}", f"actor.micro_batch_size={batch}", f"algorithm.update_epoch={epochs}",
             f"runner.max_steps={steps + 1}", "runner.save_interval=-1", "runner.logger.backends=[jsonl]",
-            "model.normalize_state=false", "algorithm.normalize_returns=false", f"runner.output_dir={folder}",
+            "algorithm.normalize_returns=false", f"runner.output_dir={folder}",
         ]  # fmt: skip
         train(load_config("train", words), on_step=look)
     return steps * slots * each / (begun[-1] - begun[0])
@@ -122,12 +154,32 @@ def stable_baselines(case: str, steps: int) -> float:
 
     torch.set_num_threads(1)
     slots, each, batch, epochs = CASES[case]
-    vec = make_vec_env(case, n_envs=slots)
-    model = PPO("MlpPolicy", vec, n_steps=each, batch_size=batch, n_epochs=epochs, device="cpu")
+    vec = make_vec_env(breakout if case == "Breakout" else case, n_envs=slots)
+    policy, kwargs = ("CnnPolicy", _our_networks()) if case == "Breakout" else ("MlpPolicy", {})
+    model = PPO(policy, vec, n_steps=each, batch_size=batch, n_epochs=epochs, device="cpu", policy_kwargs=kwargs)
     model.learn(slots * each)
     began = time.process_time()
     model.learn(steps * slots * each)
     return steps * slots * each / (time.process_time() - began)
+
+
+def _our_networks() -> dict[str, Any]:
+    """`policy_kwargs` of `model=cnn`: its own take more kernels of larger size."""
+    import torch
+    from stable_baselines3.common.torch_layers import BaseFeaturesExtractor  # pyright: ignore[reportMissingImports]
+    from torch import nn
+
+    class Encoder(BaseFeaturesExtractor):
+        def __init__(self, space: Any) -> None:
+            super().__init__(space, features_dim=256)
+            convolutions = [nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in ((4, 32), (32, 64), (64, 64))]
+            parts = [part for one in convolutions for part in (one, nn.ReLU())]
+            self.layers = nn.Sequential(*parts, nn.Flatten(), nn.Linear(64 * 11 * 11, 256), nn.ReLU())
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return self.layers(pixels)
+
+    return {"features_extractor_class": Encoder, "net_arch": [64, 64], "activation_fn": nn.ReLU}
 
 
 def plain_loop(case: str, steps: int) -> float:
@@ -137,7 +189,8 @@ def plain_loop(case: str, steps: int) -> float:
 
     torch.set_num_threads(1)
     slots, each, batch, epochs = CASES[case]
-    poles, rng, everyone = CartPoles(slots), np.random.default_rng(0), np.arange(slots)
+    arrays = importlib.import_module(ARRAYS[case])
+    poles, rng, everyone = CartPoles(slots, arrays), np.random.default_rng(0), np.arange(slots)
     nets = [
         nn.Sequential(*(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))) for n in (2, 1)
     ]
@@ -152,7 +205,7 @@ def plain_loop(case: str, steps: int) -> float:
         seen, action = torch.zeros((*shape, 4)), torch.zeros(shape, dtype=torch.long)
         logprob, value, over = (torch.zeros(shape) for _ in range(3))
         for t in range(each):
-            seen[t] = torch.from_numpy(poles.state).float()
+            seen[t] = torch.as_tensor(poles.state)
             with torch.no_grad():
                 spread = torch.distributions.Categorical(logits=policy(seen[t]))
                 action[t], value[t] = spread.sample(), critic(seen[t])[:, 0]
@@ -164,7 +217,7 @@ def plain_loop(case: str, steps: int) -> float:
             poles.begin(np.flatnonzero(ended), rng)
             age[ended] = 0
         with torch.no_grad():
-            following = critic(torch.from_numpy(poles.state).float())[:, 0]
+            following = critic(torch.as_tensor(poles.state).float())[:, 0]
         advantage, carried = torch.zeros(shape), torch.zeros(slots)
         for t in reversed(range(each)):
             carried = 1.0 + 0.99 * following * (1 - over[t]) - value[t] + 0.99 * 0.95 * (1 - over[t]) * carried
@@ -194,7 +247,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for case in args.cases:
-        other: Callable[[str, int], float] = plain_loop if case == "batched" else stable_baselines
+        other: Callable[[str, int], float] = plain_loop if case in ARRAYS else stable_baselines
         pairs = [(ours(case, args.steps), other(case, args.steps)) for _ in range(args.pairs)]
         mine, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
         rows.append(
@@ -202,10 +255,12 @@ def main() -> None:
                 "what": f"{case}, {CASES[case][0]} slots x {CASES[case][1]} steps, whole PPO step",
                 "unit": "environment steps per CPU second",
                 "ours": round(mine),
-                "against": "plain numpy + torch" if case == "batched" else "Stable-Baselines3, DummyVecEnv",
+                "against": f"plain loop, {ARRAYS[case]} and torch"
+                if case in ARRAYS
+                else "Stable-Baselines3, DummyVecEnv",
                 "theirs": round(theirs),
                 "ratio": round(statistics.median(a / b for a, b in pairs), 3),
-                "goal": 0.8 if case == "batched" else 1.2,
+                "goal": 0.8 if case in ARRAYS else 1.2,
             }
         )
         print(json.dumps(rows[-1]), flush=True)

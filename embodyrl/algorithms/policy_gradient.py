@@ -194,8 +194,10 @@ class Algorithm:
         targets = batch.returns.shape[1]
         # A target per action counts where the action ran; one per chunk always does, for empty chunks left the batch.
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
-        positive = valid & (batch.advantage[rows] > 0) if self._cfg.positive_nll_coef else np.zeros_like(valid)
-        return LossWeights(policy=weight, value=equal_shares(counted), positive=equal_shares(positive))
+        value = equal_shares(counted)
+        if not self._cfg.positive_nll_coef:
+            return LossWeights(policy=weight, value=value, positive=np.zeros(valid.shape, np.float32))
+        return LossWeights(policy=weight, value=value, positive=equal_shares(valid & (batch.advantage[rows] > 0)))
 
     def correct(
         self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
@@ -261,7 +263,7 @@ class Algorithm:
         gap = to_units(gap, valid, TokenLevel.token_level, whole=inputs.whole)
         ratio = terms.ratio.detach()
         metrics = {
-            "policy_loss": policy_loss,
+            "policy_loss": policy_loss.detach(),
             "kl": mean_share(kl(old, new.detach(), "low_var_kl"), inputs.weight),
             "entropy": mean_share(entropy.detach(), inputs.weight),
             "ratio": mean_share(ratio, inputs.weight),
@@ -277,12 +279,12 @@ class Algorithm:
                 ref_kl = (bounded_ratio(new - old) * ref_kl).clamp(-MAX_KL, MAX_KL)
             if not cfg.kl_in_reward:
                 loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
-            metrics["ref_kl"] = mean_share(ref_kl, inputs.weight)
+            metrics["ref_kl"] = mean_share(ref_kl.detach(), inputs.weight)
         if isinstance(cfg, ValueSettings):
             value = _value_loss(cfg, scores, inputs)
             loss = loss + cfg.value_coef * value
-            metrics["value_loss"] = value
-        return loss, {name: share.detach() for name, share in {"loss": loss, **metrics}.items()}
+            metrics["value_loss"] = value.detach()
+        return loss, {"loss": loss.detach(), **metrics}
 
     def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | None:
         """Return what multiplies the policy loss of each unit, without gradient; None: nothing."""

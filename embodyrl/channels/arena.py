@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,13 +22,10 @@ from embodyrl.errors import EmbodyError, StaleTicketError
 from embodyrl.files import available_bytes
 
 
-class RecordState(IntEnum):
-    """Life of a record: free list, handed out, being written, readable."""
+class RecordState:
+    """Life of a record: free list, handed out, being written, readable; plain numbers, for they are looked at often."""
 
-    FREE = 0
-    ALLOCATED = 1
-    WRITING = 2
-    READY = 3
+    FREE, ALLOCATED, WRITING, READY = range(4)
 
 
 _RECORD_BITS = 26
@@ -208,7 +204,7 @@ class Arena:
         records = self._valid(tickets)
         unready = records[self._fields[STATE][records] != RecordState.READY]
         for record in unready[:1].tolist():
-            state = RecordState(self._fields[STATE][record]).name
+            state = ("FREE", "ALLOCATED", "WRITING", "READY")[self._fields[STATE][record]]
             raise StaleTicketError(f"Record {record} is not readable: state {state}.")
         return records
 

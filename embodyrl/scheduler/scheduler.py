@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -178,10 +177,12 @@ class RolloutScheduler(EventLoop):
 
     def _reset_requests(self, worker: str, rows: IntArray) -> tuple[ResetRequest, ...]:
         """Let slots begin their next episodes; those that go on with a cut one need no reset."""
+        # Of thousands of slots each would look at all rollouts.
+        fatal = any(rollout.fatal for rollout in self._rollouts)
         fresh: list[int] = []
         going_on: list[int] = []
         for row in rows.tolist():
-            rollout = self._next_rollout(worker, row)
+            rollout = self._next_rollout(worker, row, fatal=fatal)
             if rollout is None:
                 continue
             slot = self._slots.each[row]
@@ -198,13 +199,13 @@ class RolloutScheduler(EventLoop):
         first = self._first[worker]
         return tuple(self._slots.reset_request(row, first) for row in fresh)
 
-    def _next_rollout(self, worker: str, row: int) -> Rollout | None:
-        """The first rollout whose next episode this slot can run now.
+    def _next_rollout(self, worker: str, row: int, *, fatal: bool) -> Rollout | None:
+        """The first rollout whose next episode this slot can run now; `fatal`: a worker has died at some episode.
 
         A worker that holds few simulators takes few tasks at once; it then waits rather than take a later rollout's.
         """
         limit = self._task_limits.get(worker)
-        if limit is None and not any(rollout.fatal for rollout in self._rollouts):
+        if limit is None and not fatal:
             # Nobody else matters; to look at them all for each of thousands of slots would take quadratic time.
             return next((rollout for rollout in self._rollouts if rollout.has_next(row)), None)
         running = [r for r in self._rows_of(worker) if self._slots.each[r].episode is not None]
@@ -313,15 +314,14 @@ class RolloutScheduler(EventLoop):
         videos = [recording.path if (recording := recordings.get(row)) else None for row in rows.tolist()]
         instructions = read_instructions(self._arena, records_of(finals))
         rollouts = [self._slots.each[row].rollout for row in rows.tolist()]
-        found = self._slots.finish(rows, terminated, truncated, instructions, videos, self._value_dim)
-        spare = np.zeros(len(rows), np.bool_)
+        # The observation after a time limit or a cut is not an action's: it is kept for its value.
+        spare = terminated | ~self._slots.keeps[rows] | (not self._needs_finals)
+        final_records = np.where(spare, -1, records_of(finals))
+        found = self._slots.finish(rows, terminated, truncated, final_records, instructions, videos, self._value_dim)
         for i, (row, rollout, (episode, tickets)) in enumerate(zip(rows.tolist(), rollouts, found, strict=True)):
             assert rollout is not None
-            # The observation after a time limit or a cut is not an action's: it is kept for its value.
-            spare[i] = not (rollout.keep and self._needs_finals and not episode.terminated)
             if not spare[i]:
-                tickets = np.append(tickets, finals[i])
-                episode = replace(episode, final_record=int(records_of(finals[i])))
+                tickets = np.concatenate([tickets, finals[i : i + 1]])
             if rollout.continues and episode.cut:
                 seen = {str(name): self._arena[name][records_of(finals[i])].copy() for name in OBSERVATION}
                 self._slots.each[row].open = Open(so_far=episode.whole, observation=seen)

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,8 @@ from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, Episode
 from embodyrl.workers.messages import ResetRequest
 
 
-class Phase(IntEnum):
-    """What a slot waits for."""
+class Phase:
+    """What a slot waits for; plain numbers, because several are looked at with every chunk."""
 
     IDLE = 0
     """Nothing, or its next episode."""
@@ -77,7 +76,7 @@ class Slots:
         self.phase = np.zeros(count, np.int8)
         self.not_before, self.noise_seed, self.chunks, self._left = np.zeros((4, count), np.int64)
         # `not_before`: version of the weights from which on the policy may act; `chunks`: taken so far.
-        self._keeps = np.ones(count, np.bool_)
+        self.keeps = np.ones(count, np.bool_)
         self.current, self.target = np.zeros((2, count), np.int64)
         # Tickets: of the present observation, and of the one that is being written.
         # Tickets of the chunks taken so far [N, longest]; `take_chunks` doubles it where an episode is longer.
@@ -106,7 +105,7 @@ class Slots:
             assert slot.rollout is not None and slot.episode is not None
             slot.started = now
             facts[:, i] = slot.rollout.not_before, slot.episode.noise_seed, slot.room, slot.rollout.keep
-        self.not_before[rows], self.noise_seed[rows], self._left[rows], self._keeps[rows] = facts
+        self.not_before[rows], self.noise_seed[rows], self._left[rows], self.keeps[rows] = facts
         self.phase[rows], self.chunks[rows] = Phase.RESETTING, 0
         self.target[rows] = self._arena.allocate_all(len(rows))
 
@@ -169,7 +168,7 @@ class Slots:
         self._taken[rows, self.chunks[rows]] = self.current[rows]
         self.chunks[rows] += 1
         self._left[rows] -= 1
-        for row in rows[~self._keeps[rows]].tolist():
+        for row in rows[~self.keeps[rows]].tolist():
             record = records_of(self.current[row])
             # Before the record is freed: the arena may give it to the next observation at once.
             self.each[row].copies.append({name: self._arena[name][record].copy() for name in KEPT})
@@ -181,16 +180,18 @@ class Slots:
         rows: IntArray,
         terminated: BoolArray,
         truncated: BoolArray,
+        final_records: IntArray,
         instructions: Sequence[str],
         videos: Sequence[str | None],
         value_dim: int,
     ) -> list[tuple[Episode, IntArray]]:
         """Close the episodes of slots; returns them and the tickets of their records. `target` is left to the caller.
 
-        Those of `terminated` and `truncated` [n] came to their end, all others are cut.
+        Those of `terminated` and `truncated` [n] came to their end, all others are cut; `final_records` [n]: see
+        `Episode`.
         """
         now, lengths = time.perf_counter(), self.chunks[rows]
-        keeps = self._keeps[rows].tolist()
+        keeps = self.keeps[rows].tolist()
         # Copied, because the row belongs to the slot's next episode as soon as this one is closed.
         taken = [self._taken[row, :n].copy() for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
         kept = [own for own, keep in zip(taken, keeps, strict=True) if keep]
@@ -218,6 +219,7 @@ class Slots:
                 terminated=bool(terminated[i]),
                 truncated=bool(truncated[i]) or cut,
                 cut=cut,
+                final_record=int(final_records[i]),
                 counted=not cut if rollout.continues else whole,
                 earlier=slot.earlier,
                 instruction=instructions[i],
@@ -236,7 +238,7 @@ class Slots:
         assert slot.episode is not None and slot.rollout is not None
         # Before the slot is idle: `Rollout.ended` must find the episode in its queue again.
         slot.rollout.lose(slot.index, slot.episode, again=again)
-        tickets = self._taken[row, : self.chunks[row] if self._keeps[row] else 0].tolist()
+        tickets = self._taken[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
         tickets += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))
         tickets += [self.target[row]] * (phase in (Phase.RESETTING, Phase.STEPPING))
         slot.stale = False

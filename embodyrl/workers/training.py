@@ -163,24 +163,28 @@ class Optimization:
 
     def _clip_gradients(self) -> float:
         """Bound the gradient of all weights, or those of the policy and of the value head apart; returns its norm."""
-        groups = [[p.grad for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
-        clipped = self.optimizer.gather() if isinstance(self.optimizer, FlatAdamW) else groups
+        if isinstance(self.optimizer, FlatAdamW):
+            groups, norm = self.optimizer.gather(), _small_norm
+        else:
+            groups = [[p.grad for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
+            norm = self._norm
         limits = [self._clip, self._value_clip]
         if self._value_clip is None:
-            groups, clipped = ([[one for group in whole for one in group]] for whole in (groups, clipped))
-            limits = [self._clip]
+            groups, limits = [[one for group in groups for one in group]], [self._clip]
         # With a limit each, the norms are of disjoint sets of weights, so their root sum of squares is the whole one.
         norms: list[float] = []
-        for group, vectors, limit in zip(groups, clipped, limits, strict=False):
+        for group, limit in zip(groups, limits, strict=False):
             if limit is None:
                 continue
-            # Of the tensors one by one: summed up over half a million weights in float32 it was 3e-5 off.
-            total = torch.nn.utils.get_total_norm(group)
-            norms.append(float(self._ranks.gathered(total, everywhere=True)))
+            norms.append(norm(group))
             if limit - 1e-6 < norms[-1] < math.inf:  # below it the factor is 1
-                for gradient in vectors:
+                for gradient in group:
                     gradient.mul_(limit / (norms[-1] + 1e-6))
         return math.hypot(*norms)
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """Of shards the norm of the whole; collective."""
+        return float(self._ranks.gathered(torch.nn.utils.get_total_norm(gradients), everywhere=True))
 
     def save(self, folder: Path, policy: Policy) -> None:
         """Write the policy, and all that training needs to go on, below `folder`; all ranks, of which the first writes.
@@ -319,6 +323,11 @@ class Trainer:
                 f"Non-finite {what} in the actor; the weights were not touched. Likely cause: learning rate too high "
                 "or broken rewards or data. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
             )
+
+
+def _small_norm(gradients: list[Tensor]) -> float:
+    # In float64: summed up over half a million weights in float32 it was 3e-5 off.
+    return math.hypot(*(float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in gradients))
 
 
 def _on_host(parts: list[dict[str, Tensor]]) -> list[dict[str, float]]:
