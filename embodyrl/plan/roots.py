@@ -26,6 +26,7 @@ from embodyrl.plan.settings import (
     DaggerSettings,
     EvalSettings,
     FaultSettings,
+    GreedySettings,
     LearnedRunSettings,
     MeasuredRunSettings,
     RecordedSettings,
@@ -166,6 +167,18 @@ class CollectConfig(ActingConfig):
     eval: RecordedSettings = RecordedSettings()
     collect: CollectSettings = CollectSettings()
 
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what a greedy choice does not read."""
+        yield from super().idle()
+        yield from _not_drawn(self.eval.sampling_params)
+
+
+def _not_drawn(how: GreedySettings) -> Iterator[tuple[str, str]]:
+    """What is about drawing, where nothing but the most probable is chosen."""
+    if not how.do_sample:
+        reason = "the policy chooses greedily; set eval.sampling_params.do_sample=true"
+        yield from ((f"algorithm.sampling_params.{key}", reason) for key in ("temperature", "top_k", "top_p"))
+
 
 class EvalConfig(ActingConfig):
     """`embodyrl eval`."""
@@ -183,6 +196,8 @@ class EvalConfig(ActingConfig):
         yield from super().idle()
         if self.video.startswith("changed:") and (not isinstance(self, TrainConfig) or self.runner.only_eval):
             yield "video", "changed:N compares two validations of a training; use first:N, failures or all"
+        if not isinstance(self, TrainConfig):
+            yield from _not_drawn(self.eval.sampling_params)
         for key in self.model.only_imitated:
             yield f"model.{key}", "nothing is imitated here; use `embodyrl sft`"
 
@@ -265,6 +280,8 @@ class SftConfig(RunConfig):
         """Name what is about simulators."""
         # A launcher has it all the same, because one class serves every command.
         yield "launcher.env_workers", "supervised training runs no simulators"
+        if self.objective.of_pairs:
+            yield "data.image_aug", f"objective.name={self.objective.name} shows both of a pair as they are"
         yield from _unspared(self.model)
         if not isinstance(self.data, RowSettings):
             yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
@@ -290,6 +307,7 @@ class DaggerConfig(CollectConfig, SftConfig):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what every round sets."""
+        yield from _not_drawn(self.eval.sampling_params)
         yield from _unspared(self.model)
         yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
         yield "collect.labels", "the expert labels in every round"

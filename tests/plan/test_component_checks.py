@@ -57,6 +57,10 @@ FLOW = ("model=flow_small", "model.stochastic_steps=one")
         ("train", "model.imitated_pairs=3", ["model=flow_small"], None),
         ("eval", "model.imitated_time=3", ["model=flow_small"], None),
         ("dagger", "actor.max_tokens_per_mbs=64", [], None),
+        ("sft", "data.image_aug=true", ["data.path=a", "objective.name=dpo"], ["data.path=a"]),
+        ("eval", "algorithm.sampling_params.temperature=2", [], ["eval.sampling_params.do_sample=true"]),
+        ("collect", "algorithm.sampling_params.top_p=0.5", [], ["eval.sampling_params.do_sample=true"]),
+        ("dagger", "algorithm.sampling_params.temperature=2", [], ["eval.sampling_params.do_sample=true"]),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused(

@@ -102,7 +102,8 @@ def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
 
 def test_a_loaded_policy_draws_as_its_settings_say() -> None:
     """At the temperature of training; fails where it is left at 1 whatever the run or the caller says."""
-    warm = embodyrl.load_policy(CHECKPOINT, "algorithm.sampling_params.temperature=2.0", device="cpu")
+    words = ("eval.sampling_params.do_sample=true", "algorithm.sampling_params.temperature=2.0")
+    warm = embodyrl.load_policy(CHECKPOINT, *words, device="cpu")
     seen = warm.observe([warm.make_env().reset(seed=0)[0]])
     noise = np.random.default_rng(0).random((1, warm.policy.spec.tokens_per_chunk), np.float32)
     drawn, wanted = warm.decide(seen, noise=noise), warm.policy.act(seen, noise=noise, temperature=2.0)
