@@ -31,9 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.files import available_cores
-from embodyrl.policies.openvla_oft.config import LlamaSpec, OftConfig, OftOptions, PixelNorm, VitSpec
+from embodyrl.policies.openvla_oft.config import LlamaSpec, OftConfig, OftOptions, PixelNorm, Statistics, VitSpec
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
-from embodyrl.policies.openvla_oft.statistics import Statistics
 
 CHUNK, ACTION_DIM, PROMPT = 8, 7, 32
 OFT_PEER = "timm VisionTransformer x 2 + transformers LlamaForCausalLM"

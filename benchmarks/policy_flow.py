@@ -18,7 +18,7 @@ from embodyrl.policies.flow.likelihood import follow_ode
 from embodyrl.policies.flow.model import FlowInputs
 from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, VisionSpec
 from embodyrl.policies.flow.vla.build import save_weights
-from embodyrl.policies.flow.vla.models import Pi0
+from embodyrl.policies.flow.vla.network import Pi0
 
 STEPS, CAMERAS, PROMPT = 10, 2, 32
 PEERS = {

@@ -142,7 +142,7 @@ def prepare(folder: Path, workload: str) -> tuple[Path, Path]:
     from transformers import LlamaForCausalLM
 
     from embodyrl.datasets.tasks import copy
-    from embodyrl.policies.causal_lm.loading import tiny_model, tiny_tokenizer
+    from embodyrl.policies.causal_lm.model import tiny_model, tiny_tokenizer
 
     model, data = folder / "model", folder / "rows.jsonl"
     tokenizer = tiny_tokenizer()

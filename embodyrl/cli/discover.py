@@ -1,13 +1,16 @@
-"""The commands `list` and `show`."""
+"""The commands `list`, `show` and `completion`."""
 
 import argparse
 import json
+from importlib.resources import files
 from pathlib import Path
 
+from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
+from embodyrl.plan.keys import all_keys
 from embodyrl.registry import closest
 
 
@@ -79,4 +82,22 @@ def show(args: argparse.Namespace) -> int:
         changed = "" if key.required or row["value"] == row["default"] else f" (default {spell(row['default'])})"
         lines += [f"{name}: {key.type_text} = {spell(values[name])}{changed}  [{rows[-1]['source']}]", f"    {key.doc}"]
     show_result(args, rows, lines)
+    return 0
+
+
+def completion(args: argparse.Namespace) -> int:
+    """Run `embodyrl completion bash|zsh`."""
+    if args.words not in (["bash"], ["zsh"]):
+        raise ConfigError('embodyrl completion takes bash or zsh: eval "$(embodyrl completion bash)".')
+    flags = [f'        {name}:-*) words="{" ".join([*c.flags, "--help"])}" ;;' for name, c in COMMANDS.items()]
+    parts = {
+        "commands": " ".join(COMMANDS),
+        "flags": "\n".join(flags),
+        "options": " ".join(f"{g}={o}" for g in tree.default_options("train") for o in tree.options(g)),
+        "keys": " ".join(f"{name}=" for name in all_keys()),
+    }
+    script = files("embodyrl.cli").joinpath("templates/completion.bash").read_text(encoding="utf-8")
+    for mark, text in parts.items():
+        script = script.replace(f"@{mark}@", text)
+    print(("autoload -U bashcompinit && bashcompinit\n" if args.words == ["zsh"] else "") + script, end="")
     return 0

@@ -13,7 +13,7 @@ from embodyrl.cli.probes import Finding, probe_rendering, probe_sandbox, probe_v
 from embodyrl.cli.runs import run_folders
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import read_history
-from embodyrl.monitor.report.tables import changed_settings
+from embodyrl.monitor.report.charts import changed_settings
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.roots import TrainConfig

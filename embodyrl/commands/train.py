@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.algorithms.shaping import note_outcomes
-from embodyrl.commands.before_after import compare_recordings, film_changes, read_evaluation
 from embodyrl.commands.dump import write_dump
 from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
-from embodyrl.commands.evaluate import run_evaluation
+from embodyrl.commands.evaluate import compare_recordings, film_changes, read_evaluation, run_evaluation
 from embodyrl.commands.facts import facts, require_disk
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights

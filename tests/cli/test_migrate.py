@@ -16,7 +16,7 @@ from processes import SOURCE
 from settings import model_of
 
 from embodyrl.cli.main import main
-from embodyrl.cli.migration.facts import side_by_side
+from embodyrl.cli.migrate import side_by_side
 from embodyrl.cli.migration.shell import read_shell
 from embodyrl.cli.migration.source import Source, read_source
 from embodyrl.cli.migration.tables import System, find, load_system, systems

@@ -7,7 +7,7 @@ import imageio.v3 as iio
 import pytest
 from toy_runs import running_crew, train_toy
 
-from embodyrl.commands.before_after import film, read_evaluation, telling_episodes
+from embodyrl.commands.evaluate import film, read_evaluation, telling_episodes
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EpisodeRow, read_rows

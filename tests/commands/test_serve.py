@@ -26,8 +26,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.settings import ServeSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote import FACTORY
-from embodyrl.policies.remote.dialects import OPENPI
-from embodyrl.policies.remote.encoding import bytes_keyed, pack, text_keyed, unpack
+from embodyrl.policies.remote.dialects import OPENPI, bytes_keyed, pack, text_keyed, unpack
 from embodyrl.policies.remote.settings import RemoteSettings
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained import RANDOM, UntrainedPolicy

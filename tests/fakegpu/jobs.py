@@ -91,7 +91,7 @@ def write_text(folder: Path, model: str, layers: int | None) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from embodyrl.config.paths import assets_dir
-    from embodyrl.policies.causal_lm.loading import tiny_tokenizer
+    from embodyrl.policies.causal_lm.model import tiny_tokenizer
 
     sizes = QWEN[model] | ({} if layers is None else {"num_hidden_layers": layers})
     config = Qwen2Config(
@@ -196,7 +196,7 @@ def fake_text(job: Job, prompt: int) -> Iterator[None]:
         net.tie_weights()
         return net, policy_tokenizer()
 
-    from embodyrl.policies.causal_lm.loading import tiny_tokenizer as policy_tokenizer
+    from embodyrl.policies.causal_lm.model import tiny_tokenizer as policy_tokenizer
 
     def encode(self: Any, instruction: str, bits: bytes, shape: tuple[int, ...]) -> prompts.Prompt:
         return prompts.Prompt([7] * prompt)

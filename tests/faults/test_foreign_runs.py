@@ -261,7 +261,7 @@ def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatc
 
 
 def test_a_folder_without_weights_does_not_lead_to_the_hub(tmp_path):
-    loading = pytest.importorskip("embodyrl.policies.causal_lm.loading")
+    loading = pytest.importorskip("embodyrl.policies.causal_lm.model")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):
         loading.add_adapters(None, model_of("causal_lm", lora=TextLoraSettings(path=str(tmp_path))), trainable=False)

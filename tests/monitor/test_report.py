@@ -30,9 +30,8 @@ from embodyrl.monitor.history import EpisodeRow, Evaluation, History, read_histo
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.paired import pair
 from embodyrl.monitor.report import media
-from embodyrl.monitor.report.charts import Line, line_chart, stacked_bars, ticks
+from embodyrl.monitor.report.charts import Line, curve, differing, line_chart, stacked_bars, ticks
 from embodyrl.monitor.report.page import _task_table, write_report
-from embodyrl.monitor.report.tables import curve, differing
 from embodyrl.monitor.timing import time_tree
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

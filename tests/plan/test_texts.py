@@ -16,7 +16,7 @@ from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, save_config
 from embodyrl.plan.roots import TextTask
-from embodyrl.policies.causal_lm.loading import tiny_model, tiny_tokenizer
+from embodyrl.policies.causal_lm.model import tiny_model, tiny_tokenizer
 
 
 def test_a_blueprint_counts_one_chunk_per_episode(tmp_path: Path):

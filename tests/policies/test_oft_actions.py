@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, Bounds, normalise, unnormalise
+from embodyrl.policies.openvla_oft.config import ActionTokenizer, Bounds, normalise, unnormalise
 
 STATISTICS = Bounds(low=(-0.5, 0.0, 2.0), high=(1.0, 1.0, 2.0), mask=(True, False, True))
 

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import heads
 from embodyrl.policies.openvla_oft import model as oft_model
+from embodyrl.policies.openvla_oft.config import normalise, unnormalise
 from embodyrl.policies.openvla_oft.model import ModelInputs
-from embodyrl.policies.openvla_oft.statistics import normalise, unnormalise
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.policies.tensors import categorical_scores
 

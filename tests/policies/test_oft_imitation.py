@@ -11,7 +11,7 @@ from test_oft_policy import observe, uniforms
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft import OPENVLA
-from embodyrl.policies.openvla_oft.statistics import normalise
+from embodyrl.policies.openvla_oft.config import normalise
 from embodyrl.policies.settings import LoraSettings
 
 TINY = "assets/openvla_oft_tiny"

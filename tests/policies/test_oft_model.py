@@ -5,9 +5,9 @@ import json
 import torch
 from test_oft_golden import close, inputs_of
 
+from embodyrl.policies.openvla_oft import count_parameters
 from embodyrl.policies.openvla_oft.config import OftOptions, read_config
 from embodyrl.policies.openvla_oft.model import OpenVlaOft
-from embodyrl.policies.openvla_oft.sizes import count_parameters
 
 
 def test_two_images_are_two_runs_of_the_towers(checkpoint, make_policy, golden):

@@ -9,8 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodyrl.policies.remote.dialects import OPENPI, VLA_EVAL, Seen, names_of, upright
-from embodyrl.policies.remote.encoding import MessageError, bytes_keyed, pack, text_keyed, unpack
+from embodyrl.policies.remote.dialects import (
+    OPENPI,
+    VLA_EVAL,
+    MessageError,
+    Seen,
+    bytes_keyed,
+    names_of,
+    pack,
+    text_keyed,
+    unpack,
+    upright,
+)
 from embodyrl.policies.remote.settings import ConversationSettings
 
 msgpack = pytest.importorskip("msgpack", reason="the extra `serve` is not installed")

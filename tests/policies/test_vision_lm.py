@@ -13,7 +13,7 @@ from embodyrl.conversation import Message, join_messages, place_pictures
 from embodyrl.datasets import tasks
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
-from embodyrl.policies.causal_lm.loading import COLOURS, tiny_tokenizer
+from embodyrl.policies.causal_lm.model import COLOURS, tiny_tokenizer
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation, picture_names

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from embodyrl.conversation import Answer
 from embodyrl.errors import EmbodyError
-from embodyrl.policies.causal_lm.loading import tiny_tokenizer
+from embodyrl.policies.causal_lm.model import tiny_tokenizer
 from embodyrl.rewards.judge import build_judge, problems
 from embodyrl.rewards.services import find
 from embodyrl.rewards.settings import JudgeSettings

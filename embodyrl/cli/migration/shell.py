@@ -4,7 +4,7 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
-from embodyrl.cli.migration.expressions import number
+from embodyrl.cli.migration.tables import number
 
 _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
 _ASSIGNED = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)", re.DOTALL)

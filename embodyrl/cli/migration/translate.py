@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from embodyrl.cli.migration.expressions import evaluate
 from embodyrl.cli.migration.source import Source
-from embodyrl.cli.migration.tables import PROGRAM, System, detect, find, fits, holds, load_system
+from embodyrl.cli.migration.tables import PROGRAM, System, detect, evaluate, find, fits, holds, load_system
 from embodyrl.config.settings import spell
 from embodyrl.errors import ConfigError
 from embodyrl.plan.checks import check_components

@@ -14,8 +14,7 @@ from embodyrl.plan.blueprint import mismatches
 from embodyrl.plan.roots import ServeConfig
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.remote.dialects import names_of
-from embodyrl.policies.remote.encoding import need
+from embodyrl.policies.remote.dialects import names_of, need
 from embodyrl.types import EnvSpec, PolicySpec
 
 _HERE = ("127.0.0.1", "localhost", "::1")

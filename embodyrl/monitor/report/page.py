@@ -15,9 +15,17 @@ from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import pair_suites
-from embodyrl.monitor.report.charts import Line, line_chart, number, stacked_bars, wants_log
+from embodyrl.monitor.report.charts import (
+    Line,
+    changed_settings,
+    curve,
+    differing,
+    line_chart,
+    number,
+    stacked_bars,
+    wants_log,
+)
 from embodyrl.monitor.report.media import EMBED_BYTES, Shelf, cards_of, pairs_of
-from embodyrl.monitor.report.tables import changed_settings, curve, differing
 from embodyrl.monitor.samples import samples_of
 from embodyrl.monitor.seeds import SeedGroup, improvement, seed_groups
 from embodyrl.monitor.timing import PHASES, duration, run_seconds, step_seconds, time_tree, total_times

@@ -14,8 +14,7 @@ from transformers import DynamicCache
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm.loading import add_adapters, load
-from embodyrl.policies.causal_lm.model import LanguageModel, fill, scores_of
+from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, scores_of
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_beside, pad_left
 from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings

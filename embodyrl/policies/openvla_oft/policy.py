@@ -26,13 +26,21 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     save_side_files,
     weight_files,
 )
-from embodyrl.policies.openvla_oft.config import TOKENIZER_FILE, OftConfig, OftOptions, read_config
+from embodyrl.policies.openvla_oft.config import (
+    TOKENIZER_FILE,
+    ActionTokenizer,
+    Bounds,
+    OftConfig,
+    OftOptions,
+    normalise,
+    read_config,
+    unnormalise,
+)
 from embodyrl.policies.openvla_oft.continuous import ContinuousHead, Diffusion, L1Gaussian
 from embodyrl.policies.openvla_oft.graphs import Recorded
 from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, decode_tokens
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
-from embodyrl.policies.openvla_oft.statistics import ActionTokenizer, Bounds, normalise, unnormalise
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec

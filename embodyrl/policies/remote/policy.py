@@ -11,8 +11,17 @@ import numpy as np
 
 from embodyrl.clock import RunClock
 from embodyrl.errors import EmbodyError
-from embodyrl.policies.remote.dialects import Seen, names_of, upright
-from embodyrl.policies.remote.encoding import MessageError, bytes_keyed, need, pack, text_keyed, unpack
+from embodyrl.policies.remote.dialects import (
+    MessageError,
+    Seen,
+    bytes_keyed,
+    names_of,
+    need,
+    pack,
+    text_keyed,
+    unpack,
+    upright,
+)
 from embodyrl.policies.remote.settings import RemoteSettings
 from embodyrl.policies.untrained import OnlyActs
 from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec

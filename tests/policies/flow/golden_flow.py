@@ -11,7 +11,7 @@ from embodyrl.policies.flow.layouts import to_ours
 from embodyrl.policies.flow.likelihood import flow_matching_error, follow_ode
 from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.specs import LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec, expert_mlp
-from embodyrl.policies.flow.vla.models import Pi0, SmolVla
+from embodyrl.policies.flow.vla.network import Pi0, SmolVla
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flow"
 NAMES = ("pi0", "pi05", "smolvla")

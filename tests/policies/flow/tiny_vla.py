@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from embodyrl.policies.flow.layouts import OPENPI, SMOLVLA_LEROBOT, Layout
 from embodyrl.policies.flow.specs import OWN_KEY, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.build import save_weights
-from embodyrl.policies.flow.vla.models import Pi0, SmolVla
+from embodyrl.policies.flow.vla.network import Pi0, SmolVla
 
 VISION = VisionSpec(image_size=28, patch_size=14, width=16, depth=1, heads=2, mlp=32)
 LAYERS = LayersSpec(width=32, depth=2, mlp=48, heads=4, kv_heads=1, head_dim=8)

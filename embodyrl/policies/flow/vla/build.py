@@ -32,8 +32,7 @@ from embodyrl.policies.flow.settings import ChunkShape, ValueFrom
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.steered import policy_class
 from embodyrl.policies.flow.vla.folder import side_files, starts_random
-from embodyrl.policies.flow.vla.models import Pi0, SmolVla
-from embodyrl.policies.flow.vla.network import VlaNetwork, VlaReader
+from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaReader
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
