@@ -4,6 +4,8 @@ import argparse
 import importlib.util
 import keyword
 import re
+import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,39 +29,12 @@ class Kind:
     """Entry points of its package; empty: it is a file in ./conf, no package of its own."""
     target: str = ""
     """What its entry point names."""
-    then: tuple[str, ...] = (_TRY,)
+    then: Sequence[str] = (_TRY,)
     """What to type next."""
 
 
-_ENV = Kind(
-    group="env",
-    entries="embodyrl.envs",
-    target="{name}.env:FACTORY",
-    then=(
-        "embodyrl check-env env={name} --config-dir {name}/conf",
-        "embodyrl train experiment={name} --config-dir {name}/conf",
-    ),
-)
-
-KINDS = {
-    "env": _ENV,
-    "batched-env": _ENV,
-    "policy": Kind(group="model", entries="embodyrl.policies", target="{name}:FACTORY"),
-    "algorithm": Kind(group="algorithm", entries="embodyrl.advantages", target="{name}.advantage:ADVANTAGE"),
-    "loss": Kind(group="algorithm", entries="embodyrl.losses", target="{name}.loss:LOSS"),
-    "reward": Kind(
-        entries="embodyrl.step_rewards",
-        target="{name}.reward:reward",
-        then=("embodyrl train env=tabletop reward.path={target}",),
-    ),
-    "logger": Kind(
-        entries="embodyrl.monitors",
-        target="{name}.logger:{Class}Logger",
-        then=("embodyrl train env=tabletop runner.logger.backends=[console,jsonl,{target}]",),
-    ),
-    "launcher": Kind(group="launcher", entries="embodyrl.launchers", target="{name}.launcher:{Class}Launcher"),
-    "experiment": Kind(group="experiment", then=("embodyrl train experiment={name} --config-dir conf",)),
-}
+_RAW = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))
+KINDS = {name: Kind(**raw) for name, raw in _RAW.items()}
 
 
 def new(args: argparse.Namespace) -> int:

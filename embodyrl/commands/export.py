@@ -21,38 +21,6 @@ from embodyrl.policies import export_policy
 from embodyrl.version import __version__
 from embodyrl.workers.messages import POLICY_FOLDER
 
-_CARD = """---
-tags: [robotics, reinforcement-learning, embodyrl]
-base_model: {base}
----
-# {title}
-
-Trained with embodyrl {version} (`embodyrl {command}`), step {step}, seed {seed}.
-
-| | |
-|---|---|
-| base model | {base} |
-| environment | {env} |
-| trained | {trained} |
-| precision | {precision} |
-
-{results}
-Load it with `model.path=<this folder>`; the configuration of the run is in `embodyrl_config.yaml`.
-"""
-
-_DATA_CARD = """---
-tags: [LeRobot, robotics, embodyrl]
-task_categories: [robotics]
-configs:
-- config_name: default
-  data_files: data/*/*.parquet
----
-# {name}
-
-Demonstrations of {env} in the LeRobot layout {version}, collected with `embodyrl collect`.
-Learn from them: `embodyrl sft data.path={repo}`.
-"""
-
 
 def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:
     """Write the policy of a checkpoint to a new folder, complete or not at all.
@@ -96,7 +64,7 @@ def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> No
 def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
     trained = isinstance(cfg, TrainConfig)
     method = cfg.algorithm.method if trained else "supervised"
-    return _CARD.format(
+    return _template("model_card.md").format(
         title=f"{run.name}, step {step}",
         version=__version__,
         command="train" if trained else "sft",
@@ -108,6 +76,10 @@ def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
         precision=cfg.model.precision_name,
         results=_results(run / "eval" / f"step_{step:06d}" / "eval.json"),
     )
+
+
+def _template(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _results(file: Path) -> str:
@@ -145,7 +117,9 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
     if (source / INFO_PATH).is_file():
         if problems := check_layout(source):
             raise ConfigError(problems)
-        card = _DATA_CARD.format(name=source.name, env=read_card(source).env.name, version=CODEBASE_VERSION, repo=repo)
+        card = _template("data_card.md").format(
+            name=source.name, env=read_card(source).env.name, version=CODEBASE_VERSION, repo=repo
+        )
         return _upload(source, repo, "dataset", private, card)
     if (source / "config.json").is_file():
         return _upload(source, repo, "model", private)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, create_model
@@ -124,56 +126,11 @@ def is_known(name: str) -> bool:
     return name in known or inner or above or name in _RETIRED
 
 
-_SYNONYMS = {
-    word: key
-    for key, words in {
-        "lr": "learning_rate step_size alpha",
-        "value_lr": "critic_lr value_learning_rate vf_lr",
-        "clip_grad": "max_grad_norm grad_clip clip_grad_norm gradient_clipping grad_norm_clip",
-        "weight_decay": "wd l2",
-        "adam_eps": "eps epsilon",
-        "schedule": "lr_scheduler scheduler lr_scheduler_type lr_schedule",
-        "warmup_steps": "lr_warmup_steps warmup num_warmup_steps",
-        "global_batch_size": "batch_size train_batch_size mini_batch_size minibatch_size ppo_mini_batch_size",
-        "micro_batch_size": "per_device_train_batch_size micro_batch mbs ppo_micro_batch_size",
-        "update_epoch": "ppo_epochs update_epochs num_epochs k_epochs n_epochs epochs inner_epochs",
-        "max_steps": "steps num_steps iterations num_iterations total_steps max_iterations train_steps total_timesteps"
-        " total_training_steps",
-        "max_epochs": "total_epochs num_train_epochs",
-        "save_interval": "save_freq save_steps save_every checkpoint_interval checkpoint_every every",
-        "val_check_interval": "eval_freq test_freq val_freq eval_interval eval_every eval_steps val_interval",
-        "experiment_name": "run_name name exp_name",
-        "output_dir": "out_dir log_dir save_dir default_local_dir checkpoint_dir logdir",
-        "backends": "logger loggers report_to tracker wandb project",
-        "group_size": "num_generations n_samples_per_prompt rollout_n num_samples n_samples group_n",
-        "clip_ratio_high": "clip_range cliprange clip_eps eps_clip clip_ratio clip_epsilon epsilon_high cliprange_high",
-        "clip_ratio_low": "epsilon_low cliprange_low clip_low",
-        "kl_beta": "kl_coef beta kl_coeff kl_loss_coef init_kl_coef",
-        "entropy_bonus": "ent_coef entropy_coef entropy_coeff entropy_weight",
-        "gamma": "discount discount_factor",
-        "gae_lambda": "lam lambda lambd lambda_",
-        "loss_type": "policy_loss loss",
-        "adv_type": "adv_estimator advantage_estimator estimator",
-        "total_num_envs": "num_envs n_envs envs",
-        "env_workers": "num_workers n_workers workers num_env_workers",
-        "max_episode_steps": "horizon max_steps_per_episode episode_length time_limit max_timesteps",
-        "reward_coef": "reward_scale",
-        "task_ids": "tasks task task_id",
-        "path": "model_path model_name_or_path pretrained checkpoint pretrained_path data_path dataset",
-        "precision": "dtype torch_dtype bf16 fp16",
-        "is_lora": "use_lora lora_enabled peft",
-        "r": "rank lora_rank",
-        "do_sample": "greedy deterministic_eval",
-        "compiled": "torch_compile",
-        "episodes": "num_episodes n_episodes eval_episodes num_eval_episodes",
-        "max_new_tokens": "max_tokens max_completion_length response_length max_response_length",
-        "size": "num_gpus gpus world_size n_gpus",
-        "gradient_checkpointing": "activation_checkpointing enable_gradient_checkpointing",
-        "expert_noise": "noise noise_std",
-    }.items()
-    for word in words.split()
-}
-"""What others call our keys: their word, and the last part of ours."""
+@functools.cache
+def _synonyms() -> dict[str, str]:
+    """What others call our keys: their word, and the last part of ours."""
+    table = tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
+    return {word: key for key, words in table.items() for word in words.split()}
 
 
 def suggest(name: str, likely: type[Settings] | None = None) -> str:
@@ -192,7 +149,7 @@ def _nearest(name: str, names: list[str], cutoff: float) -> str:
     group, tail = name.partition(".")[0], name.rpartition(".")[2]
     if slip := closest(name, [n for n in names if n.partition(".")[0] == group], cutoff=0.9):
         return slip
-    for word in (tail, _SYNONYMS.get(tail.lower()), *(tail.split("_") if cutoff < 0.75 else ())):
+    for word in (tail, _synonyms().get(tail.lower()), *(tail.split("_") if cutoff < 0.75 else ())):
         same = [n for n in names if n.rpartition(".")[2] == word]
         if same := ([n for n in same if ("eval" in n) == ("eval" in name)] or same):
             return closest(name, same, cutoff=0.0)

@@ -1,7 +1,9 @@
 """Keys of ManiSkill tasks, and what it does not say of them itself: instructions, fixed episodes, experts."""
 
 import re
+import tomllib
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
@@ -32,33 +34,9 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
 SEEDS = 100_000
 """Reset ids of a task; each one is the seed of an episode."""
 
-INSTRUCTIONS = {
-    "PickCube-v1": "pick up the red cube and hold it at the goal",
-    "PushCube-v1": "push the blue cube to the target",
-    "PullCube-v1": "pull the blue cube to the target",
-    "StackCube-v1": "stack the red cube on the green cube",
-    "LiftPegUpright-v1": "lift the peg and stand it upright",
-    "PegInsertionSide-v1": "insert the peg into the hole of the box",
-    "PlaceSphere-v1": "place the blue sphere into the bin",
-    "PlugCharger-v1": "plug the charger into the receptacle",
-    "PokeCube-v1": "poke the blue cube with the peg",
-    "PullCubeTool-v1": "pull the cube closer with the tool",
-    "PushT-v1": "push the T to its outline",
-    "RollBall-v1": "roll the ball to the goal",
-    "StackPyramid-v1": "stack the three cubes to a pyramid",
-    # The tasks on Bridge data: their own instructions.
-    "PutCarrotOnPlateInScene-v1": "put carrot on plate",
-    "PutEggplantInBasketScene-v1": "put eggplant into yellow basket",
-    "PutSpoonOnTableClothInScene-v1": "put the spoon on the towel",
-    "StackGreenCubeOnYellowCubeBakedTexInScene-v1": "stack the green block on the yellow block",
-}
+_TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
-BRIDGE_EPISODES = {
-    "PutCarrotOnPlateInScene-v1": 24,
-    "PutEggplantInBasketScene-v1": 64,
-    "PutSpoonOnTableClothInScene-v1": 24,
-    "StackGreenCubeOnYellowCubeBakedTexInScene-v1": 24,
-}
+BRIDGE_EPISODES: dict[str, int] = _TOLD["bridge_episodes"]
 """Tasks whose initial states are numbered placements instead of seeds, and how many there are."""
 
 HAND_CAMERA = "hand_camera"
@@ -73,4 +51,4 @@ DEMONSTRATED = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
 def instruction(env_id: str) -> str:
     """Language instruction of a task; one that nobody wrote is read off the id."""
     name = env_id.split("-v")[0]
-    return INSTRUCTIONS.get(env_id) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-_]", " ", name).lower()
+    return _TOLD["instructions"].get(env_id) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-_]", " ", name).lower()
