@@ -139,18 +139,8 @@ def _bubblewrap() -> tuple[str, ...]:
     hidden = [p for p in {tempfile.gettempdir(), str(Path.home())} if p != "/" and Path(p).is_dir()]
     # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace; in one, nobody has no id.
     rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
-    command = [
-        shutil.which("bwrap") or "bwrap",
-        "--ro-bind",
-        "/",
-        "/",
-        "--dev",
-        "/dev",
-        "--proc",
-        "/proc",
-        "--unshare-pid",
-        "--unshare-net",
-    ]
+    places = "--ro-bind / / --dev /dev --proc /proc --unshare-pid --unshare-net"
+    command = [shutil.which("bwrap") or "bwrap", *places.split()]
     command += [word for place in hidden for word in ("--tmpfs", place)]
     command += [word for place in {sys.base_prefix, sys.prefix} for word in ("--ro-bind", place, place)]
     command += [*rights, "--new-session", "--as-pid-1"]

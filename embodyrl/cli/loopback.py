@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import webbrowser
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -41,6 +42,16 @@ class Loopback(HTTPServer):
     def url(self) -> str:
         """Address of the page."""
         return f"http://127.0.0.1:{self.server_port}/"
+
+    def show(self, *, open_page: bool, name: str = "") -> None:
+        """Say the address after `name`, open it in a browser if asked, and answer until Ctrl-C."""
+        print(f"{name}{self.url}   (Ctrl-C ends)", flush=True)
+        try:
+            if open_page:
+                webbrowser.open(self.url)
+            self.serve_forever()
+        finally:
+            self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

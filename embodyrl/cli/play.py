@@ -44,14 +44,8 @@ def play(args: argparse.Namespace) -> int:
     page = page.replace("TOKEN", server.token).replace("RUN", html.escape(run.name))
     server.gets = {**gets, "/": lambda: ("text/html; charset=utf-8", page.encode())}
     try:
-        print(f"{run.name}: {server.url}   (Ctrl-C ends)", flush=True)
-        if args.open:
-            import webbrowser
-
-            webbrowser.open(server.url)
-        server.serve_forever()
+        server.show(open_page=args.open, name=f"{run.name}: ")
     finally:
-        server.server_close()
         scene.env.close()
     return 0
 

@@ -87,16 +87,7 @@ def _watch(args: argparse.Namespace, runs: Sequence[Path], defaults: Mapping[str
             text = text.replace("<head>", f'<head><meta http-equiv="refresh" content="{_REFRESH_S}">', 1)
         return "text/html; charset=utf-8", text.encode()
 
-    server = Loopback(int(args.port), {"/": page}, {})
-    print(f"{server.url}   (Ctrl-C ends)", flush=True)
-    if args.open:
-        import webbrowser
-
-        webbrowser.open(server.url)
-    try:
-        server.serve_forever()
-    finally:
-        server.server_close()
+    Loopback(int(args.port), {"/": page}, {}).show(open_page=args.open)
     return 0
 
 

@@ -90,28 +90,23 @@ def _with_reference(cfg: TrainConfig) -> TrainConfig:
     return cfg.updated({"algorithm.reference_path": found}) if found else cfg
 
 
+@dataclass
 class _Training:
     """One process's share of a run."""
 
-    def __init__(
-        self,
-        blueprint: Blueprint,
-        folder: RunFolder,
-        weights: Path | None,
-        on_step: OnStep | None,
-        on_eval: OnEval | None,
-    ) -> None:
-        assert blueprint.algorithm is not None
-        self.blueprint = blueprint
-        self.algorithm = blueprint.algorithm
-        self.cfg = blueprint.config(TrainConfig)
-        self.weights = weights
-        self.on_step = on_step
-        self.on_eval = on_eval
-        self.session = Session(self.cfg, folder, "train")
+    blueprint: Blueprint
+    folder: RunFolder
+    weights: Path | None
+    on_step: OnStep | None
+    on_eval: OnEval | None
+    first: EvalResult | None = None
+    last: EvalResult | None = None
+
+    def __post_init__(self) -> None:
+        assert self.blueprint.algorithm is not None
+        self.algorithm, self.cfg = self.blueprint.algorithm, self.blueprint.config(TrainConfig)
+        self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
-        self.first: EvalResult | None = None
-        self.last: EvalResult | None = None
         self.reasons: set[str] = set()
 
     def run(self) -> TrainResult:

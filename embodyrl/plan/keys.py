@@ -25,53 +25,6 @@ from embodyrl.policies import POLICIES
 from embodyrl.registry import Registry, closest
 
 
-@dataclass(frozen=True, slots=True)
-class CommandKeys:
-    """The keys of a command; implements `KeyTree`."""
-
-    command: str
-
-    def choose(self, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
-        """See `KeyTree.choose`."""
-        root, fields, unclear = ROOTS[self.command], {}, set()
-        for group, (_, settings) in SELECTORS.items():
-            base = selected(root, group)
-            if base is None:
-                continue
-            try:
-                fields[group] = join(settings(values), base)
-            except ConfigError as error:
-                problems += error.problems
-                unclear.add(group)
-        bases: list[type[Settings]] = [root]
-        factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-        if getattr(factory, "reads_rows", False):
-            bases.insert(0, TextTask)
-        elif issubclass(root, ActingConfig) and (section := getattr(factory, "section", None)):
-            bases.insert(0, section)
-        if "launcher" in fields and (section := LAUNCHERS.get(name_of(values, "launcher.name", "local")).section):
-            bases.insert(0, section)
-        return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
-
-    def is_known(self, name: str) -> bool:
-        """See `KeyTree.is_known`."""
-        return is_known(name)
-
-    def suggest(self, name: str, likely: type[Settings]) -> str:
-        """See `KeyTree.suggest`."""
-        return suggest(name, likely)
-
-    def reader(self, name: str, values: Mapping[str, Any]) -> str:
-        """See `KeyTree.reader`."""
-        root, group = ROOTS[self.command], name.partition(".")[0]
-        if group in TextTask.model_fields and selected(root, "env"):
-            group = "env"  # whose kind decides whether there are rows
-        if selected(root, group) is None:
-            return f"`embodyrl {self.command}`"
-        keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
-        return " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
-
-
 @functools.cache
 def _complete(bases: tuple[type[Settings], ...], fields: tuple[tuple[str, type[Settings]], ...]) -> type[Root]:
     given = {name: (kind, Field(default_factory=kind)) for name, kind in fields}
@@ -162,3 +115,44 @@ def _nearest(name: str, names: list[str], cutoff: float) -> str:
 
 def _with_parents(keys: Mapping[str, Key]) -> list[str]:
     return [*keys, *{parent for key in keys for parent in parents_of(key)}]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandKeys:
+    """The keys of a command; implements `KeyTree`."""
+
+    command: str
+    is_known = staticmethod(is_known)
+    suggest = staticmethod(suggest)
+
+    def choose(self, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
+        """See `KeyTree.choose`."""
+        root, fields, unclear = ROOTS[self.command], {}, set()
+        for group, (_, settings) in SELECTORS.items():
+            base = selected(root, group)
+            if base is None:
+                continue
+            try:
+                fields[group] = join(settings(values), base)
+            except ConfigError as error:
+                problems += error.problems
+                unclear.add(group)
+        bases: list[type[Settings]] = [root]
+        factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
+        if getattr(factory, "reads_rows", False):
+            bases.insert(0, TextTask)
+        elif issubclass(root, ActingConfig) and (section := getattr(factory, "section", None)):
+            bases.insert(0, section)
+        if "launcher" in fields and (section := LAUNCHERS.get(name_of(values, "launcher.name", "local")).section):
+            bases.insert(0, section)
+        return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
+
+    def reader(self, name: str, values: Mapping[str, Any]) -> str:
+        """See `KeyTree.reader`."""
+        root, group = ROOTS[self.command], name.partition(".")[0]
+        if group in TextTask.model_fields and selected(root, "env"):
+            group = "env"  # whose kind decides whether there are rows
+        if selected(root, group) is None:
+            return f"`embodyrl {self.command}`"
+        keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
+        return " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)

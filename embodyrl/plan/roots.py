@@ -334,18 +334,6 @@ ROOTS: dict[str, type[Root]] = {
 }
 
 
-def _env(values: Mapping[str, Any]) -> type[Settings]:
-    return ENVS.get(name_of(values, "env.env_type")).settings
-
-
-def _model(values: Mapping[str, Any]) -> type[Settings]:
-    return POLICIES.get(name_of(values, "model.model_type")).settings
-
-
-def _launcher(values: Mapping[str, Any]) -> type[Settings]:
-    return LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings
-
-
 def _algorithm(values: Mapping[str, Any]) -> type[Settings]:
     adv_type = name_of(values, "algorithm.adv_type", "grpo")
     return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
@@ -358,9 +346,9 @@ def _data(values: Mapping[str, Any]) -> type[Settings]:
 
 
 SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] = {
-    "env": ("env_type", _env),
-    "model": ("model_type", _model),
-    "launcher": ("name", _launcher),
+    "env": ("env_type", lambda values: ENVS.get(name_of(values, "env.env_type")).settings),
+    "model": ("model_type", lambda values: POLICIES.get(name_of(values, "model.model_type")).settings),
+    "launcher": ("name", lambda values: LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings),
     "algorithm": ("adv_type", _algorithm),
     "data": ("path", _data),
 }

@@ -19,13 +19,8 @@ STATES = ("mapped", "changed", "not needed", "unsupported", "unknown")
 OFF = (None, False, 0, "", "none", [], {})
 """Values of a key that turn its feature off."""
 LOCAL_KEYS = (
-    "model.path",
-    "model.lora.path",
-    "algorithm.reference_path",
-    "data.path",
-    "data.val_path",
-    "runner.logger.backends",
-    "reward.path",
+    *("model.path", "model.lora.path", "algorithm.reference_path", "data.path", "data.val_path"),
+    *("runner.logger.backends", "reward.path"),
 )
 """What another machine has and this one may lack: it stays, and is listed to be mended."""
 LACKING = ("is not installed", "Unknown reward ")

@@ -7,19 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import EmbodyError, MissingDependencyError
-from embodyrl.policies.causal_lm.sampling import no_best
+from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, seeds_of, unwritten
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
 """Of a CPU build; on a GPU vLLM takes the share of the memory that the run's plan leaves it."""
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest difference of a log-probability that rounding explains."""
 
 
 class VllmEngine:
@@ -116,7 +113,7 @@ class VllmEngine:
         (output,) = self._ask([probe], [self._engine_sampling(temperature=0.0, max_tokens=1, logprobs=0)])
         token = output.token_ids[0]
         gap = abs(output.logprobs[0][token].logprob - logprob(probe, token))
-        if not gap <= _TOLERANCE[self._dtype]:
+        if not gap <= ROUNDING[self._dtype]:
             raise EmbodyError(
                 f"vLLM does not have the actor's weights after the first update: log-probabilities differ by "
                 f"{gap:.3g}. Likely cause: a model whose weights vLLM cannot reload in place. Use rollout.backend=hf."
@@ -131,30 +128,20 @@ class VllmEngine:
         Each reply's seed comes from its noise; on a GPU, where vLLM draws replies that have seeds one after the other,
         only in deterministic mode.
         """
-        s = self._sampling
-        seeded = noise is not None and (not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled())
+        seeds: list[int | None] = [None] * len(prompts)
+        if noise is not None and (not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled()):
+            seeds = [*seeds_of(noise)]
         params = [
             self._engine_sampling(
                 temperature=0.0 if noise is None else temperature,
-                top_k=s.top_k if s.top_k > 0 else 0,
-                top_p=s.top_p,
-                repetition_penalty=s.repetition_penalty,
-                frequency_penalty=s.frequency_penalty,
-                presence_penalty=s.presence_penalty,
-                stop=s.stop or None,
-                stop_token_ids=s.stop_token_ids or None,
-                min_tokens=s.min_new_tokens,
-                include_stop_str_in_output=True,
-                detokenize=bool(s.stop),  # a sixth of the time of a small model
+                detokenize=bool(self._sampling.stop),  # a sixth of the time of a small model
                 max_tokens=limit,
-                logprobs=top,
-                seed=int(float(noise[i, 0]) * 2**31) if noise is not None and seeded else None,
+                seed=seed,
+                **in_words_of_vllm(self._sampling, top),
             )
-            for i in range(len(prompts))
+            for seed in seeds
         ]
-        tokens = np.full((len(prompts), limit), -1, np.int64)
-        logprobs = np.zeros((len(prompts), limit), np.float32)
-        best = no_best(len(prompts), limit, top)
+        tokens, logprobs, best = unwritten(len(prompts), limit, top)
         for i, output in enumerate(self._ask(prompts, params)):
             said = list(output.token_ids)
             tokens[i, : len(said)] = said

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +60,33 @@ def truncate(logits: Tensor, params: SamplingSettings) -> Tensor:
         outside = cumulative(probability) - probability >= params.top_p
         logits = logits.masked_fill(outside.scatter(1, index, outside), -torch.inf)
     return logits
+
+
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
+"""Largest difference of a log-probability that rounding explains, by the precision of the weights."""
+
+
+def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
+    """How replies are drawn, by the names that vLLM and servers like it have for it."""
+    names = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+    return {name: getattr(params, name) for name in names} | {
+        "top_k": max(params.top_k, 0),
+        "min_tokens": params.min_new_tokens,
+        "stop": params.stop or None,
+        "stop_token_ids": params.stop_token_ids or None,
+        "include_stop_str_in_output": True,
+        "logprobs": top,
+    }
+
+
+def seeds_of(noise: FloatArray) -> list[int]:
+    """A seed for each reply, from the first of its uniform numbers [B, K]."""
+    return [int(float(first) * 2**31) for first in noise[:, 0]]
+
+
+def unwritten(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
+    """Tokens (-1 after the end), log-probabilities, both [B, limit], and `no_best`: room for an engine's replies."""
+    return np.full((count, limit), -1, np.int64), np.zeros((count, limit), np.float32), no_best(count, limit, top)
 
 
 def no_best(count: int, length: int, top: int) -> FloatArray:

@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import EmbodyError
 from embodyrl.policies.causal_lm.prompts import Reader
-from embodyrl.policies.causal_lm.sampling import no_best
+from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, seeds_of, unwritten
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 
 ANSWER_S = 300.0
 """Longest wait for one reply, or for an adapter to be loaded."""
 CONNECTIONS = 64
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest difference of a log-probability that rounding explains."""
 _ADAPTERS = (
     "Start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank of model.lora.r or more."
@@ -117,7 +115,7 @@ class ServerEngine(_Server):
         answer = self._ask("completions", self._question(probe, 1, temperature=0.0))
         tokens, logprobs = _reply(answer)
         gap = abs(logprobs[0] - logprob(probe, tokens[0]))
-        if not gap <= _TOLERANCE[self._dtype]:
+        if not gap <= ROUNDING[self._dtype]:
             raise EmbodyError(
                 f"The model '{self._model}' at {self._url} is not the actor's: a log-probability differs by {gap:.3g}. "
                 "Serve the folder of model.path (or of ckpt) in the same precision, or use rollout.backend=hf."
@@ -131,29 +129,15 @@ class ServerEngine(_Server):
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
     ) -> tuple[IntArray, FloatArray, FloatArray]:
         """Tokens (-1 after the end) and log-probabilities before the temperature [B, limit], and `no_best` filled."""
-        s: SamplingSettings = self._sampling
-        more = {
-            "top_k": s.top_k if s.top_k > 0 else 0,
-            "top_p": s.top_p,
-            "repetition_penalty": s.repetition_penalty,
-            "frequency_penalty": s.frequency_penalty,
-            "presence_penalty": s.presence_penalty,
-            "min_tokens": s.min_new_tokens,
-            "stop": s.stop or None,
-            "stop_token_ids": s.stop_token_ids or None,
-            "include_stop_str_in_output": True,
-            "logprobs": top,
-            "return_tokens_as_token_ids": top > 0,
-        }
-        questions = []
-        for i, prompt in enumerate(prompts):
-            seed = {} if noise is None else {"seed": int(float(noise[i, 0]) * 2**31)}
-            scale = 0.0 if noise is None else temperature
-            questions.append(self._question(prompt, limit, temperature=scale) | more | seed)
+        more = in_words_of_vllm(self._sampling, top) | {"return_tokens_as_token_ids": top > 0}
+        seeds = [{}] * len(prompts) if noise is None else [{"seed": seed} for seed in seeds_of(noise)]
+        scale = 0.0 if noise is None else temperature
+        questions = [
+            self._question(prompt, limit, temperature=scale) | more | seed
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
         answers = self._ask_all(questions)
-        tokens = np.full((len(prompts), limit), -1, np.int64)
-        logprobs = np.zeros((len(prompts), limit), np.float32)
-        best = no_best(len(prompts), limit, top)
+        tokens, logprobs, best = unwritten(len(prompts), limit, top)
         for row, answer in enumerate(answers):
             said, probable = _reply(answer)
             tokens[row, : len(said)], logprobs[row, : len(said)] = said[:limit], probable[:limit]

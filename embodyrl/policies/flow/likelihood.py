@@ -99,11 +99,6 @@ def flow_noise(x: Tensor, v: Tensor, t: Tensor, end: Tensor, std: Tensor) -> Tra
     return Transition(mean=x - v * (t - end), std=std)
 
 
-def annealed_level(first: float, last: float, updates: int, done: int) -> float:
-    """Noise level a that falls (or rises) linearly over `updates` updates and then stays (an option of piRL's code)."""
-    return first + (last - first) * min(done / updates, 1.0)
-
-
 START, PLACE, PAIRS, TIMES, STEP = range(5)
 """Streams of a seed: first state, stochastic step, noise and times of FPO's pairs, noise of step i (STEP + i)."""
 

@@ -184,7 +184,7 @@ def _read_paligemma(config: Mapping[str, Any], where: Path, *, adaptive: bool) -
 def _read_transformers(config: Mapping[str, Any]) -> Pi0Spec:
     text, vision = config["vlm_config"]["text_config"], config["vlm_config"]["vision_config"]
     return Pi0Spec(
-        vision=_siglip(vision),
+        vision=VisionSpec(**_sizes(vision, "image_size", "patch_size")),
         language=_layers(text),
         expert=_layers(config["dit_config"]),
         vocab=int(text["vocab_size"]),
@@ -194,25 +194,20 @@ def _read_transformers(config: Mapping[str, Any]) -> Pi0Spec:
     )
 
 
-def _siglip(raw: Mapping[str, Any]) -> VisionSpec:
-    return VisionSpec(
-        image_size=int(raw["image_size"]),
-        patch_size=int(raw["patch_size"]),
-        width=int(raw["hidden_size"]),
-        depth=int(raw["num_hidden_layers"]),
-        heads=int(raw["num_attention_heads"]),
-        mlp=int(raw["intermediate_size"]),
-    )
+_THEIRS = {
+    "width": "hidden_size", "depth": "num_hidden_layers", "mlp": "intermediate_size", "heads": "num_attention_heads"
+}  # fmt: skip
+
+
+def _sizes(raw: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """Our names of sizes that transformers' configs give; `more` have one name in both."""
+    return {ours: int(raw[theirs]) for ours, theirs in (_THEIRS | {name: name for name in more}).items()}
 
 
 def _layers(raw: Mapping[str, Any]) -> LayersSpec:
     return LayersSpec(
-        width=int(raw["hidden_size"]),
-        depth=int(raw["num_hidden_layers"]),
-        mlp=int(raw["intermediate_size"]),
-        heads=int(raw["num_attention_heads"]),
+        **_sizes(raw, "head_dim"),
         kv_heads=int(raw["num_key_value_heads"]),
-        head_dim=int(raw["head_dim"]),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
     )
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodyrl.policies.flow.likelihood import Transition, annealed_level, flow_cps, flow_noise, flow_sde, ode, times
+from embodyrl.policies.flow.likelihood import Transition, flow_cps, flow_noise, flow_sde, ode, times
 from embodyrl.policies.flow.policy import NoiseHead
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flow" / "flow_steps.safetensors"
@@ -153,7 +153,3 @@ def test_a_new_noise_head_gives_the_middle_of_its_range():
     std = head(torch.randn(50, 5, 8))
     assert std.min() >= 0.08 * (1 - 1e-5)
     assert std.max() <= 0.16 * (1 + 1e-5)
-
-
-def test_annealing_ends_where_it_should():
-    assert [round(annealed_level(0.7, 0.3, 400, done), 6) for done in (0, 200, 400, 900)] == [0.7, 0.5, 0.3, 0.3]

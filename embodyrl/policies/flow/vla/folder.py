@@ -100,12 +100,6 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
         ) from error
 
 
-def write_openpi(path: Path, statistics: Mapping[str, FlowStatistics]) -> None:
-    """Write statistics in openpi's form."""
-    content = {part: {name: list(row) for name, row in found.numbers.items()} for part, found in statistics.items()}
-    path.write_text(json.dumps({"norm_stats": content}, indent=2) + "\n", encoding="utf-8")
-
-
 def read_lerobot(tensors: Mapping[str, Any], where: Path) -> dict[str, FlowStatistics]:
     """Statistics among the tensors of a lerobot file: its normaliser's, or an older model's own weights.
 
@@ -243,12 +237,7 @@ def prompt_form(cfg: VlaSettings, spec: FlowSpec) -> PromptForm:
     """How instructions are written; pi0.5 without the state reads pi0's prompts."""
     if not isinstance(spec, Pi0Spec):
         return SMOLVLA_PROMPT
-    return PI05_PROMPT if reads_state_as_text(cfg) else PI0_PROMPT
-
-
-def reads_state_as_text(cfg: VlaSettings) -> bool:
-    """The state is a part of the prompt."""
-    return isinstance(cfg, Pi05Settings) and cfg.state_in_prompt
+    return PI05_PROMPT if isinstance(cfg, Pi05Settings) and cfg.state_in_prompt else PI0_PROMPT
 
 
 def reads_state(cfg: VlaSettings) -> bool:
