@@ -10,7 +10,6 @@ from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
-from embodyrl.plan.keys import all_keys
 from embodyrl.registry import closest
 
 
@@ -87,6 +86,8 @@ def show(args: argparse.Namespace) -> int:
 
 def completion(args: argparse.Namespace) -> int:
     """Run `embodyrl completion bash|zsh`."""
+    from embodyrl.plan.keys import all_keys
+
     if args.words not in (["bash"], ["zsh"]):
         raise ConfigError('embodyrl completion takes bash or zsh: eval "$(embodyrl completion bash)".')
     flags = [f'        {name}:-*) words="{" ".join([*c.flags, "--help"])}" ;;' for name, c in COMMANDS.items()]

@@ -1,5 +1,7 @@
 """Workers as spawned processes of this host, supervised by their pipes and by their process sentinels."""
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import re
@@ -14,13 +16,16 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.clock import RunClock
 from embodyrl.cluster.protocol import ClusterSettings, Event, ProcessSettings, WorkerDied
 from embodyrl.errors import ChannelClosed, ChannelTimeout, WorkerError
-from embodyrl.workers.lifecycle import WorkerSpec, log_tail, worker_main
-from embodyrl.workers.messages import Request, WorkerFailed
+
+if TYPE_CHECKING:
+    from embodyrl.workers.lifecycle import WorkerSpec
+    from embodyrl.workers.messages import Request
 
 _DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
 _JOIN_S = 5.0
@@ -70,6 +75,8 @@ class LocalLauncher:
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """See `Launcher.start`."""
+        from embodyrl.workers.lifecycle import worker_main  # here, as every command looks up this class's settings
+
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
         if spec.gpu is not None:
             spec = replace(spec, environ=spec.environ | {"CUDA_VISIBLE_DEVICES": spec.gpu})
@@ -135,6 +142,8 @@ class LocalLauncher:
 
     def _drain(self, name: str) -> None:
         """Take all replies of a worker, then notice whether it is dead."""
+        from embodyrl.workers.messages import WorkerFailed
+
         handle = self._handles[name]
         while True:
             try:
@@ -166,6 +175,8 @@ class LocalLauncher:
         self._reap(name, f"gave no answer for {limit:g} s (stack dump in its log)")
 
     def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
+        from embodyrl.workers.lifecycle import log_tail
+
         handle = self._handles.pop(name)
         handle.process.kill()
         handle.process.join(_JOIN_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -102,7 +103,8 @@ def _nearest(name: str, names: list[str], cutoff: float) -> str:
     group, tail = name.partition(".")[0], name.rpartition(".")[2]
     if slip := closest(name, [n for n in names if n.partition(".")[0] == group], cutoff=0.9):
         return slip
-    for word in (tail, _synonyms().get(tail.lower()), *(tail.split("_") if cutoff < 0.75 else ())):
+    others = [_synonyms()[word] for word in difflib.get_close_matches(tail.lower(), _synonyms(), 1, 0.9)]
+    for word in (tail, *others, *(tail.split("_") if cutoff < 0.75 else ())):
         same = [n for n in names if n.rpartition(".")[2] == word]
         if same := ([n for n in same if ("eval" in n) == ("eval" in name)] or same):
             return closest(name, same, cutoff=0.0)

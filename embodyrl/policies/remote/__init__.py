@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from embodyrl.errors import ConfigError
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.remote.dialects import names_of
 from embodyrl.policies.remote.settings import RemoteSettings
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -30,6 +29,8 @@ class RemoteFactory:
 
     def spec(self, cfg: RemoteSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy: it sees the environment's first cameras and speaks the environment's actions."""
+        from embodyrl.policies.remote.dialects import names_of
+
         named = len(names_of(cfg).images)
         return PolicySpec(
             name="remote",
