@@ -101,6 +101,7 @@ def suggest(name: str, likely: type[Settings] | None = None) -> str:
 
 def _nearest(name: str, names: list[str], cutoff: float) -> str:
     group, tail = name.partition(".")[0], name.rpartition(".")[2]
+    # From what is surely meant to what only looks alike: the first find is said, so the order may not change.
     if slip := closest(name, [n for n in names if n.partition(".")[0] == group], cutoff=0.9):
         return slip
     others = [_synonyms()[word] for word in difflib.get_close_matches(tail.lower(), _synonyms(), 1, 0.9)]
@@ -139,6 +140,7 @@ class CommandKeys:
             except ConfigError as error:
                 problems += error.problems
                 unclear.add(group)
+        # What a part brings stands before the root: where both have a section of one name, the part's holds.
         bases: list[type[Settings]] = [root]
         factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
         if getattr(factory, "reads_rows", False):

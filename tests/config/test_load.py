@@ -23,6 +23,7 @@ BAD = [
     ("env=null", ["takes the name of one option"]),
     ("env=[libero_10,libero_90]", ["takes the name of one option"]),
     ("env.train.total_num_env=4", ["unknown key", "Did you mean 'env.train.total_num_envs'?"]),
+    ("env.num_env=3", ["unknown key", "Did you mean 'env.train.total_num_envs'?"]),
     ("group_size=4", ["Did you mean 'algorithm.group_size'?"]),
     ("lr=0.1", ["Did you mean 'actor.optim.lr'?"]),
     ("qqqqqqqqq=1", ["unknown key", "`embodyrl show train` lists all keys"]),

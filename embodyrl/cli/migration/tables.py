@@ -203,6 +203,7 @@ def find(table: Mapping[str, Any], key: str) -> tuple[str, Any]:
     """Return the state of a key and what the table says about it."""
     if key in table["keys"]:
         return "mapped", table["keys"][key]
+    # In this order: a harmless key may well fit the broad pattern of an unsupported section.
     for state in ("not needed", "unsupported"):
         for why, patterns in table[state].items():
             if fits(key, patterns):

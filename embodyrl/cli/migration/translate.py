@@ -273,6 +273,7 @@ def _settle_sizes(result: Migration, sizes: Mapping[str, float]) -> None:
 
 def _fit(result: Migration) -> None:
     """Leave out what the schema or the chosen parts refuse, each with the reason, until the config is accepted."""
+    # A key that is gone may show what it hid, so again; every round takes at least one away, so it ends.
     for _ in range(len(result.settings) + 2):
         problems = _problems(result)
         if not problems:
