@@ -30,5 +30,5 @@ def test_shuffled_advantages_do_not(tmp_path: Path) -> None:
 
 
 def test_a_steered_flow_learns(tmp_path: Path) -> None:
-    """20 to 45 % of 100 test episodes where it was measured; two samples of 100 differ by 6 points by chance alone."""
-    assert gain(tmp_path, experiment="libero_laptop_flow") >= 0.1
+    """+33, +32 and +42 points of 100 test episodes where it was measured."""
+    assert gain(tmp_path, experiment="libero_laptop_flow") >= 0.2
