@@ -30,7 +30,7 @@ from embodyrl.types import GripperConvention, PolicySpec
 HARD = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6")
 """Two tasks with opposite actions; the expert needs six of eight steps."""
 MODEL = ("model.num_action_chunks=4", "model.num_images_in_input=1", "model.use_proprio=false")
-SMALL = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "actor.optim.warmup_steps=2", "data.image_aug=false")
+SMALL = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "actor.optim.warmup_steps=2")
 
 
 TOY_POLICY = PolicySpec(
@@ -54,7 +54,9 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(folder: Path, demos: Path, *overrides: str) -> list[str]:
     places = (f"data.path={demos}", f"runner.output_dir={folder}", "runner.experiment_name=sft")
-    return [*places, *MODEL, *SMALL, "launcher=inline", "runner.logger.backends=[jsonl]", *overrides]
+    pairs = any(word.startswith("objective.name=") for word in overrides)  # are never augmented
+    seen = () if pairs else ("data.image_aug=false",)
+    return [*places, *MODEL, *SMALL, *seen, "launcher=inline", "runner.logger.backends=[jsonl]", *overrides]
 
 
 def config(folder: Path, demos: Path, *overrides: str) -> SftConfig:

@@ -41,7 +41,7 @@ COMPOSED = {
     "embodyrl dagger": "minutes; tests/commands/test_dagger runs it",
     "my_pkg": "a package of the reader's; own_env is run",
     "eval=libero_standard": "500 episodes of LIBERO; tests/commands/test_evaluation checks the protocol",
-    "eval=libero_plus": "2500 episodes of LIBERO; tests/envs/test_libero_plus and tests/sim/test_libero_plus",
+    "eval=libero_plus": "2500 episodes of LIBERO; tests/envs/test_libero_plus and tests/sim/test_libero_plus_sim",
     "eval=libero_pro": "2500 episodes of LIBERO; tests/commands/test_evaluation covers several suites",
     "algorithm=rlpd": "needs demonstrations; tests/learning/test_off_policy_runs collects some",
     "env=metaworld": "needs the package; tests/envs/test_metaworld plays it",
