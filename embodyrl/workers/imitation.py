@@ -1,6 +1,5 @@
 """The loss of supervised training: observations and what to imitate at each lie in records, as in RL."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,92 +14,12 @@ from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.errors import ConfigError
 from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, TokenPolicy, weights_changed
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import ByteArray, FloatArray, ImitationScores, IntArray, Observation
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
+from embodyrl.workers.augment import augment, draw
 from embodyrl.workers.messages import ImitateRequest
 from embodyrl.workers.rollout_worker import read_observation
 from embodyrl.workers.settings import Objective, ObjectiveSettings
 from embodyrl.workers.training import InParts, Trainer, deal
-
-BRIGHTNESS = 0.2
-CONTRAST = (0.8, 1.2)
-SATURATION = (0.8, 1.2)
-HUE = 0.05
-"""Of the whole colour circle."""
-CROP_AREA = 0.9
-
-
-def draw(count: int, seed: int) -> Tensor:
-    """Uniform numbers [6, count] that decide how `count` frames are changed, whatever the device."""
-    return torch.rand(6, count, generator=torch.Generator().manual_seed(seed))
-
-
-def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray:
-    """Augment every frame on its own.
-
-    Args:
-        images: [B, C, H, W, 3] uint8.
-        draws: [6, B, C] in [0, 1), see `draw`.
-        device: where to compute.
-
-    Returns:
-        New frames of the same shape and type.
-    """
-    frames = on_device(np.ascontiguousarray(images), device).flatten(0, 1)
-    draws = on_device(draws.flatten(1), device)
-    shifted = shift(frames, draws[0], draws[1])
-    coloured = jitter(shifted.permute(0, 3, 1, 2).float() / 255.0, draws[2:])
-    return (coloured * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1).reshape(images.shape).cpu().numpy()
-
-
-def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None) -> Tensor:
-    """Shift frames [N, H, W, 3] by whole pixels, at most `pixels` to each side; edges repeat their last pixels.
-
-    `down` and `right` [N] are uniform in [0, 1). Without `pixels`: inside the margin of the crop.
-    """
-    count, height, width, _ = frames.shape
-    margin = (1.0 - math.sqrt(CROP_AREA)) / 2.0
-
-    def sources(size: int, draw: Tensor) -> Tensor:
-        reach = int(margin * size) if pixels is None else pixels
-        offset = (draw * (2 * reach + 1)).floor().long() - reach
-        return (torch.arange(size, device=frames.device) + offset[:, None]).clamp_(0, size - 1)
-
-    rows, columns = sources(height, down), sources(width, right)
-    each = torch.arange(count, device=frames.device)[:, None, None]
-    return frames[each, rows[:, :, None], columns[:, None, :]]
-
-
-def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
-    """Change brightness, contrast, saturation and hue of [N, 3, H, W] in 0..1; `draws` [4, N] in [0, 1)."""
-    brightness, contrast, saturation, hue = (d[:, None, None, None] for d in draws)
-    pixels = pixels + (2.0 * brightness - 1.0) * BRIGHTNESS
-    mean = pixels.mean(dim=(2, 3), keepdim=True)
-    pixels = ((pixels - mean) * _between(contrast, CONTRAST) + mean).clamp_(0.0, 1.0)
-    return turn_hue(pixels, _between(saturation, SATURATION), (2.0 * hue - 1.0) * HUE)
-
-
-def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
-    """Scale saturation and turn the hue of [N, 3, H, W] in 0..1, in HSV; factor and turn broadcast over pixels.
-
-    HSV to RGB in closed form: channel n of (5, 3, 1) is v - v*s*max(0, min(k, 4-k, 1)), k = (n + 6 h) mod 6.
-    """
-    value, _ = pixels.max(dim=1, keepdim=True)
-    spread = value - pixels.amin(dim=1, keepdim=True)
-    red, green, blue = pixels.split(1, dim=1)
-    safe = spread.clamp(min=1e-12)
-    sixth = torch.where(
-        value == red,
-        (green - blue) / safe,
-        torch.where(value == green, (blue - red) / safe + 2.0, (red - green) / safe + 4.0),
-    )
-    chroma = torch.minimum(spread * saturation, value)
-    offsets = torch.tensor([5.0, 3.0, 1.0], device=pixels.device)[:, None, None]
-    k = (offsets + sixth + 6.0 * hue).remainder_(6.0)
-    return value - chroma * torch.minimum(k, 4.0 - k).clamp_(0.0, 1.0)
-
-
-def _between(draw: Tensor, bounds: tuple[float, float]) -> Tensor:
-    return bounds[0] + draw * (bounds[1] - bounds[0])
 
 
 class ImitationWorker:

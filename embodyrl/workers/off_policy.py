@@ -23,8 +23,8 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
+from embodyrl.workers.augment import shift
 from embodyrl.workers.flat_adam import build_adam
-from embodyrl.workers.imitation import shift
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer
 from embodyrl.workers.rollout_worker import read_observation
