@@ -204,7 +204,8 @@ def _replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, polic
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
-            "with real-valued actions, or a flow policy with model.likelihood=dsrl; for others algorithm=ppo."
+            "with real-valued actions, or a flow policy with model.likelihood=dsrl or residual; for others "
+            "algorithm=ppo."
         )
     once = f"{policy.steers} sees each picture once" if policy.steers else ""
     blind = once if policy.num_images else f"model '{policy.name}' reads no image"
@@ -212,7 +213,9 @@ def _replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, polic
         problems.append(f"algorithm.image_shift has no effect: {blind}; leave it out.")
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, ReplaySettings) else []
     if folders and policy.steers:
-        problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
+        problems.append(
+            f"algorithm.demonstrations hold actions, {policy.steers} chooses something else; leave them out."
+        )
         folders = []
     for folder in folders:
         card = read_card(resolve_asset(folder))

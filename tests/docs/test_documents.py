@@ -155,7 +155,7 @@ def train_my_run(place: Path) -> None:
 
 def short(name: str, words: list[str]) -> list[str]:
     """A documented run with sizes of a second."""
-    alone = ("ppo", "cartpole", "sac", "dsrl")
+    alone = ("ppo", "cartpole", "sac", "dsrl", "residual")
     grouped = name == "train" and not any(part in w for w in words for part in alone)
     extra = [*SHORT.get(name, ()), *((GROUPS if grouped else GAE) if name == "train" else ())]
     if any(w.startswith("env=text/") for w in words):

@@ -10,7 +10,7 @@ from torch import Tensor
 from embodyrl.errors import CheckpointError
 
 EMBEDDING = "language.embed_tokens.weight"
-HEADS = ("value_head.", "noise_head.", "noise_actor.")
+HEADS = ("value_head.", "noise_head.", "noise_actor.", "residual_actor.")
 """Heads that RL adds (the first two by RLinf's names): a model may lack what a checkpoint has, and the other way
 round."""
 _TELLING = ("vision.embeddings.", "language.layers.", "expert.layers.", "action_in_proj.", "action_out_proj.")

@@ -25,8 +25,8 @@ from embodyrl.policies.flow.likelihood import (
     seeds_of,
     uniforms,
 )
-from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, GreedyStart, Likelihood, ValueFrom
-from embodyrl.policies.flow.steering import NoiseActor, SteeredStart
+from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, GreedyStart, Likelihood, SteeringShape, ValueFrom
+from embodyrl.policies.flow.steering import SteeringActor
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -80,7 +80,7 @@ class NoiseHead(nn.Module):
         return (0.5 * (self._low + (self._high - self._low) * share)).exp()
 
 
-RL_HEADS = ("value_head", "noise_head", "noise_actor")
+RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
 """Parts of `FlowModule` that reinforcement learning adds: a checkpoint may lack them, or hold them for nothing."""
 VALUE_WIDTHS = (256, 128)
 
@@ -150,16 +150,24 @@ class FlowModule(nn.Module):
         self.network = network
         self.value_head: nn.Module | None = None
         self.noise_head: NoiseHead | None = None
-        self.noise_actor: NoiseActor | None = None
+        self.noise_actor: SteeringActor | None = None
+        self.residual_actor: SteeringActor | None = None
         if value_dim:
             reads_prefix = cfg.value_from is ValueFrom.prefix
             self.value_head = _value_head(network.prefix_width if reads_prefix else network.hidden_width, value_dim)
         if cfg.likelihood is Likelihood.flow_noise:
             low, high = cfg.noise_range
             self.noise_head = NoiseHead(network.hidden_width, network.shape.width, low, high)
+        steering = SteeringShape.of(cfg, network.shape, network.hidden_width)
         if cfg.likelihood is Likelihood.dsrl:
-            rows = 1 if cfg.noise_repeated else network.shape.horizon
-            self.noise_actor = NoiseActor(network.hidden_width, rows * network.shape.width)
+            self.noise_actor = SteeringActor(steering, gain=0.01)
+        elif cfg.likelihood is Likelihood.residual:
+            self.residual_actor = SteeringActor(steering, gain=0.0)
+
+    @property
+    def steering_actor(self) -> SteeringActor | None:
+        """What is trained where the network is frozen."""
+        return self.noise_actor or self.residual_actor
 
 
 class FlowPolicy:
@@ -184,22 +192,20 @@ class FlowPolicy:
         self._temperature = request.temperature
         self._device = torch.device(request.device)
         self._module = module.to(self._device).requires_grad_(request.trainable)
-        if module.noise_actor is not None:
-            # Only the noise is learned; features of a frozen network can stand in the replay buffer.
+        if module.steering_actor is not None:
+            # Features of a frozen network can stand in the replay buffer.
             module.network.requires_grad_(False)
         self.module: nn.Module = module
         # Weights that are trained stay float32, and autocast computes in bf16; others are bf16 themselves.
         half = cfg.precision is Precision.bf16
         self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
-        self._likelihood = self._build_likelihood()
 
-    def _build_likelihood(self) -> ChunkLikelihood:
-        cfg, shape = self._cfg, self._shape
-        if self._module.noise_actor is not None:
-            return SteeredStart(cfg, shape, self._module.noise_actor)
-        if cfg.likelihood is Likelihood.fpo:
-            return FpoLikelihood(cfg, shape)
-        return ChainLikelihood(cfg, shape, self._module.noise_head)
+    def _likelihood_of(self, obs: Observation) -> ChunkLikelihood:
+        """What samples and scores chunks for these observations."""
+        del obs
+        if self._cfg.likelihood is Likelihood.fpo:
+            return FpoLikelihood(self._cfg, self._shape)
+        return ChainLikelihood(self._cfg, self._shape, self._module.noise_head)
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -209,9 +215,10 @@ class FlowPolicy:
         tokens = np.zeros((len(obs), self.spec.tokens_per_chunk), np.int64)
         logprob = np.zeros(tokens.shape, np.float32)
         if noise is None:
-            state = follow_ode(velocity, self._greedy_start(obs, velocity), self._cfg.num_steps)
+            state = self._greedy(obs, velocity)
         else:
-            chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, temperature or self._temperature)
+            likelihood, temperature = self._likelihood_of(obs), temperature or self._temperature
+            chosen = likelihood.sample(velocity, seeds_of(noise), self._device, temperature)
             state = chosen.state
             tokens[:, : chosen.tokens.shape[1]] = chosen.tokens
             logprob = self._spread(chosen.logprob).cpu().numpy()
@@ -231,7 +238,7 @@ class FlowPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities and entropies [B, L] of what `act` kept, and values [B, V], with gradients."""
         prefix = self._prefix(obs)
-        logprob, entropy = self._likelihood.score(
+        logprob, entropy = self._likelihood_of(obs).score(
             partial(self._velocity, prefix), tokens, self._device, self._temperature
         )
         return PolicyScores(
@@ -252,7 +259,7 @@ class FlowPolicy:
         loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
         near = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
-            near = (follow_ode(velocity, self._greedy_start(obs, velocity), self._cfg.num_steps) - target).abs() < 0.1
+            near = (self._greedy(obs, velocity) - target).abs() < 0.1
             # Padding flows to 0 by itself and would count as right.
             near = near[..., : self._shape.action_dim]
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
@@ -280,7 +287,11 @@ class FlowPolicy:
     def _size(self) -> tuple[int, int]:
         return self._shape.horizon, self._shape.width
 
-    def _greedy_start(self, obs: Observation, velocity: Velocity) -> Tensor:
+    def _greedy(self, obs: Observation, velocity: Velocity) -> Tensor:
+        """Chunks [B, H, D] without chance."""
+        return follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps)
+
+    def _greedy_start(self, obs: Observation) -> Tensor:
         """[B, H, D]"""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
@@ -320,7 +331,7 @@ class FlowPolicy:
 
     def _spread(self, per_action: Tensor) -> Tensor:
         """[B, L] of [B, K, P]."""
-        per_number = self._cfg.likelihood not in (Likelihood.fpo, Likelihood.dsrl)
+        per_number = not self._cfg.steers and self._cfg.likelihood is not Likelihood.fpo
         if per_number and per_action.shape[2] == len(self._scale.varies):
             per_action = per_action * on_device(self._scale.varies, self._device)
         share = self.spec.tokens_per_chunk // self._shape.executed

@@ -17,8 +17,8 @@ from embodyrl.policies.settings import WeightSettings
 from embodyrl.types import FloatArray, IntArray, PolicySpec
 
 STEERING_WIDTHS = (256, 256)
-"""Hidden layers of DSRL's actor and critics."""
-Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl"])
+"""Hidden layers of the actor and the critics around a frozen flow."""
+Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl", "residual"])
 Stochastic = StrEnum("Stochastic", ["one", "all"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
 FpoRatio = StrEnum("FpoRatio", ["mean", "sample"])
@@ -43,7 +43,8 @@ class FlowSettings(WeightSettings):
     likelihood: Likelihood = Likelihood.flow_sde
     """Where log-probabilities for RL come from: stochastic steps with a noise level (flow_sde, flow_cps) or with
     learned noise (flow_noise), or differences of the flow-matching loss (fpo). Greedy acting follows the ODE.
-    dsrl: the flow is frozen, and an actor learns to choose the noise that it starts from (algorithm=sac)."""
+    The flow is frozen, and an actor learns by algorithm=sac to choose the noise that it starts from (dsrl), or to
+    correct what it proposes (residual)."""
     stochastic_steps: Stochastic = Stochastic.one
     """flow_sde, flow_cps: one step of each chunk, drawn evenly, or all of them; flow_noise always takes all."""
     ignore_last: bool = False
@@ -63,6 +64,11 @@ class FlowSettings(WeightSettings):
     steered_noise: Share = 0.0
     """dsrl: a of flow_sde for the frozen flow's own steps while sampling, which nothing is credited for; 0: its ODE.
     A flow that was trained briefly may sample far better so."""
+    residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
+    """residual: a correction lies within -residual_scale..residual_scale, where the flow's own actions span about
+    -1..1."""
+    residual_repeated: bool = False
+    """residual: one row of corrections is chosen for all actions of a chunk, instead of each."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: (noise, time) pairs per chunk, fixed when it is chosen."""
     fpo_ratio: FpoRatio = FpoRatio.mean
@@ -81,6 +87,11 @@ class FlowSettings(WeightSettings):
         return "imitated_pairs", "imitated_time"
 
     @property
+    def steers(self) -> bool:
+        """The flow is frozen, and an actor around it learns."""
+        return self.likelihood in (Likelihood.dsrl, Likelihood.residual)
+
+    @property
     def every_step(self) -> bool:
         """All steps are stochastic."""
         return self.likelihood is Likelihood.flow_noise or self.stochastic_steps is Stochastic.all
@@ -94,7 +105,7 @@ class FlowSettings(WeightSettings):
     def problems(self) -> Iterator[str]:
         """Somewhere there must be noise."""
         yield from super().problems()
-        if self.likelihood in (Likelihood.fpo, Likelihood.dsrl):
+        if self.steers or self.likelihood is Likelihood.fpo:
             return
         if not self.every_step and self.drawn_steps == 0:
             yield (
@@ -115,9 +126,10 @@ class FlowSettings(WeightSettings):
             (not levelled or self.every_step, other if not levelled else "stochastic_steps is all", ("ignore_last",)),
             (chosen is Likelihood.flow_cps, "the last step of flow_cps is never drawn", ("ignore_last",)),
             (chosen is not Likelihood.flow_noise, other, ("noise_range",)),
-            (chosen in (Likelihood.fpo, Likelihood.dsrl), other, ("joint_logprob",)),
+            (self.steers or chosen is Likelihood.fpo, other, ("joint_logprob",)),
             (chosen is not Likelihood.dsrl, other, ("noise_bound", "noise_repeated", "steered_noise")),
             (chosen is Likelihood.dsrl, other, ("greedy_start",)),
+            (chosen is not Likelihood.residual, other, ("residual_scale", "residual_repeated")),
             (levelled and not self.every_step, "stochastic_steps is one", ("joint_logprob",)),
             (chosen is not Likelihood.fpo, other, ("fpo_pairs", "fpo_ratio")),
         ):
@@ -138,15 +150,38 @@ class ChunkShape:
     """A <= D: numbers of a row that mean something."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteeringShape:
+    """What the actor around a frozen flow reads and chooses."""
+
+    features: int
+    """F"""
+    rows: int
+    """Of chosen numbers; their log-probabilities stand at as many first actions of a chunk."""
+    numbers: int
+    """Of a row."""
+
+    @classmethod
+    def of(cls, cfg: FlowSettings, shape: ChunkShape, hidden_width: int) -> "SteeringShape":
+        """The shape that the settings ask for."""
+        if cfg.likelihood is Likelihood.residual:
+            rows, seen = (
+                1 if cfg.residual_repeated else shape.executed,
+                hidden_width + shape.executed * shape.action_dim,
+            )
+            return cls(features=seen, rows=rows, numbers=shape.action_dim)
+        return cls(features=hidden_width, rows=1, numbers=shape.width * (1 if cfg.noise_repeated else shape.horizon))
+
+
 def steered(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden_width: int) -> PolicySpec:
-    """The spec of a flow policy, with what DSRL changes where it is asked for."""
-    if cfg.likelihood is not Likelihood.dsrl:
+    """The spec of a flow policy, with what changes where its flow is frozen."""
+    if not cfg.steers:
         return spec
-    numbers = shape.width * (1 if cfg.noise_repeated else shape.horizon)
-    widths = (hidden_width, *STEERING_WIDTHS, 2 * numbers)
+    chosen = SteeringShape.of(cfg, shape, hidden_width)
+    widths = (chosen.features, *STEERING_WIDTHS, 2 * chosen.rows * chosen.numbers)
     trained = sum((a + 1) * b for a, b in pairwise(widths))
     spec = replace(spec, draws_with_gradients=True, num_trained=trained)
-    return replace(spec, steers="model.likelihood=dsrl", steering_features=hidden_width)
+    return replace(spec, steers=f"model.likelihood={cfg.likelihood}", steering_features=chosen.features)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +215,7 @@ class ChunkRecord:
 
     One stochastic step: its index; the state before it; of the state after it what is executed. All steps: the seed of
     the first state; all states between; of the last one what is executed. FPO: the seed of the pairs; the chunk; for
-    ratios of single pairs what each was. DSRL: the seed; the noise that was chosen.
+    ratios of single pairs what each was. A frozen flow: the seed; the noise or the correction that was chosen.
     """
 
     shape: ChunkShape
@@ -196,8 +231,9 @@ class ChunkRecord:
             each = cfg.fpo_ratio is FpoRatio.sample
             kept = shape.executed * cfg.fpo_pairs if each else 0
             per_action, floats = cfg.fpo_pairs if each else 1, state + kept
-        elif cfg.likelihood is Likelihood.dsrl:
-            per_action, floats = 1, shape.width if cfg.noise_repeated else state
+        elif cfg.steers:
+            chosen = SteeringShape.of(cfg, shape, 0)
+            per_action, floats = 1, chosen.rows * chosen.numbers
         else:
             return cls.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)
         return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=per_action)

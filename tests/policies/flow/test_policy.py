@@ -32,6 +32,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "dsrl": {"likelihood": "dsrl"},
     "dsrl repeated": {"likelihood": "dsrl", "noise_repeated": True},
     "dsrl noisy": {"likelihood": "dsrl", "steered_noise": 0.5},
+    "residual": {"likelihood": "residual"},
+    "residual repeated": {"likelihood": "residual", "residual_repeated": True, "greedy_start": "random"},
 }
 ENV = EnvSpec(
     name="probe",

@@ -131,7 +131,7 @@ def test_demonstrations_say_nothing_of_noise(folder):  # noqa: F811
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("algorithm.demonstrations=[assets]",), "hold actions, model.likelihood=dsrl chooses noise"),
+        (("algorithm.demonstrations=[assets]",), "hold actions, model.likelihood=dsrl chooses something else"),
         (("algorithm.image_shift=2",), "model.likelihood=dsrl sees each picture once"),
         (("model.greedy_start=zero",), "likelihood is dsrl"),
         (("model.likelihood=flow_sde",), "or a flow policy with model.likelihood=dsrl"),

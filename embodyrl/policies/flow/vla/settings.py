@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count
-from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood
+from embodyrl.policies.flow.settings import FlowSettings, GreedyStart
 from embodyrl.policies.settings import AdapterSettings
 
 Normalization = StrEnum("Normalization", ["mean_std", "quantiles"])
@@ -34,8 +34,11 @@ class VlaSettings(FlowSettings, AdapterSettings):
     def problems(self) -> Iterator[str]:
         """No more actions are executed than there are."""
         yield from super().problems()
-        if self.is_lora and self.likelihood is Likelihood.dsrl:
-            yield "model.is_lora=true: model.likelihood=dsrl freezes the flow, adapters with it; set it to false."
+        if self.is_lora and self.steers:
+            yield (
+                f"model.is_lora=true: model.likelihood={self.likelihood} freezes the flow, adapters with it; set it to "
+                "false."
+            )
         if self.horizon is not None and self.num_action_chunks > self.horizon:
             yield (
                 f"model.num_action_chunks={self.num_action_chunks} executes more than the model.horizon={self.horizon} "

@@ -1,0 +1,167 @@
+"""A residual policy: the flow stays as it is and proposes, what is learned is a bounded correction."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_policy import build, folder, noise_for, observe, stir  # noqa: F401
+
+from embodyrl.channels.arena import Arena
+from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
+from embodyrl.policies.actor_critic.critics import Critics
+from embodyrl.policies.flow.steered import SteeredFlowPolicy
+from embodyrl.policies.protocol import SoftActor
+from embodyrl.scheduler.start import policy_init
+from embodyrl.workers.off_policy import FEATURES, OffPolicyWorker
+from embodyrl.workers.policy_host import PolicyHost
+from embodyrl.workers.replay import Frames
+
+RUN = ("model=flow_small", "algorithm=sac", "model.likelihood=residual", "launcher=inline")
+HALF_SPAN = np.array([2.0, 0.5, 0.0, 1.0], np.float32)
+"""Of the data's bounds (the gripper's are -1 and 1): what a correction of 1 is in an action's units."""
+
+
+def correct(folder: Path, **keys: object) -> SteeredFlowPolicy:  # noqa: F811
+    """A policy whose actor is not at its start."""
+    policy = build(folder, likelihood="residual", **keys)
+    assert isinstance(policy, SteeredFlowPolicy)
+    assert isinstance(policy, SoftActor)
+    stir(policy)
+    return policy
+
+
+@pytest.mark.parametrize("start", ["zero", "random"])
+def test_a_new_actor_leaves_the_flow_alone_to_the_last_bit(folder, start):  # noqa: F811
+    policy, alone = (build(folder, greedy_start=start, **way) for way in ({"likelihood": "residual"}, {}))
+    mine, theirs = (p.act(observe(6), noise=None).actions for p in (policy, alone))
+    assert np.array_equal(mine, theirs)
+    assert np.abs(correct(folder, greedy_start=start).act(observe(6), noise=None).actions - theirs).max() > 1e-3
+
+
+@pytest.mark.parametrize("start", ["zero", "random"])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_what_is_kept_says_what_was_executed(folder, start, repeated):  # noqa: F811
+    """The flow's own greedy chunk, and the kept correction times its scale; also by the critics' features."""
+    policy = correct(folder, residual_scale=0.3, greedy_start=start, residual_repeated=repeated)
+    alone = build(folder, greedy_start=start)
+    alone.module.network.load_state_dict(policy.module.network.state_dict())
+    obs = observe(6)
+    out = policy.act(obs, noise=noise_for(policy, 6))
+    chosen, proposed = policy.chosen(out.tokens), policy.features(obs)[:, -12:]
+    assert chosen.shape == (6, policy.width) == (6, 4 if repeated else 12)
+    assert 0.3 < chosen.abs().max() < 1
+    theirs = alone.act(obs, noise=None).actions
+    moved = HALF_SPAN * 0.3 * chosen.detach().numpy().reshape(6, -1, 4)
+    np.testing.assert_allclose(out.actions, theirs + moved, atol=1e-5)
+    executed = (proposed.view(6, 3, 4) + 0.3 * chosen.view(6, -1, 4)).detach().numpy()
+    np.testing.assert_allclose(policy._scale.to_actions(executed, obs), out.actions, atol=1e-5)
+
+
+def test_the_density_of_an_action_is_that_of_its_correction(folder):  # noqa: F811
+    """At the beginning of the action's share; against torch's own transformed distribution."""
+    policy = correct(folder)
+    obs = observe(6)
+    out = policy.act(obs, noise=noise_for(policy, 6))
+    mean, log_std = policy.module.residual_actor(policy.features(obs)).chunk(2, -1)
+    torch_own = torch.distributions.TransformedDistribution(
+        torch.distributions.Normal(mean, log_std.exp()), [torch.distributions.transforms.TanhTransform(cache_size=1)]
+    )
+    expected = torch_own.log_prob(policy.chosen(out.tokens).view(6, 3, 4)).sum(2).detach().numpy()
+    shares = out.logprob.reshape(6, 3, -1)
+    assert shares[..., 0] == pytest.approx(expected, abs=1e-3)
+    assert not shares[..., 1:].any()
+
+
+def test_gradients_reach_the_correction_only(folder):  # noqa: F811
+    policy = correct(folder, value_dim=1)
+    trained = {name.split(".")[0] for name, p in policy.module.named_parameters() if p.requires_grad}
+    assert trained == {"residual_actor", "value_head"}
+    policy.score(observe(2), policy.act(observe(2), noise=noise_for(policy, 2)).tokens).logprob.sum().backward()
+    assert all(p.grad is None for p in policy.module.network.parameters())
+    assert all(p.grad is not None and p.grad.any() for p in policy.module.residual_actor.parameters())
+    assert policy.spec.num_trained == sum(p.numel() for p in policy.module.residual_actor.parameters())
+
+
+def test_critics_see_what_is_executed(folder):  # noqa: F811
+    """Beside the features and the proposal; the same networks, given that sum themselves, say the same."""
+    policy = correct(folder, residual_scale=0.5)
+    features, correction = policy.features(observe(6)), torch.rand(6, 12) * 2 - 1
+    plain = Critics(2, (features.shape[1] + 12, 256, 256), torch.Generator(), layer_norm=True)
+    critics = policy.build_critics(2, 3, layer_norm=True)
+    plain.load_state_dict(critics.state_dict())
+    executed = features[:, -12:] + 0.5 * correction
+    assert torch.equal(critics(features, correction), plain(features, executed))
+    assert not torch.allclose(plain(features, correction), plain(features, executed), atol=1e-3)
+
+
+def test_the_actor_comes_back_with_the_weights_and_others_find_the_flow_alone(folder, tmp_path):  # noqa: F811
+    policy, saved = correct(folder), tmp_path / "saved"
+    saved.mkdir()
+    policy.save(saved)
+    obs = observe(6)
+    mine = policy.act(obs, noise=None).actions
+    assert np.array_equal(build(saved, likelihood="residual", seed=3).act(obs, noise=None).actions, mine)
+    alone = build(saved, seed=3).act(obs, noise=None).actions
+    steered = build(saved, likelihood="dsrl", noise_bound=1e-6)
+    np.testing.assert_allclose(steered.act(obs, noise=None).actions, alone, atol=1e-4)
+    assert np.abs(alone - mine).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("algorithm.demonstrations=[assets]",), "hold actions, model.likelihood=residual chooses something else"),
+        (("algorithm.image_shift=2",), "model.likelihood=residual sees each picture once"),
+        (("model.noise_bound=2",), "likelihood is residual"),
+        (("model.steered_noise=0.5",), "likelihood is residual"),
+        (("model.likelihood=dsrl", "model.residual_scale=0.1"), "likelihood is dsrl"),
+        (("model.likelihood=flow_sde",), "model.likelihood=dsrl or residual"),
+    ],
+)
+def test_what_has_no_effect_is_refused(words, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        draw_blueprint(load_config("train", [*RUN, *words, f"runner.output_dir={tmp_path}"]), training=True)
+
+
+def test_updates_find_the_action_that_is_missing_and_leave_the_flow_as_it_was(tmp_path):
+    """The reward is for an executed first number of 0.3: corrections become large where the proposal is far below."""
+    rates = ("actor.optim.lr=1e-3", "actor.optim.value_lr=3e-3", "algorithm.alpha_init=0.01")
+    words = [*RUN, *rates, "model.residual_scale=0.5", f"runner.output_dir={tmp_path}"]
+    blueprint = draw_blueprint(load_config("train", words), training=True)
+    with (
+        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
+        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+    ):
+        actor, module = host._actor, host.policy.module
+        assert isinstance(actor, OffPolicyWorker)
+        frozen = {name: p.clone() for name, p in module.network.state_dict().items()}
+        torch.manual_seed(0)
+        count, width, known = 512, actor._policy.width, blueprint.policy.steering_features
+        tried, seen = torch.rand(count, width) * 2 - 1, torch.zeros(count, known)
+        seen[:, -width] = torch.rand(count) - 0.2  # -0.2 to 0.8: within reach of 0.3
+        actor._replay.add(
+            Frames(
+                seen={FEATURES: seen.numpy()},
+                action=tried.numpy(),
+                reward=-(seen[:, -width] + 0.5 * tried[:, 0] - 0.3).abs().numpy(),
+                acted=np.ones(count, np.bool_),
+                terminated=np.ones(count, np.bool_),
+                episode=np.arange(count),
+            )
+        )
+        for step in range(100):
+            rows = np.random.default_rng(step).integers(0, count, 64)
+            actor._step([(actor._replay, rows)], np.arange(2), step)
+        asked = torch.zeros(2, known)
+        asked[:, -width] = torch.tensor([-0.2, 0.8])
+        mean, _ = module.residual_actor.head.spread(module.residual_actor(asked))
+        low, high = mean[:, 0, 0].tanh().tolist()
+        assert low > 0.4
+        assert high < -0.4
+        assert all(torch.equal(p, frozen[name]) for name, p in module.network.state_dict().items())
