@@ -4,24 +4,41 @@ import io
 import os
 import re
 import select
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
 _LOG_LIMIT, _LOG_KEPT = 16 << 20, 1 << 20
+SCRATCH = ".tmp-"
+"""How names of files that are not complete begin."""
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write to a temporary name, flush to disk, rename; a failure leaves nothing behind."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """Another name beside `target` to write a file or a folder under; complete, it becomes `target`.
+
+    A failure leaves nothing behind.
+    """
+    scratch = target.with_name(f"{SCRATCH}{os.getpid()}-{target.name}")
     try:
-        with open(temporary, "wb") as f:
-            f.write(content.encode("utf-8") if isinstance(content, str) else content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+        yield scratch
+        os.replace(scratch, target)
     finally:
-        temporary.unlink(missing_ok=True)
+        if scratch.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+        else:
+            scratch.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write complete and flushed to disk, or not at all."""
+    with replacing(path) as scratch, open(scratch, "wb") as f:
+        f.write(content.encode("utf-8") if isinstance(content, str) else content)
+        f.flush()
+        os.fsync(f.fileno())
 
 
 def cap_log(path: Path) -> None:

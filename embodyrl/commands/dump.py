@@ -1,6 +1,5 @@
 """What a training step consumed, as files: `rollout.dump` writes it before the update, `embodyrl replay` reads it."""
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,6 +10,7 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError
+from embodyrl.files import replacing
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.slot import KEPT
 from embodyrl.types import Episode, EpisodeSpec, PreparedBatch
@@ -69,16 +69,13 @@ def write_dump(run: Path, step: int, arena: Arena, collection: RolloutResult, ba
         "batch": {name: getattr(replace(batch, records=rows), name) for name in _BATCH},
     }
     target = dump_folder(run, step)
-    scratch = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     try:
-        scratch.mkdir(parents=True)
-        save_state(scratch, _FILE, tree)
-        shutil.rmtree(target, ignore_errors=True)  # of an attempt that ended before its next checkpoint
-        os.replace(scratch, target)
+        with replacing(target) as scratch:
+            scratch.mkdir(parents=True)
+            save_state(scratch, _FILE, tree)
+            shutil.rmtree(target, ignore_errors=True)  # of an attempt that ended before its next checkpoint
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     for old in dumped_steps(run):
         weights = weights_folder(run, old)
         if old != step and weights is not None and not weights.is_dir():

@@ -13,6 +13,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import CODEBASE_VERSION, INFO_PATH, read_card
 from embodyrl.datasets.reader import check_layout
 from embodyrl.errors import ConfigError
+from embodyrl.files import replacing
 from embodyrl.plan.config import hub_errors, load_saved_config
 from embodyrl.plan.held_out import EXPORTED_CONFIG
 from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
@@ -41,17 +42,13 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     manifest = store.verify(store.path(step))
     cfg = load_saved_config(run, overrides)
     source = store.path(step) / POLICY_FOLDER
-    scratch = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
+    with replacing(out) as scratch:
         if cfg.model.adapted:
             _save_merged(cfg, source, scratch)
         else:
             shutil.copytree(source, scratch)
         shutil.copyfile(run / "config.yaml", scratch / EXPORTED_CONFIG)
         (scratch / "README.md").write_text(_card(run, cfg, step, manifest.meta), encoding="utf-8")
-        os.replace(scratch, out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return out
 
 

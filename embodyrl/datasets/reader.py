@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -242,17 +242,12 @@ def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
     if len(parts) == 1:
         return parts[0]
     offsets = np.cumsum([0, *(len(part.images) for part in parts[:-1])])
-    return Demonstrations(
-        images=np.concatenate([part.images for part in parts]),
-        state=np.concatenate([part.state for part in parts]),
-        action=np.concatenate([part.action for part in parts]),
-        reward=np.concatenate([part.reward for part in parts]),
-        success=np.concatenate([part.success for part in parts]),
-        start=np.concatenate([part.start + offset for part, offset in zip(parts, offsets, strict=True)]),
-        stop=np.concatenate([part.stop + offset for part, offset in zip(parts, offsets, strict=True)]),
-        instruction=np.concatenate([part.instruction for part in parts]),
-        reset_id=np.concatenate([part.reset_id for part in parts]),
-    )
+    moved = [
+        replace(part, start=part.start + offset, stop=part.stop + offset)
+        for part, offset in zip(parts, offsets, strict=True)
+    ]
+    names = [part.name for part in fields(Demonstrations)]
+    return Demonstrations(**{name: np.concatenate([getattr(part, name) for part in moved]) for name in names})
 
 
 def _image_bytes(column: Any) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from embodyrl.datasets.frames import encode_mp4, encode_png
 from embodyrl.datasets.layout import Card, Demonstration, image_key, read_card
 from embodyrl.datasets.statistics import Stats, aggregate, image_stats, vector_stats
 from embodyrl.errors import EmbodyError
+from embodyrl.files import SCRATCH
 
 FLUSH_EPISODES = 20
 FLUSH_BYTES = 512 * 2**20
@@ -123,7 +124,7 @@ class DatasetWriter:
         for folder in ("data", "videos", "meta"):
             for path in sorted((self.root / folder).rglob("*")):
                 orphan = folder != "meta" and path not in known
-                if path.is_file() and (orphan or path.name.endswith(".tmp")):
+                if path.is_file() and (orphan or path.name.startswith(SCRATCH)):
                     path.unlink()
 
     def _write_parquet(self, name: str, *groups: pa.Table) -> None:

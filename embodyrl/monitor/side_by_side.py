@@ -1,6 +1,5 @@
 """One recording out of two: the same episode before and after training, next to each other."""
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -9,6 +8,8 @@ from typing import Any
 import imageio.v2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from embodyrl.files import replacing
 
 _imageio: Any = imageio.v2  # its readers and writers are typed too narrowly
 
@@ -24,21 +25,16 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.
     """
-    temporary = out.with_name(f".{out.stem}.{os.getpid()}.partial.mp4")
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with (
-            _imageio.get_reader(before) as left,
-            _imageio.get_reader(after) as right,
-            _imageio.get_writer(
-                temporary, fps=fps, codec="libx264", macro_block_size=2, pixelformat="yuv420p"
-            ) as writer,
-        ):
-            for pair in _in_step(iter(left), iter(right)):
-                writer.append_data(_compose(pair, labels))
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    film = {"fps": fps, "codec": "libx264", "macro_block_size": 2, "pixelformat": "yuv420p"}
+    with (
+        replacing(out) as scratch,
+        _imageio.get_reader(before) as left,
+        _imageio.get_reader(after) as right,
+        _imageio.get_writer(scratch, **film) as writer,
+    ):
+        for pair in _in_step(iter(left), iter(right)):
+            writer.append_data(_compose(pair, labels))
 
 
 def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str, str]) -> None:
@@ -60,13 +56,9 @@ def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str,
     some = np.concatenate([np.asarray(frame) for frame in frames[:: max(1, len(frames) // 12)]])
     palette = Image.fromarray(some).quantize(_GIF_COLOURS, method=Image.Quantize.MAXCOVERAGE)
     small = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    temporary = out.with_name(f".{out.stem}.{os.getpid()}.partial.gif")
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        small[0].save(temporary, save_all=True, append_images=small[1:], duration=1000 // _GIF_FPS, loop=0)
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(out) as scratch:
+        small[0].save(scratch, save_all=True, append_images=small[1:], duration=1000 // _GIF_FPS, loop=0)
 
 
 def _in_step(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -95,38 +95,30 @@ class ImitationWorker:
         return records.reshape(-1, 2) if of_episodes else records
 
     def _imitate(self, records: IntArray, draws: Tensor | None) -> ImitationScores:
-        if records.ndim == 2:
-            return self._prefer_episode(records)
+        if records.ndim == 2 and isinstance(self._policy, TokenPolicy):
+            # The better chunks, then the worse ones, each with what was seen there.
+            flat = records.T.ravel()
+            tokens = self._policy.encode_actions(self._arena[Record.action][flat])
+            return self._prefer(read_observation(self._arena, flat), tokens)
         obs = read_observation(self._arena, records)
         if draws is not None:
             device = next(self._policy.module.parameters()).device
             obs = replace(obs, images=augment(obs.images, draws, device))
         match self._objective.name:
             case Objective.dpo:
-                return self._prefer(obs, records)
+                assert isinstance(self._policy, TextPolicy)
+                tokens = self._policy.encode_replies(self._pairs(records))
+                return self._prefer(_twice(obs, obs.instructions), tokens)
             case Objective.preference:
                 return self._rank(obs, records)
             case Objective.success:
                 return self._recognise(obs, records)
         return self._policy.imitate(obs, self._targets(records))
 
-    def _prefer(self, obs: Observation, records: IntArray) -> ImitationScores:
-        """DPO: log-ratios to the reference of whole answers, the better of each pair against the worse."""
+    def _prefer(self, obs: Observation, tokens: IntArray) -> ImitationScores:
+        """DPO: log-ratios to the reference of the better answers [B] against the worse ones [B] that follow them."""
         assert self._reference is not None, "no reference policy was built"
-        assert isinstance(self._policy, TextPolicy)
         # In one batch, so that the halves of a pair are computed alike.
-        both, tokens = _twice(obs, obs.instructions), self._policy.encode_replies(self._pairs(records))
-        with torch.no_grad():
-            reference = self._reference.score(both, tokens).logprob.sum(1)
-        ratio = self._objective.beta * (self._policy.score(both, tokens).logprob.sum(1) - reference)
-        return self._compared(ratio)
-
-    def _prefer_episode(self, records: IntArray) -> ImitationScores:
-        """DPO: log-ratios of chunks [n, 2] of a better and a worse episode, each with what was seen there."""
-        assert self._reference is not None, "no reference policy was built"
-        assert isinstance(self._policy, TokenPolicy)
-        flat = records.T.ravel()
-        obs, tokens = read_observation(self._arena, flat), self._policy.encode_actions(self._arena[Record.action][flat])
         with torch.no_grad():
             reference = self._reference.score(obs, tokens).logprob.sum(1)
         return self._compared(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))

@@ -86,7 +86,7 @@ def test_a_crash_between_the_files_loses_only_the_last_batch(tmp_path: Path, mon
 
         def dying(path: Path, content: bytes, last: int = last, done: list[int] = done) -> None:
             if done[0] == last:
-                path.with_name(f".{path.name}.1.tmp").write_bytes(content[: len(content) // 2])
+                path.with_name(f".tmp-1-{path.name}").write_bytes(content[: len(content) // 2])
                 raise KeyboardInterrupt
             done[0] += 1
             write_file(path, content)
@@ -103,7 +103,7 @@ def test_a_crash_between_the_files_loses_only_the_last_batch(tmp_path: Path, mon
         assert check_layout(root) == []
         kept = len(again.episodes)
         assert kept == (3 if last < 3 else 5)
-        assert not list(root.rglob("*.tmp"))
+        assert not list(root.rglob(".tmp-*"))
         for d in (first + second)[kept:]:
             again.append(d)
         again.flush()
