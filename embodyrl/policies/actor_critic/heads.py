@@ -88,16 +88,20 @@ class GaussianHead(nn.Module):
         spans = [(0.0, 1.0) if a is None or b is None else ((a + b) / 2, (b - a) / 2 or 1.0) for a, b in bounds]
         self._centre, self._half = np.asarray(spans, np.float32).T
 
+    def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean [B, K, A] and logarithm of the deviation, which broadcasts to it; outputs [B, K, A] are the means."""
+        return outputs, self.log_std
+
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-        """Sample by the inverse CDF of uniforms [B, K, A], or take the mean; outputs [B, K, A] are the means."""
-        if noise is None:
-            return outputs
-        return outputs + self.log_std.exp() * temperature * standard_normal(noise)
+        """Sample by the inverse CDF of uniforms [B, K, A], or take the mean."""
+        mean, log_std = self.spread(outputs)
+        return mean if noise is None else mean + log_std.exp() * temperature * standard_normal(noise)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log density and entropy of choices, all [B, K, A]."""
-        log_std = self.log_std + math.log(temperature)
-        distance = (choice - outputs) / log_std.exp()
+        mean, log_std = self.spread(outputs)
+        log_std = log_std + math.log(temperature)
+        distance = (choice - mean) / log_std.exp()
         logprob = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
         entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
         return logprob, entropy.expand_as(logprob)
@@ -136,16 +140,9 @@ class SquashedHead(GaussianHead):
         mean, log_std = outputs.chunk(2, -1)
         return mean, log_std.clamp(-20.0, 2.0)
 
-    def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
-        """Sample by the inverse CDF of uniforms [B, K, A], or take the mean."""
-        mean, log_std = self.spread(outputs)
-        return mean if noise is None else mean + log_std.exp() * temperature * standard_normal(noise)
-
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log density of the tangents of choices and, with the same sample, an estimate of the entropy [B, K, A]."""
-        mean, log_std = self.spread(outputs)
-        log_std = log_std + math.log(temperature)
-        logprob = -0.5 * ((choice - mean) / log_std.exp()).square() - log_std - 0.5 * math.log(2 * math.pi)
+        logprob, _ = super().score(outputs, choice, temperature)
         # log(1 - tanh(u)^2), which rounds to log(0) in that form.
         logprob = logprob - 2.0 * (math.log(2.0) - choice - functional.softplus(-2.0 * choice))
         return logprob, -logprob

@@ -6,6 +6,7 @@ Convention of openpi: x_t = t * noise + (1 - t) * actions, velocity u = noise - 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -173,8 +174,7 @@ class Memory:
     """[B, S]"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Denoised:
+class Denoised(NamedTuple):
     """One pass of the expert."""
 
     velocity: Tensor

@@ -1,7 +1,6 @@
 """Probabilities of the continuous heads: a Gaussian around L1 regression, and the denoising chain of diffusion."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import Tensor
 from embodyrl.policies.flow.likelihood import (
     START,
     TIMES,
+    Chosen,
     GaussianChain,
     Transition,
     Velocity,
@@ -26,20 +26,6 @@ from embodyrl.policies.tensors import on_device, standard_normal
 from embodyrl.types import FloatArray, IntArray
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """One chunk per row, in normalised actions, with what scoring needs of it."""
-
-    actions: Tensor
-    """[B, K, A]"""
-    tokens: IntArray
-    """[B, L]"""
-    logprob: Tensor
-    """[B, K, A]"""
-    value: Tensor
-    """[B, V]"""
-
-
 class ContinuousHead(Protocol):
     """Acts, and says later how likely that was."""
 
@@ -47,8 +33,8 @@ class ContinuousHead(Protocol):
         """Normalised actions [B, K, A] without noise, and values [B, V]."""
         ...
 
-    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> Drawn:
-        """Draw a chunk for each row from uniforms [B, L]."""
+    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
+        """Draw a chunk of normalised actions for each row from uniforms [B, L]; with values [B, V]."""
         ...
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,13 +64,13 @@ class L1Gaussian:
         """The mean (see `ContinuousHead`)."""
         return self._forward(inputs)
 
-    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> Drawn:
+    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
         """Mean plus noise by the inverse CDF (see `ContinuousHead`)."""
         spread, value = self._spread(inputs, temperature)
         normal = standard_normal(on_device(noise, value.device)).view_as(spread.mean)
         actions = spread.mean + spread.std * normal
         bits = actions.flatten(1).cpu().numpy().view(np.int32).astype(np.int64)
-        return Drawn(actions=actions, tokens=bits, logprob=spread.log_prob(actions), value=value)
+        return Chosen(state=actions, tokens=bits, logprob=spread.log_prob(actions)), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `ContinuousHead`."""
@@ -143,14 +129,12 @@ class Diffusion:
         steps = self._cfg.num_diffusion_steps_inference
         return denoise(self._model, inputs, start, steps, prefix), self._value(inputs, prefix)
 
-    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> Drawn:
+    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
         """Denoise from drawn noise (see `ContinuousHead`)."""
         prefix = self._model.prefix(inputs)
         device = inputs.prompt_ids.device
         chosen = self._chain.sample(self._network(inputs, prefix), seeds_of(noise), device, temperature)
-        tokens = np.zeros(noise.shape, np.int64)
-        tokens[:, : chosen.tokens.shape[1]] = chosen.tokens
-        return Drawn(actions=chosen.state, tokens=tokens, logprob=chosen.logprob, value=self._value(inputs, prefix))
+        return chosen, self._value(inputs, prefix)
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """See `ContinuousHead`."""

@@ -243,9 +243,9 @@ class OpenVlaOftPolicy:
             if noise is None:
                 normalised, value = head.greedy(inputs)
             else:
-                drawn = head.draw(inputs, noise, temperature)
-                normalised, tokens, value = drawn.actions, drawn.tokens, drawn.value
-                logprob = self._spread(drawn.logprob).cpu().numpy()
+                chosen, value = head.draw(inputs, noise, temperature)
+                normalised, logprob = chosen.state, self._spread(chosen.logprob).cpu().numpy()
+                tokens[:, : chosen.tokens.shape[1]] = chosen.tokens
         return PolicyOutput(
             actions=unnormalise(normalised.double().cpu().numpy(), self._bounds),
             tokens=tokens,

@@ -273,5 +273,4 @@ class VlaNetwork(nn.Module):
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """One pass of the expert (see `FlowNetwork`)."""
-        out = self.model.denoise(prefix.memory, x, t)
-        return out.velocity, out.hidden
+        return self.model.denoise(prefix.memory, x, t)
