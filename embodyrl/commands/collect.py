@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,14 +55,12 @@ def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResu
     assert cfg.collect.out is not None, "checked by check_components"
     blueprint = draw_collection(cfg)
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
-    with locked(Path(cfg.collect.out)):
-        folder = open_run(cfg, "collect", overrides, None)
-        monitor = screen_only(cfg)
-        try:
-            return _Collecting(blueprint, monitor, weights).run(folder)
-        finally:
-            monitor.close()
-            folder.unlock()
+    with (
+        locked(Path(cfg.collect.out)),
+        closing(open_run(cfg, "collect", overrides, None)) as folder,
+        closing(screen_only(cfg)) as monitor,
+    ):
+        return _Collecting(blueprint, monitor, weights).run(folder)
 
 
 def draw_collection(cfg: CollectConfig) -> Blueprint:

@@ -94,6 +94,11 @@ class EvalResult:
         return WorkerError.exit_code if self.dropped else 0
 
     @property
+    def step(self) -> int:
+        """Training step of the weights."""
+        return int(self.folder.name.removeprefix("step_"))
+
+    @property
     def videos(self) -> tuple[str, ...]:
         """Paths of the recordings."""
         return tuple(path for _, path in self.recordings)

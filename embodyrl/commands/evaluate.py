@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -21,11 +22,12 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.facts import facts
-from embodyrl.commands.run_folder import open_run, resolve_weights
+from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import write_atomically
+from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history, read_table
 from embodyrl.monitor.paired import pair_suites
 from embodyrl.monitor.samples import pick_samples, sample_lines
@@ -61,9 +63,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
     step = _step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
         raise ConfigError(f"{resume}: no evaluation of step {step} was begun there; ckpt={cfg.ckpt} has moved on.")
-    folder = open_run(cfg, "eval", overrides, resume)
-    monitor = screen_only(cfg)
-    try:
+    with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(screen_only(cfg)) as monitor:
         lines = [
             *facts(blueprint),
             *evaluation_facts(blueprint),
@@ -75,16 +75,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
         try:
             workers = start_workers(blueprint, folder.logs, monitor.text, start_from=weights)
             with workers.running():
-                result = run_evaluation(
-                    blueprint,
-                    workers,
-                    folder=folder.eval_folder(step),
-                    videos=folder.videos,
-                    step=step,
-                    progress=monitor.progress,
-                    warn=monitor.text,
-                    resume=resume is not None,
-                )
+                result = run_evaluation(blueprint, workers, folder, monitor, step, resume=resume is not None)
         except (Interrupted, WorkerError) as error:
             said, *details = str(error).splitlines()
             said += f"; go on with: embodyrl eval --resume {folder.root}{resume_word(cfg)}"
@@ -92,9 +83,6 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
             raise
         print_table(result, monitor.text)
         return result
-    finally:
-        monitor.close()
-        folder.unlock()
 
 
 def _step_of(weights: Path | None) -> int:
@@ -106,17 +94,9 @@ def _step_of(weights: Path | None) -> int:
 
 
 def run_evaluation(
-    blueprint: Blueprint,
-    workers: Workers,
-    *,
-    folder: Path,
-    videos: Path,
-    step: int,
-    progress: Callable[[int, int, str], None],
-    warn: Callable[[str], None],
-    resume: bool = False,
+    blueprint: Blueprint, workers: Workers, run: RunFolder, monitor: Fanout, step: int, *, resume: bool = False
 ) -> EvalResult:
-    """Evaluate the weights the workers holds and write `eval.json` and `episodes.jsonl` into `folder`.
+    """Evaluate the weights that the workers hold and write `eval.json` and `episodes.jsonl` into the step's folder.
 
     With `resume`, episodes that an interrupted evaluation has finished there count and are not run again.
 
@@ -125,9 +105,10 @@ def run_evaluation(
     """
     cfg = blueprint.config(EvalConfig)
     plan = eval_episodes(cfg, blueprint.env, blueprint.policy)
+    folder = run.eval_folder(step)
     folder.mkdir(parents=True, exist_ok=True)
     if cfg.video != "none":
-        _check_writable(videos)
+        _check_writable(run.videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
     _begin_files(folder, rows)
     suites = blueprint.env.suites or ("",) * len(blueprint.env.tasks)
@@ -141,18 +122,18 @@ def run_evaluation(
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation goes on with the episodes that it has.
             log.flush()
-            progress(len(rows), plan.num_episodes, "validation episodes")
+            monitor.progress(len(rows), plan.num_episodes, "validation episodes")
 
         rollout = Rollout(
             plan.without({row.episode for row in rows}),
             greedy=not cfg.eval.sampling_params.do_sample,
             temperature=cfg.eval.sampling_params.temperature,
             keep=False,
-            video=video_choice(cfg.video, plan, blueprint, videos, step),
+            video=video_choice(cfg.video, plan, blueprint, run.videos, step),
             on_episode=note,
         )
         collection = workers.scheduler.collect(rollout)
-    _complain(cfg, collection, warn)
+    _complain(cfg, collection, monitor.text)
     if not rows:
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
     result = summarise(rows, collection, blueprint.env, folder)
@@ -160,7 +141,7 @@ def run_evaluation(
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
     for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
-        warn(line)
+        monitor.text(line)
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
     write_atomically(folder / TABLE_FILE, json.dumps(table, indent=2) + "\n")
     return result
@@ -284,14 +265,13 @@ def film(
 
     What does not come out as it did then is left out and said: a simulator need not repeat itself.
     """
-    step = int(result.folder.name.removeprefix("step_"))
     cfg = blueprint.config(EvalConfig)
     plan = eval_episodes(cfg, blueprint.env, blueprint.policy)
     with np.load(result.folder / ACTIONS_FILE) as kept:
         actions = {episode: kept[str(episode)] for episode in wanted if str(episode) in kept}
 
     def choose(spec: EpisodeSpec) -> tuple[str, str]:
-        return str(videos / film_stem(blueprint.env, spec, step)), "all"
+        return str(videos / film_stem(blueprint.env, spec, result.step)), "all"
 
     again = Rollout(
         plan.without({e.episode_id for e in plan.episodes} - actions.keys()), keep=False, video=choose, replayed=actions
@@ -307,7 +287,7 @@ def film(
             films[number] = episode.video
         elif episode.video:
             Path(episode.video).unlink(missing_ok=True)
-            say(f"episode {number} of step {step} came out otherwise when it was played again; it has no film")
+            say(f"episode {number} of step {result.step} came out otherwise when it was played again; it has no film")
     told = (replace(row, video=films.get(row.episode, row.video)).to_json() for row in rows.values())
     write_atomically(result.folder / EPISODES_FILE, "".join(json.dumps(row) + "\n" for row in told))
     return replace(result, recordings=tuple(films.items()))
@@ -328,9 +308,7 @@ def film_changes(
     return first, replace(last, recordings=tuple(sorted(last.recordings, key=lambda found: order[found[0]])))
 
 
-def compare_recordings(
-    first: EvalResult, last: EvalResult, folder: Path, *, steps: tuple[int, int], fps: int, warn: Say
-) -> list[Path]:
+def compare_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, warn: Say) -> list[Path]:
     """Join the recordings of episodes that both validations kept; a failure to do so is only reported."""
     before = dict(first.recordings)
     joined: list[Path] = []
@@ -338,7 +316,7 @@ def compare_recordings(
         if episode not in before:
             continue
         out = folder / f"before_after_ep{episode:03d}.mp4"
-        labels = (f"before (step {steps[0]})", f"after (step {steps[1]})")
+        labels = (f"before (step {first.step})", f"after (step {last.step})")
         try:
             join_side_by_side(Path(before[episode]), Path(path), out, labels=labels, fps=fps)
         except (OSError, RuntimeError, ValueError) as error:

@@ -7,22 +7,14 @@ import numpy as np
 from embodyrl.cluster.timeline import CLOCK_METRICS
 from embodyrl.monitor.intervals import Rate
 from embodyrl.scheduler.rollout import RolloutResult
-from embodyrl.types import Episode
+from embodyrl.types import EnvSpec, Episode
 
 _CLOCK_DEPENDENT = CLOCK_METRICS | {"env/steps_per_s", "rollout/infer_batch_size"}
 """Depend on the machine's speed; in deterministic mode they move below `time/`, where nothing is compared."""
 
 
-def rollout_metrics(
-    collection: RolloutResult,
-    *,
-    num_workers: int,
-    restarts: int,
-    components: Sequence[str] = (),
-    reports_success: bool = True,
-    reward_factor: float = 1.0,
-) -> dict[str, float]:
-    """Success, return and length of episodes; how fast and where the time went.
+def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:
+    """Success, return and length of episodes; how fast and where the time went, and how often workers were restarted.
 
     Episodes count that no quota could cut. Where the quota is too short for any such episode, those count that came to
     their end, although they are the shorter ones, and else those that were cut. Where episodes go on in the next step,
@@ -51,24 +43,23 @@ def rollout_metrics(
         "time/infer": tally.infer_s * share,
     }
     if finished:
-        metrics |= _episode_metrics(finished, reports_success, reward_factor)
+        metrics |= _episode_metrics(finished, env)
     if collection.greedy:
-        metrics["train/greedy_return"] = float(
-            np.mean([e.episode_return / reward_factor for e in collection.greedy.values()])
-        )
-    if finished and components:
+        returns = [e.episode_return / env.reward_factor for e in collection.greedy.values()]
+        metrics["train/greedy_return"] = float(np.mean(returns))
+    if finished and env.components:
         parts = np.mean([e.whole.components for e in finished], axis=0)
-        metrics |= {f"train/reward_{name}": float(part) for name, part in zip(components, parts, strict=True)}
+        metrics |= {f"train/reward_{name}": float(part) for name, part in zip(env.components, parts, strict=True)}
     return metrics
 
 
-def _episode_metrics(episodes: Sequence[Episode], reports_success: bool, reward_factor: float) -> dict[str, float]:
+def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, float]:
     count, wholes = len(episodes), [e.whole for e in episodes]
     metrics = {
-        "train/return": sum(e.episode_return for e in wholes) / reward_factor / count,
+        "train/return": sum(e.episode_return for e in wholes) / env.reward_factor / count,
         "train/episode_len": sum(e.length for e in wholes) / count,
     }
-    if not reports_success and not any(e.success_once for e in wholes):
+    if not env.reports_success and not any(e.success_once for e in wholes):
         return metrics
     rate = Rate.of((e.spec.reset_id, e.success_once) for e in wholes)
     metrics |= {

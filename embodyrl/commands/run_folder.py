@@ -59,7 +59,7 @@ class RunFolder:
         """Where the results of the validation after `step` training steps go."""
         return self.root / "eval" / f"step_{step:06d}"
 
-    def unlock(self) -> None:
+    def close(self) -> None:
         """Note what this attempt cost, and let another process use this run."""
         wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}

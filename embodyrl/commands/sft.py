@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,11 +53,8 @@ def sft(
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
     facts = sft_facts(cfg)
-    folder = open_run(cfg, "sft", overrides, resume)
-    try:
+    with closing(open_run(cfg, "sft", overrides, resume)) as folder:
         return _Sft(cfg, folder, facts, on_step).run()
-    finally:
-        folder.unlock()
 
 
 class _Sft:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,11 +77,8 @@ def train(
     cfg = blueprint.config(TrainConfig) if cfg.eval.protocol.name else cfg
     require_disk(cfg, plan_memory(blueprint).checkpoint, blueprint.total_steps)
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
-    folder = open_run(cfg, "train", overrides, resume)
-    try:
+    with closing(open_run(cfg, "train", overrides, resume)) as folder:
         return _Training(blueprint, folder, weights, on_step, on_eval).run()
-    finally:
-        folder.unlock()
 
 
 def _with_reference(cfg: TrainConfig) -> TrainConfig:
@@ -214,14 +212,8 @@ class _Training:
                 published = time.perf_counter()
                 workers.scheduler.publish(session.step)
                 publish_s = time.perf_counter() - published
-            metrics = rollout_metrics(
-                rollout,
-                num_workers=len(self.blueprint.env_workers),
-                restarts=session.restarts + workers.supervisor.restarts,
-                components=self.blueprint.env.components,
-                reports_success=self.blueprint.env.reports_success,
-                reward_factor=self.blueprint.env.reward_factor,
-            )
+            restarts = session.restarts + workers.supervisor.restarts
+            metrics = rollout_metrics(rollout, self.blueprint.env, len(self.blueprint.env_workers), restarts)
             metrics |= workers.supervisor.timeline.metrics() | batch.metrics
             metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}
             metrics |= {f"actor/{name}": value for name, value in result.items()}
@@ -261,15 +253,7 @@ class _Training:
 
     def _validate(self, workers: Workers) -> EvalResult:
         session = self.session
-        result = run_evaluation(
-            self.blueprint,
-            workers,
-            folder=session.folder.eval_folder(session.step),
-            videos=session.folder.videos,
-            step=session.step,
-            progress=self.monitor.progress,
-            warn=self.monitor.text,
-        )
+        result = run_evaluation(self.blueprint, workers, session.folder, self.monitor, session.step)
         if result.dropped:
             self.monitor.text(f"step {session.step}: {result.losses}")
         for path in result.videos:
@@ -301,14 +285,8 @@ class _Training:
             before, after = self.first.overall, self.last.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
-            videos = compare_recordings(
-                self.first,
-                self.last,
-                self.session.folder.videos,
-                steps=(0, self.session.step),
-                fps=self.cfg.video_cfg.fps,
-                warn=self.monitor.text,
-            )
+            folder, fps = self.session.folder.videos, self.cfg.video_cfg.fps
+            videos = compare_recordings(self.first, self.last, folder, fps=fps, warn=self.monitor.text)
         self.monitor.text(f"run        {self.session.folder.root}")
         self.monitor.text(f"checkpoint {checkpoint}")
         root = self.session.folder.root

@@ -11,7 +11,9 @@ from toy_runs import rows, train_toy
 
 from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.scheduler.rollout import RolloutResult, Tally
-from embodyrl.types import EarlierPart, Episode, EpisodeSpec
+from embodyrl.types import EarlierPart, EnvSpec, Episode, EpisodeSpec
+
+ENV = EnvSpec(name="toy", action_dim=1, tasks=("reach", "lift"), states_per_task=(5, 5))
 
 EVERY_ROW = {
     *("train/success_once", "train/return", "train/episode_len", "train/groups_without_signal"),
@@ -110,7 +112,7 @@ def test_success_is_not_that_of_the_episodes_which_were_short_enough_for_the_quo
     cut = [episode(steps=1, success=False, cut=True, counted=False) for _ in range(2)]
 
     def counted(episodes: list[Episode]) -> tuple[float, float]:
-        metrics = rollout_metrics(RolloutResult(episodes=episodes), num_workers=1, restarts=0)
+        metrics = rollout_metrics(RolloutResult(episodes=episodes), ENV, num_workers=1, restarts=0)
         return metrics["train/success_once"], metrics["train/episodes"]
 
     assert counted([*failed, *won, *cut]) == (0.5, 4)
@@ -120,7 +122,7 @@ def test_success_is_not_that_of_the_episodes_which_were_short_enough_for_the_quo
 
 def test_work_beside_an_earlier_update_counts_as_far_as_the_step_waited_for_it():
     tally = Tally(wall_s=1.0, span_s=61.0, infer_s=61.0, sim_s=30.5)
-    metrics = rollout_metrics(RolloutResult(tally=tally), num_workers=1, restarts=0)
+    metrics = rollout_metrics(RolloutResult(tally=tally), ENV, num_workers=1, restarts=0)
     assert metrics["time/infer"] == pytest.approx(1.0)
     assert metrics["time/simulate"] == pytest.approx(0.5)
 
@@ -154,7 +156,7 @@ def test_every_figure_of_a_step_by_hand():
         tally=tally,
     )
     metrics = rollout_metrics(
-        result, num_workers=2, restarts=3, components=("reach", "lift"), reports_success=True, reward_factor=4.0
+        result, replace(ENV, components=("reach", "lift"), reward_factor=4.0), num_workers=2, restarts=3
     )
     assert metrics == pytest.approx(
         {
@@ -187,14 +189,13 @@ def test_every_figure_of_a_step_by_hand():
 def test_a_success_that_was_lost_again_is_no_success_at_the_end():
     taken = episode(steps=3, success=True)
     taken = replace(taken, success=np.array([[False], [True], [False]]))
-    metrics = rollout_metrics(RolloutResult(episodes=[taken]), num_workers=1, restarts=0)
+    metrics = rollout_metrics(RolloutResult(episodes=[taken]), ENV, num_workers=1, restarts=0)
     assert (metrics["train/success_once"], metrics["train/success_at_end"]) == (1, 0)
 
 
 def test_without_a_success_signal_nothing_is_said_of_success():
-    metrics = rollout_metrics(
-        RolloutResult(episodes=[episode(steps=3, success=False)]), num_workers=1, restarts=0, reports_success=False
-    )
+    failed = RolloutResult(episodes=[episode(steps=3, success=False)])
+    metrics = rollout_metrics(failed, replace(ENV, reports_success=False), num_workers=1, restarts=0)
     assert not [name for name in metrics if "success" in name]
 
 
@@ -202,7 +203,7 @@ def test_an_episode_that_went_on_counts_as_a_whole():
     """Four steps and a return of 3 were played in the step before; here it goes on for two more and succeeds."""
     spec = EpisodeSpec(episode_id=9, reset_id=2, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)
     taken = replace(episode(steps=2, success=True), earlier=EarlierPart(spec, 4, 3.0, False))
-    metrics = rollout_metrics(RolloutResult(episodes=[taken]), num_workers=1, restarts=0)
+    metrics = rollout_metrics(RolloutResult(episodes=[taken]), ENV, num_workers=1, restarts=0)
     assert (metrics["train/episode_len"], metrics["train/return"], metrics["train/success_once"]) == (6, 4, 1)
 
 
@@ -211,6 +212,6 @@ def test_parts_of_the_reward_are_those_of_the_whole_episode_too():
     first = replace(episode(steps=4, success=False), components=np.array([[1.0, 0.0], [2.0, 0.5]], np.float32))
     last = replace(episode(steps=2, success=True), components=np.array([[4.0, 0.0]], np.float32), earlier=first.whole)
     collection = RolloutResult(episodes=[last], continues=True)
-    metrics = rollout_metrics(collection, num_workers=1, restarts=0, components=("near", "errors"))
+    metrics = rollout_metrics(collection, replace(ENV, components=("near", "errors")), num_workers=1, restarts=0)
     assert (metrics["train/reward_near"], metrics["train/reward_errors"]) == (7.0, 0.5)
     assert metrics["train/return"] == first.episode_return + last.episode_return

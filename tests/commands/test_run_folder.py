@@ -22,14 +22,14 @@ from embodyrl.version import __version__
 
 def test_an_existing_run_is_an_error_by_default(tmp_path):
     cfg = toy_config(tmp_path)
-    open_run(cfg, "train", [], None).unlock()
+    open_run(cfg, "train", [], None).close()
     with pytest.raises(ConfigError, match=r"on_existing=resume.*on_existing=rename"):
         open_run(cfg, "train", [], None)
 
 
 def test_rename_counts_up_and_resume_takes_the_same_folder(tmp_path):
     first = open_run(toy_config(tmp_path), "train", [], None)
-    first.unlock()
+    first.close()
     renamed = [open_run(toy_config(tmp_path, "runner.on_existing=rename"), "train", [], None) for _ in range(2)]
     assert [folder.run_id for folder in renamed] == ["run-2", "run-3"]
     resumed = open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], None)
@@ -55,7 +55,7 @@ def test_unnamed_runs_of_the_same_second_do_not_collide(tmp_path):
 def test_a_run_remembers_how_it_was_started(tmp_path):
     cfg = toy_config(tmp_path, "seed=3")
     folder = open_run(cfg, "train", ["seed=3"], None)
-    folder.unlock()
+    folder.close()
     open_run(cfg, "train", ["runner.max_steps=9"], folder.root)
     assert load_saved_config(folder.root, ["trust=true"]) == cfg.updated({"trust": True})
     overrides = (folder.root / "overrides.txt").read_text().splitlines()
@@ -71,7 +71,7 @@ def test_a_run_in_use_is_refused_and_left_alone(tmp_path):
         "from embodyrl.commands.run_folder import open_run; run = Path(sys.argv[1]);"
         "folder = open_run(load(run, ['trust=true']), 'train', [], run); print('locked', flush=True); sys.stdin.read()"
     )
-    open_run(cfg, "train", [], None).unlock()
+    open_run(cfg, "train", [], None).close()
     run = tmp_path / "run"
     holder = subprocess.Popen(
         [sys.executable, "-c", code, str(run)],
@@ -98,7 +98,7 @@ def test_a_lock_of_a_dead_process_whose_id_lives_again_is_taken(tmp_path):
     cfg = toy_config(tmp_path, "runner.on_existing=resume")
     folder = open_run(cfg, "train", [], None)
     lock = folder.root / "lock"
-    folder.unlock()
+    folder.close()
     other = os.getppid()  # some living process that never locked this run
     lock.write_text(f"{os.uname().nodename} {other}")
     assert open_run(cfg, "train", [], None).root == folder.root
@@ -131,8 +131,8 @@ def test_weights_come_from_a_run_a_checkpoint_or_a_policy_folder(tmp_path):
 def test_a_run_notes_its_code_its_machine_and_what_it_cost(tmp_path):
     folder = open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], None)
     spent = sum(k * k for k in range(2_000_000))
-    folder.unlock()
-    open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], folder.root).unlock()
+    folder.close()
+    open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], folder.root).close()
     rows = read_rows(folder.root / COSTS_FILE)
     assert [row["attempt"] for row in rows] == ["attempt_1", "attempt_2"]
     assert spent

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from toy_runs import Stage, rows, running_crew, toy_config, train_toy
@@ -145,7 +147,8 @@ def test_a_cut_episode_goes_on_in_the_next_step(tmp_path, ahead):
             [(90, 180, True)] * 2,
             [(20, 200, False)] * 2 + [(70, 70, True)] * 2,
         ]
-        metrics = rollout_metrics(rollout, num_workers=1, restarts=0, reports_success=False, reward_factor=2.0)
+        env = replace(stage.blueprint.env, reports_success=False, reward_factor=2.0)
+        metrics = rollout_metrics(rollout, env, num_workers=1, restarts=0)
         assert metrics["train/episodes"] == 2
         assert metrics["train/episode_len"] == 200
         assert metrics["train/return"] == pytest.approx(np.mean([e.whole.episode_return for e in wholes]) / 2)
