@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.files import write_atomically
-from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, GripperConvention
+from embodyrl.types import ActionKind, ActionSpace, BoolArray, ByteArray, EnvSpec, FloatArray, GripperConvention
 
 CODEBASE_VERSION = "v3.0"
 CHUNKS_SIZE = 1000
@@ -74,7 +74,10 @@ class Card:
         env: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in raw.pop("env").items()
         }
-        gripper = env.pop("gripper")
+        gripper, space = env.pop("gripper"), env.get("action_space")
+        if space is not None:  # older cards say nothing of it
+            lists = {key: tuple(space[key]) for key in ("sizes", "low", "high")}
+            env["action_space"] = ActionSpace(kind=ActionKind(space["kind"]), **lists)
         return cls(env=EnvSpec(**env, gripper=GripperConvention(**gripper) if gripper else None), **raw)
 
 

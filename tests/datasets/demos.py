@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from embodyrl.datasets.layout import Card, Demonstration, Source
-from embodyrl.types import EnvSpec, GripperConvention
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
 
 ENV = EnvSpec(
     name="shop",
@@ -19,6 +19,7 @@ ENV = EnvSpec(
     gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
     unnorm_key="shop_no_noops",
     max_episode_steps=30,
+    action_space=ActionSpace(kind=ActionKind.box, low=(-1.0,) * 7, high=(1.0,) * 6 + (float("inf"),)),
 )
 
 
