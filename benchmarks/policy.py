@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from embodyrl.files import available_cores
 from embodyrl.policies.openvla_oft.config import LlamaSpec, OftConfig, OftOptions, PixelNorm, Statistics, VitSpec
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
+from embodyrl.policies.openvla_oft.settings import OftSettings
 
 CHUNK, ACTION_DIM, PROMPT = 8, 7, 32
 OFT_PEER = "timm VisionTransformer x 2 + transformers LlamaForCausalLM"
@@ -137,7 +138,7 @@ class Peer(nn.Module):
 def build(side: str, size: Size, device: str, dtype: torch.dtype) -> nn.Module:
     """Either side with random weights."""
     with torch.device("meta"):
-        options = OftOptions(num_action_chunks=CHUNK, action_dim=ACTION_DIM)
+        options = OftOptions(cfg=OftSettings(model_type="openvla_oft", num_action_chunks=CHUNK, action_dim=ACTION_DIM))
         module = OpenVlaOft(config_of(size), options) if side == "ours" else None
     if module is None:
         with torch.device(device):

@@ -8,6 +8,7 @@ from test_oft_golden import close, inputs_of
 from embodyrl.policies.openvla_oft import count_parameters
 from embodyrl.policies.openvla_oft.config import OftOptions, read_config
 from embodyrl.policies.openvla_oft.model import OpenVlaOft
+from embodyrl.policies.openvla_oft.settings import OftSettings
 
 
 def test_two_images_are_two_runs_of_the_towers(checkpoint, make_policy, golden):
@@ -23,7 +24,7 @@ def test_7b_keys_shapes_and_count(golden_dir, checkpoint):
     (checkpoint / "dataset_statistics.json").unlink()
     (checkpoint / "config.json").write_bytes(config_file.read_bytes())
     config = read_config(checkpoint)
-    options = OftOptions(num_action_chunks=8, action_dim=7)
+    options = OftOptions(cfg=OftSettings(model_type="openvla_oft", num_action_chunks=8, action_dim=7))
     with torch.device("meta"):
         module = OpenVlaOft(config, options)
     want = json.loads((golden_dir / "keys_openvla_7b.json").read_text())

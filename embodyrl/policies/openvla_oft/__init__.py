@@ -94,15 +94,15 @@ def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
     width, state, values = config.llama.hidden_size, options.state_dim, options.value_dim
     if state:
         yield from (Linear(1, state, width), Linear(1, width, width))
-    if options.use_film:
+    if options.cfg.use_film:
         yield from (Linear(2 * vit.depth, width, vit.width) for vit in config.towers)
-    if options.action_head != "discrete":
-        rows = options.action_dim * width
-        yield from (Linear(1, rows, width), Linear(2, width, width), Linear(1, width, options.action_dim))
-    if options.action_head == "diffusion":
+    if options.cfg.action_head != "discrete":
+        rows = options.cfg.action_dim * width
+        yield from (Linear(1, rows, width), Linear(2, width, width), Linear(1, width, options.cfg.action_dim))
+    if options.cfg.action_head == "diffusion":
         yield from (Linear(1, 1, width), Linear(1, width, width))
-    if options.action_head == "l1":
-        yield Linear(1, 1, options.action_dim, bias=False)  # the deviations
+    if options.cfg.action_head == "l1":
+        yield Linear(1, 1, options.cfg.action_dim, bias=False)  # the deviations
     if values:
         first, second = VALUE_HIDDEN
         yield from (Linear(1, width, first), Linear(1, first, second), Linear(1, second, values, bias=False))
@@ -111,8 +111,10 @@ def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
 def head_parameters(config: OftConfig, options: OftOptions) -> int:
     """Parameters of all heads and projectors, which are trained in full beside adapters."""
     total = sum(layer.parameters for layer in head_layers(config, options))
-    if options.action_head != "discrete":  # the norms before the first layer, in two blocks, and before the last one
-        total += 2 * config.llama.hidden_size * (options.action_dim + 3)
+    if (
+        options.cfg.action_head != "discrete"
+    ):  # the norms before the first layer, in two blocks, and before the last one
+        total += 2 * config.llama.hidden_size * (options.cfg.action_dim + 3)
     return total
 
 
@@ -244,7 +246,7 @@ class OpenVlaOftFactory:
             uses_state=cfg.use_proprio,
             gripper=GripperConvention(open=1.0, closed=0.0),
             num_parameters=count_parameters(config, options),
-            num_trained=_trained(cfg, config, options) if cfg.is_lora else None,
+            num_trained=_trained(config, options) if cfg.is_lora else None,
             activation_bytes=passes * size.kept,
             recomputed_bytes=passes * size.recomputed,
             largest_layer=(layer_parameters(config), size.layer),
@@ -266,24 +268,15 @@ class OpenVlaOftFactory:
         cfg = as_oft(cfg)
         spec = self.spec(cfg, request.env, request.value_dim)
         options = self._options(cfg, request.env, request.value_dim)
-        return OpenVlaOftPolicy(cfg, read_config(_folder(cfg)), spec, options, request)
+        return OpenVlaOftPolicy(read_config(_folder(cfg)), spec, options, request)
 
     def _options(self, cfg: OftSettings, env: EnvSpec, value_dim: int) -> OftOptions:
-        return OftOptions(
-            num_action_chunks=cfg.num_action_chunks,
-            action_dim=cfg.action_dim,
-            action_head=cfg.action_head,
-            autoregressive=self.autoregressive,
-            append_stop=cfg.append_stop,
-            state_dim=env.state_dim if cfg.use_proprio else 0,
-            use_film=cfg.use_film,
-            rope_bf16_table=cfg.rope_bf16_table,
-            value_dim=value_dim,
-        )
+        state_dim = env.state_dim if cfg.use_proprio else 0
+        return OftOptions(cfg=cfg, autoregressive=self.autoregressive, state_dim=state_dim, value_dim=value_dim)
 
 
-def _trained(cfg: OftSettings, config: OftConfig, options: OftOptions) -> int:
-    return adapter_parameters(config, lora_spec(cfg).r) + head_parameters(config, options)
+def _trained(config: OftConfig, options: OftOptions) -> int:
+    return adapter_parameters(config, lora_spec(options.cfg).r) + head_parameters(config, options)
 
 
 def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:

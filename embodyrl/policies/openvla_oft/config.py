@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
 
@@ -208,23 +209,17 @@ class PixelNorm:
 class OftOptions:
     """What the run decides beside the checkpoint's own files."""
 
-    num_action_chunks: int
-    action_dim: int
-    action_head: str = "discrete"
+    cfg: OftSettings
     autoregressive: bool = False
     """OpenVLA: one action, token by token under a causal mask; false: all tokens at once, every query sees all keys."""
-    append_stop: bool = True
-    """Put the STOP token after the action placeholders; without meaning where `autoregressive`."""
     state_dim: int = 0
     """Width of the proprioception; 0: not used."""
-    use_film: bool = False
-    rope_bf16_table: bool = False
     value_dim: int = 0
 
     @property
     def num_action_tokens(self) -> int:
         """L = K A"""
-        return self.num_action_chunks * self.action_dim
+        return self.cfg.num_action_chunks * self.cfg.action_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,24 +70,24 @@ class OpenVlaOft(nn.Module):
     def __init__(self, config: OftConfig, options: OftOptions) -> None:
         super().__init__()
         self.options = options
-        self.append_stop = options.append_stop and not options.autoregressive
+        self.append_stop = options.cfg.append_stop and not options.autoregressive
         self.stop_token_id = config.llama.eos_token_id
         self.pad_token_id = config.pad_token_id
         self.action_columns = slice(config.action_vocab_start, config.action_vocab_end)
         width = config.llama.hidden_size
-        self.vision_backbone = VisionBackbone(config.towers, width if options.use_film else 0)
+        self.vision_backbone = VisionBackbone(config.towers, width if options.cfg.use_film else 0)
         self.projector = Projector(sum(t.width for t in config.towers), width)
-        self.language_model = LanguageModel(config.llama, rope_bf16_table=options.rope_bf16_table)
+        self.language_model = LanguageModel(config.llama, rope_bf16_table=options.cfg.rope_bf16_table)
         self.proprio_projector = Mlp(options.state_dim, width, width) if options.state_dim else None
         self.value_head = ValueHead(width, options.value_dim) if options.value_dim else None
         self.action_head: nn.Module | None = None
         self.action_scale: ActionScale | None = None
         self.noisy_action_projector: nn.Module | None = None
-        if options.action_head == "l1":
-            self.action_head = L1Head(options.action_dim, width)
-            self.action_scale = ActionScale(options.action_dim)
-        elif options.action_head == "diffusion":
-            self.action_head = DiffusionHead(options.action_dim, width)
+        if options.cfg.action_head == "l1":
+            self.action_head = L1Head(options.cfg.action_dim, width)
+            self.action_scale = ActionScale(options.cfg.action_dim)
+        elif options.cfg.action_head == "diffusion":
+            self.action_head = DiffusionHead(options.cfg.action_dim, width)
             self.noisy_action_projector = Mlp(1, width, width)
 
     def forward(
@@ -125,7 +125,7 @@ class OpenVlaOft(nn.Module):
 
     def prefix(self, inputs: ModelInputs) -> Tensor:
         """Embed what follows BOS: the patches image by image, then the proprioception: [B, P, D]."""
-        language = self._language_vector(inputs) if self.options.use_film else None
+        language = self._language_vector(inputs) if self.options.cfg.use_film else None
         parts = [self.projector(self.vision_backbone(inputs.pixels, language))]
         if self.proprio_projector is not None:
             assert inputs.state is not None, "this model reads proprioception"

@@ -49,12 +49,11 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 class OpenVlaOftPolicy:
     """A checkpoint bound to an environment's orientation, tasks and statistics; implements `Policy`."""
 
-    def __init__(
-        self, cfg: OftSettings, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest
-    ) -> None:
+    def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec
+        cfg = options.cfg
         self._adapter = lora_spec(cfg) if cfg.is_lora and request.trainable else None
-        self._model = build_module(cfg, config, options, request)
+        self._model = build_module(config, options, request)
         self.module: nn.Module = self._model
         self._forward = torch.compile(self._model) if cfg.compile else self._model
         graphs = cfg.cuda_graphs and torch.device(request.device).type == "cuda"
@@ -276,13 +275,14 @@ class OpenVlaOftPolicy:
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
 
 
-def build_module(cfg: OftSettings, config: OftConfig, options: OftOptions, request: PolicyRequest) -> OpenVlaOft:
+def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest) -> OpenVlaOft:
     """Build the model on the meta device, give it memory once, and fill it from the checkpoint or at random.
 
     Raises:
         CheckpointError: the weights or the adapter do not fit.
         ConfigError: a pattern of `model.freeze` or an adapter target fits nothing.
     """
+    cfg = options.cfg
     with torch.device("meta"):
         module = OpenVlaOft(config, options)
     trains_adapter = cfg.is_lora and request.trainable
