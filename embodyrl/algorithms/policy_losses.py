@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
-from embodyrl.algorithms.settings import rising
+from embodyrl.algorithms.settings import RISING
 from embodyrl.config.settings import Positive, Says, Settings, Weight
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class CovarianceSettings(Settings):
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
     """Clip-Cov."""
 
-    cov_bounds: Annotated[list[float], AfterValidator(rising), Says("[low,high] with low < high")] = [1.0, 5.0]
+    cov_bounds: Annotated[list[float], RISING, Says("[low,high] with low < high")] = [1.0, 5.0]
     """clip_cov: [low, high] covariance of advantage and log-probability of the tokens to choose from."""
 
 

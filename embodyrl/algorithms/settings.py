@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from embodyrl.config.settings import Count, Index, Path, Positive, Says, Settings, Share, Weight
+from embodyrl.config.settings import Count, Index, Path, Positive, Says, Settings, Share, Weight, only
 from embodyrl.config.shared import SamplingSettings
 
 RewardLevel = StrEnum("RewardLevel", ["chunk_level", "action_level"])
@@ -25,23 +25,9 @@ AggregationMode = Literal[
 Bound = Annotated[float, Field(gt=1, le=10**9)]
 
 
-def _around_zero(value: list[float]) -> list[float]:
-    if len(value) != 2 or not value[0] < 0 < value[1]:
-        raise ValueError
-    return value
-
-
-def rising(value: list[float]) -> list[float]:
-    """Let two numbers [low, high] with low < high pass."""
-    if len(value) != 2 or value[0] >= value[1]:
-        raise ValueError
-    return value
-
-
-def _shares(value: list[float]) -> list[float]:
-    if len(value) != 2 or not 0 <= value[0] < value[1] <= 1:
-        raise ValueError
-    return value
+RISING = only(lambda v: len(v) == 2 and v[0] < v[1])
+_AROUND_ZERO = only(lambda v: len(v) == 2 and v[0] < 0 < v[1])
+_SHARES = only(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
 
 
 class ActingAlgorithm(Settings):
@@ -92,9 +78,7 @@ class AlgorithmSettings(ActingAlgorithm):
     """KL per token that an adaptive kl_beta aims at (with kl_in_reward); null: kl_beta stays."""
     kl_horizon: Count = 10000
     """Episodes over which the adaptive kl_beta moves."""
-    advantage_clip: (
-        Annotated[list[float], AfterValidator(_around_zero), Says("[low,high] with low < 0 < high")] | None
-    ) = None
+    advantage_clip: Annotated[list[float], _AROUND_ZERO, Says("[low,high] with low < 0 < high")] | None = None
     """[low, high] bounds of advantages."""
     reward_scale: Weight = 1.0
     """Factor on rewards, after reward_bias; 0 beside kl_beta: nothing but the KL, for example to a teacher."""
@@ -178,17 +162,10 @@ class GroupSettings(AlgorithmSettings):
     """An estimator that compares the episodes of a group."""
 
     filter_rewards: (
-        Annotated[
-            list[float],
-            AfterValidator(_shares),
-            Says("two numbers [low,high] with 0 <= low < high <= 1, or null"),
-        ]
-        | None
+        Annotated[list[float], _SHARES, Says("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
     ) = None
     """[low, high]: groups whose mean success lies outside do not enter the update."""
-    filter_returns: (
-        Annotated[list[float], AfterValidator(rising), Says("two numbers [low,high] with low < high")] | None
-    ) = None
+    filter_returns: Annotated[list[float], RISING, Says("two numbers [low,high] with low < high")] | None = None
     """[low, high]: groups whose mean return (before algorithm.reward_scale) lies outside do not enter the update; for
     rewards that are not success."""
     filter_refills: Index = 0

@@ -12,7 +12,7 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Self
@@ -21,10 +21,15 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError
-    return value
+def only(holds: Callable[[Any], bool]) -> AfterValidator:
+    """Let values pass for which this holds; the field's `Says` puts it in words."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError
+        return value
+
+    return AfterValidator(check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Says:
 Count = Annotated[int, Field(ge=1, le=10**6)]
 """How many of something there are."""
 Index = Annotated[int, Field(ge=0, lt=2**63)]
-CountOrAll = Annotated[int, Field(ge=-1, le=10**9), AfterValidator(_not_zero), Says("at least 1, or -1")]
+CountOrAll = Annotated[int, Field(ge=-1, le=10**9), only(bool), Says("at least 1, or -1")]
 """-1 stands for no limit, or for all."""
 Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]

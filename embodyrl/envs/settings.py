@@ -3,36 +3,17 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from embodyrl.config.settings import Count, Positive, Says, Settings
+from embodyrl.config.settings import Count, Positive, Says, Settings, only
 
 RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 
 
-def _a_range(value: list[int]) -> list[int]:
-    if len(value) != 2 or not 0 <= value[0] <= value[1]:
-        raise ValueError
-    return value
-
-
-def _tasks(value: list[int]) -> list[int]:
-    if not value or min(value) < 0 or len(set(value)) < len(value):
-        raise ValueError
-    return value
-
-
-def _not_zero(value: float) -> float:
-    if value == 0:
-        raise ValueError
-    return value
-
-
+_RANGE = only(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
+_TASKS = only(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
 RewardFactor = Annotated[
-    float,
-    Field(ge=-(10**6), le=10**6),
-    AfterValidator(_not_zero),
-    Says("different from 0 (0 removes every reward)"),
+    float, Field(ge=-(10**6), le=10**6), only(bool), Says("different from 0 (0 removes every reward)")
 ]
 Slots = Annotated[int, Field(ge=1, le=65536)]
 
@@ -44,9 +25,7 @@ class PlayedSplit(Settings):
     """Go on after success until max_episode_steps."""
     max_episode_steps: Count = 512
     """Time limit in env steps; reaching it truncates the episode."""
-    task_ids: Annotated[list[int], AfterValidator(_tasks), Says("a list of different task numbers, [0,1]")] | None = (
-        None
-    )
+    task_ids: Annotated[list[int], _TASKS, Says("a list of different task numbers, [0,1]")] | None = None
     """Tasks to use; default all."""
 
 
@@ -55,9 +34,7 @@ class EnvSplit(PlayedSplit):
 
     total_num_envs: Slots = 8
     """Env slots."""
-    state_ids: Annotated[list[int], AfterValidator(_a_range), Says("[first,last] with 0 <= first <= last")] | None = (
-        None
-    )
+    state_ids: Annotated[list[int], _RANGE, Says("[first,last] with 0 <= first <= last")] | None = None
     """[first, last]: initial states of each task that this split may use; default all."""
 
 

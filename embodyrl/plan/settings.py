@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from embodyrl.cluster.protocol import ActingFaults, WorkerTimeouts
-from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Seconds, Settings, Share
+from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Seconds, Settings, Share, only
 from embodyrl.policies.remote.settings import ConversationSettings
 
 RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
@@ -22,18 +22,17 @@ VideoChoice = Annotated[
 ]
 
 
-def _different(names: list[str]) -> list[str]:
-    if len(set(names)) < len(names):
-        raise ValueError
-    return names
+_DIFFERENT = only(lambda names: len(set(names)) == len(names))
 
 
 class ScreenSettings(Settings):
     """Where a command without training says what it does."""
 
-    backends: Annotated[
-        list[str], AfterValidator(_different), Says("a list of different names, for example [console,jsonl,wandb]")
-    ] = ["console", "jsonl", "tensorboard"]
+    backends: Annotated[list[str], _DIFFERENT, Says("a list of different names, for example [console,jsonl,wandb]")] = [
+        "console",
+        "jsonl",
+        "tensorboard",
+    ]
     """Where metrics go: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
 
 
@@ -70,7 +69,7 @@ class ActingRunSettings(RunSettings):
 class MeasuredRunSettings(ActingRunSettings):
     """A run whose episodes are counted."""
 
-    val_suites: Annotated[list[str], AfterValidator(_different), Says("a list of different names")] = []
+    val_suites: Annotated[list[str], _DIFFERENT, Says("a list of different names")] = []
     """Further suites of the environment that evaluations, and the validations of a training, cover beside the chosen
     one: [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings] for
     tabletop, or [all]."""

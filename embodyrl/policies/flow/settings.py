@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from embodyrl.config.settings import Count, Says, Share
+from embodyrl.config.settings import Count, Says, Share, only
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.types import FloatArray, IntArray, PolicySpec
 
@@ -26,10 +26,7 @@ ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
 GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
 
 
-def _rising(value: list[float]) -> list[float]:
-    if len(value) != 2 or not 0 < value[0] < value[1]:
-        raise ValueError
-    return value
+_RISING = only(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 
 
 class FlowSettings(WeightSettings):
@@ -51,9 +48,10 @@ class FlowSettings(WeightSettings):
     """Never draw the last step as the stochastic one."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
     """flow_sde, flow_cps: a of their formulas."""
-    noise_range: Annotated[
-        list[float], AfterValidator(_rising), Says("[low,high] with 0 < low < high, standard deviations")
-    ] = [0.08, 0.16]
+    noise_range: Annotated[list[float], _RISING, Says("[low,high] with 0 < low < high, standard deviations")] = [
+        0.08,
+        0.16,
+    ]
     """flow_noise: bounds of the standard deviation of a step."""
     joint_logprob: JointLogprob = JointLogprob.sum
     """All steps: the chain's log-probability (sum), or the mean over its steps and its first state, as RLinf has it."""
