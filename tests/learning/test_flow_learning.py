@@ -40,8 +40,9 @@ def test_the_published_architectures_gain_20_points(model: str, seed: int, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_steered_flow_gains_20_points(seed: int, tmp_path: Path) -> None:
-    words = ("experiment=tabletop_dsrl", f"seed={seed}", "video=none", "runner.val_check_interval=1000", *TEST)
+@pytest.mark.parametrize("way", ["dsrl", "residual"])
+def test_a_steered_or_corrected_flow_gains_20_points(way: str, seed: int, tmp_path: Path) -> None:
+    words = (f"experiment=tabletop_{way}", f"seed={seed}", "video=none", "runner.val_check_interval=1000", *TEST)
     before, after = gain(train_gate(tmp_path, *words))
     assert after >= before + 0.2
 

@@ -255,6 +255,23 @@ def test_what_is_trained(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_correction_of_the_executed_rows_begins_at_nothing_and_alone_is_trained(form, tmp_path):
+    path, obs = folder_of(form, tmp_path), observe(4)
+    alone, policy = build(form, path), build(form, path, likelihood="residual", residual_scale=0.4)
+    assert trained_parts(policy) == {"residual_actor"}
+    assert np.array_equal(*(p.act(obs, noise=None).actions for p in (alone, policy)))
+    torch.nn.init.normal_(policy.module.residual_actor.layers[-1].weight, std=0.1)
+    out = policy.act(obs, noise=noise_for(policy, 4))
+    proposed, chosen = policy.features(obs)[:, -21:], policy.chosen(out.tokens)
+    rows = (proposed + 0.4 * chosen).detach().numpy().reshape(4, 3, 7)
+    np.testing.assert_allclose(policy._scale.to_actions(rows, obs), out.actions, atol=1e-5)
+    policy.save(tmp_path / "saved")
+    again = build(form, tmp_path / "saved", likelihood="residual", residual_scale=0.4, seed=9)
+    assert np.array_equal(*(p.act(obs, noise=None).actions for p in (policy, again)))
+    assert np.array_equal(*(p.act(obs, noise=None).actions for p in (alone, build(form, tmp_path / "saved"))))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_recomputed_activations_change_no_gradient(form, tmp_path):
     path, found = folder_of(form, tmp_path), []
     for recompute in (False, True):
