@@ -102,10 +102,9 @@ class ArrayEnv(SimEnv):
         """Ask the user's function about each slot; `simulated`: place in the chunk, and what is earned without it."""
         earned = np.zeros(len(slots))
         for place, (row, slot) in enumerate(zip(running.tolist(), slots.tolist(), strict=True)):
-            start = slot, int(self._reset_id[slot]), int(self._steps[slot])
             rewards = float(self._last[slot]), float(simulated[1][place])
             at = row, simulated[0]
-            earned[place], why = self._own_reward(own, result, at, start, actions[place], rewards)
+            earned[place], why = self._own_reward(own, result, at, slot, actions[place], rewards)
             if why is not None and not self._unjudged[slot]:  # once an episode, which counts as one
                 self._unjudged[slot] = True
                 result.unjudged[slot] = f"{self._where(slot)}: {why}"
@@ -138,11 +137,6 @@ class ArrayEnv(SimEnv):
         """Task ids [n] of the slots' episodes."""
         return np.searchsorted(self._first_ids, self._reset_id[slots], side="right") - 1
 
-    def instruction(self, slot: int) -> str:
-        """Language instruction of the slot's current episode."""
-        self._require_begun(np.array([slot]))
-        return self.spec.tasks[int(self.tasks_of(np.array([slot]))[0])]
-
     def _observe_into(self, slot: int, out: ObservationOut) -> None:
         self._sims.observe(np.array([slot]), out.images[None], out.state[None])
 
@@ -151,21 +145,12 @@ class ArrayEnv(SimEnv):
         if (over := slots[self._phase[slots] == _OVER]).size:
             where = self._where(int(over[0]))
             raise EnvError(f"{where}: the episode is over; step_chunk expects a running one. Reset the slot first.")
-        if actions.ndim != 3 or len(actions) != len(slots) or actions.shape[2] != self.spec.action_dim:
-            raise EnvError(
-                f"env '{self.spec.name}': actions have shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, "
-                f"{self.spec.action_dim}). Check model.action_dim and the policy's action head."
-            )
-        finite = np.asarray(np.isfinite(actions).all(axis=(1, 2)))
-        if not finite.all():
-            raise EnvError(
-                f"{self._where(int(slots[~finite][0]))}: its action is not finite. Likely the policy's weights or its "
-                "action statistics are not finite."
-            )
+        self._check_actions(slots.tolist(), actions)
 
     def _require_begun(self, slots: IntArray) -> None:
         if (idle := slots[self._phase[slots] == _NOTHING]).size:
             raise EnvError(f"env '{self.spec.name}', slot {int(idle[0])}: no episode; call reset for this slot first.")
 
-    def _where(self, slot: int) -> str:
-        return self._place(slot, int(self._reset_id[slot]), int(self._steps[slot]))
+    def _stand(self, slot: int) -> tuple[int, int]:
+        self._require_begun(np.array([slot]))
+        return int(self._reset_id[slot]), int(self._steps[slot])

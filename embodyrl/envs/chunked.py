@@ -85,7 +85,7 @@ class SimEnv(ABC):
         own: StepReward,
         result: ChunkResult,
         at: Place,
-        start: tuple[int, int, int],
+        slot: int,
         action: FloatArray,
         rewards: tuple[float, float],
     ) -> tuple[float, str | None]:
@@ -95,17 +95,16 @@ class SimEnv(ABC):
             own: the function.
             result: of the chunk; takes the parts of the reward.
             at: the step's place in it.
-            start: slot, reset id and number of the step in its episode.
+            slot: whose step it was.
             action: [A] as executed.
             rewards: the simulator's own, and what is earned without the function.
         """
-        slot, reset_id, steps = start
-        task = self.spec.task_of(reset_id)[0]
+        reset_id, steps = self._stand(slot)
         step = RewardStep(
             slot=slot,
             step=steps,
             reset_id=reset_id,
-            task_id=task,
+            task_id=self._task(slot),
             instruction=told(self.spec, reset_id),
             action=action,
             reward=rewards[0],
@@ -120,13 +119,44 @@ class SimEnv(ABC):
         result.components[at[0]] += parts
         return own.total(parts), why
 
-    def _place(self, slot: int, reset_id: int, steps: int) -> str:
+    @abstractmethod
+    def _stand(self, slot: int) -> tuple[int, int]:
+        """Reset id of the slot's episode, and its steps so far.
+
+        Raises:
+            EnvError: it has none.
+        """
+
+    def instruction(self, slot: int) -> str:
+        """Language instruction of the slot's current episode."""
+        return told(self.spec, self._stand(slot)[0])
+
+    def _task(self, slot: int) -> int:
+        return self.spec.task_of(self._stand(slot)[0])[0]
+
+    def _where(self, slot: int) -> str:
         """Where something happened, for messages."""
+        reset_id, steps = self._stand(slot)
         task, state = self.spec.task_of(reset_id)
         return (
             f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
             f"step {steps}"
         )
+
+    def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
+        good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action_dim
+        if not good or actions.shape[1] == 0:
+            raise EnvError(
+                f"env '{self.spec.name}', slots {list(slots)} on tasks {[self._task(s) for s in slots]}: actions have "
+                f"shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, {self.spec.action_dim}). "
+                "Check model.action_dim and the policy's action head."
+            )
+        if not np.isfinite(actions).all():
+            row, k, dim = (int(i) for i in np.argwhere(~np.isfinite(actions))[0])
+            raise EnvError(
+                f"{self._where(slots[row])}: action {k} of the chunk is {actions[row, k, dim]} in dimension {dim}, "
+                "expected finite numbers. Likely the policy's weights or its action statistics are not finite."
+            )
 
 
 class ChunkedEnv(SimEnv):
@@ -267,8 +297,7 @@ class ChunkedEnv(SimEnv):
         # A goal that is reached in the last allowed step ends the episode, and nothing is bootstrapped then.
         result.success[at], result.terminated[at], result.truncated[at] = step.success, ended, at_limit and not ended
         if self._own is not None:
-            start, simulated = (slot, progress.start.reset_id, progress.steps), (step.reward, earned)
-            earned, why = self._own_reward(self._own, result, at, start, action, simulated)
+            earned, why = self._own_reward(self._own, result, at, slot, action, (step.reward, earned))
             if why is not None and progress.judged:  # a failure is said once for each episode
                 progress.judged = False
                 result.unjudged[slot] = f"{self._where(slot)}: {why}"
@@ -290,30 +319,10 @@ class ChunkedEnv(SimEnv):
                 error.add_note(self._where(slot))
                 raise
 
-    def instruction(self, slot: int) -> str:
-        """Language instruction of the slot's current episode."""
-        return told(self.spec, self._begun(slot).start.reset_id)
-
     def render(self, slot: int) -> np.ndarray:
         """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
         self._begun(slot)
         return super().render(slot)
-
-    def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
-        good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action_dim
-        if not good or actions.shape[1] == 0:
-            raise EnvError(
-                f"env '{self.spec.name}', slots {list(slots)} on tasks {[self._task(s) for s in slots]}: actions have "
-                f"shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, {self.spec.action_dim}). "
-                "Check model.action_dim and the policy's action head."
-            )
-        bad = np.argwhere(~np.isfinite(actions))
-        if len(bad):
-            row, k, dim = (int(i) for i in bad[0])
-            raise EnvError(
-                f"{self._where(slots[row])}: action {k} of the chunk is {actions[row, k, dim]} in dimension {dim}, "
-                "expected finite numbers. Likely the policy's weights or its action statistics are not finite."
-            )
 
     def _begun(self, slot: int) -> _Progress:
         progress = self._progress[slot]
@@ -321,12 +330,9 @@ class ChunkedEnv(SimEnv):
             raise EnvError(f"env '{self.spec.name}', slot {slot}: no episode; call reset for this slot first.")
         return progress
 
-    def _task(self, slot: int) -> int:
-        return self.spec.task_of(self._begun(slot).start.reset_id)[0]
-
-    def _where(self, slot: int) -> str:
+    def _stand(self, slot: int) -> tuple[int, int]:
         progress = self._begun(slot)
-        return self._place(slot, progress.start.reset_id, progress.steps)
+        return progress.start.reset_id, progress.steps
 
 
 class LockstepEnv(ChunkedEnv):
