@@ -28,6 +28,7 @@ class RecordState:
     FREE, ALLOCATED, WRITING, READY = range(4)
 
 
+# Room for 67 million records, and for 10^11 tickets above them in a signed number of 64 bits.
 _RECORD_BITS = 26
 _RECORDS = (1 << _RECORD_BITS) - 1
 

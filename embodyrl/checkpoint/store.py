@@ -104,6 +104,7 @@ def contents(folder: Path) -> Iterator[tuple[str, Path]]:
     """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
+        # `lstat`, which looks at a link itself: what it points to may lie outside of the checkpoint.
         mode = path.lstat().st_mode
         if stat.S_ISDIR(mode) or name == MANIFEST_NAME:
             continue
@@ -320,6 +321,7 @@ def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
     """Bring the files to the disk, then the manifest, then the folder."""
     files = {}
     for name, path in contents(folder):
+        # Hashed as it lies there now: a disk that keeps something else is noticed when the checkpoint is used.
         files[name] = describe(path)
         _sync(path)
     assert files, "fill wrote no file"

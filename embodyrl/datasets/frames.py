@@ -49,6 +49,7 @@ def encode_mp4(frames: Sequence[ByteArray], fps: int, path: Path) -> None:
             fps=fps,
             codec="libx264",
             macro_block_size=2,
+            # A key frame every second frame, as lerobot has it: loaders look up single frames in any order.
             output_params=["-crf", "18", "-g", "2"],
         )
     except (OSError, RuntimeError) as error:
@@ -64,6 +65,7 @@ def decode_mp4(path: Path, out: ByteArray) -> None:
     count = 0
     try:
         for frame in iio.imiter(path, plugin="FFMPEG"):
+            # Counted to the end all the same: how many there are tells a cut file from one of another data set.
             if count < len(out):
                 if frame.shape != out.shape[1:]:
                     raise EmbodyError(f"{path} has frames of {frame.shape}, the data set declares {out.shape[1:]}.")

@@ -72,6 +72,7 @@ def _stats(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
         if key not in stats and (image or key in (layout.STATE, layout.ACTION)):
             yield f"{layout.STATS_PATH}: no statistics of '{key}'."
         for name, values in stats.get(key, {}).items():
+            # Of images one number a channel, shaped so that it broadcasts over [3, H, W].
             shape = (1,) if name == "count" else (3, 1, 1) if image else tuple(feature["shape"])
             if np.shape(values) != shape:
                 yield f"{layout.STATS_PATH}: {key}/{name} has shape {np.shape(values)}, expected {shape}."
@@ -109,6 +110,7 @@ def _episodes(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
 
 def _row_problems(table: pa.Table, row: dict[str, Any], card: Card, task: int) -> Iterator[str]:
     number, length = row["episode_index"], row["length"]
+    # A file holds the episodes of a whole batch.
     mask = table["episode_index"].to_numpy() == number
     found = {name: table[name].to_numpy()[mask] for name in _COUNTERS}
     if int(mask.sum()) != length:
@@ -205,6 +207,7 @@ def load_demonstrations(root: Path) -> Demonstrations:
     count = int(rows[-1]["dataset_to_index"])
     shape = (count, len(card.env.cameras), *card.env.image_size, 3)
     _require_memory(root, int(np.prod(shape)))
+    # Decoded into their place: a list of frames that is stacked later takes the memory twice.
     images = np.empty(shape, np.uint8)
     tables: list[pa.Table] = []
     with ThreadPoolExecutor(available_cores()) as pool:
@@ -212,6 +215,7 @@ def load_demonstrations(root: Path) -> Demonstrations:
             table = pq.read_table(root / path)
             for c, camera in enumerate(() if card.video else card.env.cameras):
                 list(pool.map(decode_png, _image_bytes(table[image_key(camera)]), images[part, c]))
+            # Their PNG bytes are not needed any more, and would stay until all tables are joined.
             tables.append(table.drop_columns([k for k in map(image_key, card.env.cameras) if k in table.column_names]))
     for c in range(len(card.env.cameras) if card.video else 0):
         for path, part in _files(card, rows, 1 + c):
@@ -259,6 +263,7 @@ def _matrix(table: pa.Table, key: str, width: int) -> FloatArray:
     if width == 0:
         return np.zeros((table.num_rows, 0), np.float32)
     column = table[key].combine_chunks()
+    # Vectors of one number are plain columns in this layout.
     flat = column if width == 1 else column.flatten()
     return flat.to_numpy(zero_copy_only=False).astype(np.float32, copy=False).reshape(table.num_rows, width)
 

@@ -188,6 +188,7 @@ class DatasetWriter:
                 rows = [{"bytes": png, "path": None} for png in pending.images[field.name]]
                 columns.append(pa.array(rows, field.type))
             elif pa.types.is_fixed_size_list(field.type):
+                # From one flat array: Arrow would make a Python list of every row.
                 flat = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
                 columns.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
             else:
@@ -199,6 +200,7 @@ class DatasetWriter:
     ) -> dict[str, Any]:
         d = pending.demonstration
         row: dict[str, Any] = {"episode_index": index, "tasks": [d.instruction], "length": len(d)}
+        # By these columns readers of the layout find an episode without opening the data.
         row |= {f"data/{name}": value for name, value in place.items()}
         row |= {"dataset_from_index": start, "dataset_to_index": start + len(d)}
         for camera in self.card.env.cameras if self.card.video else ():

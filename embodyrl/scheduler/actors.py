@@ -116,6 +116,7 @@ class Actors:
     def score(self, collection: RolloutResult) -> Scores:
         """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""
         if self._algorithm.needs_reference and collection.episodes:
+            # Without the ticket behind them: it is of the last observation, where nothing was chosen.
             held = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
             self._loop.call(ScoreRequest(tickets=np.concatenate(held)))
         return gather_scores(self._algorithm, self._arena, collection, self._part_weights)

@@ -92,6 +92,7 @@ class Slots:
         slot.rollout, slot.room, slot.episode = rollout, rollout.left(row), rollout.take(row)
         slot.earlier = slot.open.so_far if slot.open is not None and rollout.continues else None
         if slot.earlier is not None:
+            # Its simulator goes on from the earlier start; the noise of its actions is this plan's.
             began = slot.earlier.spec
             slot.episode = replace(slot.episode, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
 
@@ -210,6 +211,7 @@ class Slots:
                 own = slice(0, 0)
                 fields: dict[str, Any] = {name: np.stack([chunk[name] for chunk in slot.copies]) for name in KEPT}
             cut = not (terminated[i] or truncated[i])
+            # Where the quota may cut long episodes, those that end before it are the short ones.
             whole = slot.room * fields[Record.valid].shape[1] >= rollout.plan.max_episode_steps
             episode = Episode(
                 spec=spec,

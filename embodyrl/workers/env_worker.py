@@ -66,6 +66,7 @@ class EnvWorker:
         started = time.perf_counter()
         recordings = self._step(request) if len(request.slots) else []
         stepped = time.perf_counter()
+        # Frames are drawn in both parts, and simulation is what is left of each.
         step_render_s = self._render_s
         if request.resets:
             self._reset(request.resets)
@@ -129,6 +130,7 @@ class EnvWorker:
     def _observe_batch(self, env: BatchEnv, slots: list[int], targets: Tickets) -> None:
         """As `_observe`, without a loop over slots."""
         arena, count = self._arena, len(slots)
+        # The records lie anywhere in the arena: there is no one view of them to write into.
         images = np.empty((count, *arena[Record.images].shape[1:]), np.uint8)
         state = np.empty((count, *arena[Record.observed_state].shape[1:]), np.float32)
         with arena.write_all(targets) as records:

@@ -106,6 +106,7 @@ class PolicyHost:
     def _build_apart(self, model: ModelSettings, request: PolicyRequest, path: str) -> Policy:
         """The policy, and a critic whose weights are all trained."""
         factory = POLICIES.get(model.model_type)
+        # A critic has no adapters: its weights are all trained, and its folder holds it whole.
         alone = {"is_lora": False} if model.adapted else {}
         critic = factory.build(model.updated({"path": path, **alone}), replace(request, backend="hf"))
         return WithCritic(factory.build(model, replace(request, value_dim=0)), critic, path)
@@ -172,6 +173,7 @@ class PolicyHost:
 
     def _carry_out(self, request: Request) -> dict[str, float] | None:
         """Return metrics, or None if this was a part only."""
+        # The engine's memory on the GPU is for scoring and training until somebody acts again.
         if isinstance(request, ScoreRequest | UpdateRequest) and isinstance(self.policy, HasEngine):
             self.policy.rest()
         match request:

@@ -50,6 +50,7 @@ class ReplayBuffer:
         new = {name: array[-self._size :] for name, array in new.items()}
         total = len(new["ahead"])
         self._grow(new, total)
+        # Frames of one episode may lie around the end of the ring, so distances are kept and not indices.
         place = (self._next + np.arange(total)) % self._size
         for name, array in new.items():
             self._arrays[name][place] = array
@@ -67,6 +68,7 @@ class ReplayBuffer:
 
     def after(self, places: IntArray) -> IntArray:
         """Where the transitions end that begin at these places; where nothing follows (discount 0), anywhere."""
+        # The second modulo: until the ring is full, what lies behind the last frame was never written.
         return (places + self._arrays["ahead"][places]) % self._size % self._count
 
     def state(self) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class ShardedRanks:
         if shards == rank_info.world:
             mesh = init_device_mesh(device, (rank_info.world,))
         else:
+            # Hybrid: each group of `shards` ranks holds the weights once, and groups average their gradients.
             mesh = init_device_mesh(device, (rank_info.world // shards, shards), mesh_dim_names=("replicate", "shard"))
         offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.cpu_offload else OffloadPolicy()
         common: dict[str, Any] = {
@@ -203,6 +204,7 @@ def _join(rank_info: RankInfo, device: str) -> None:
     host, port = rank_info.host, rank_info.port
     if rank_info.secret:
         host, port = pass_gate(host, port, rank_info.secret).getsockname()
+    # A rank that meets nobody needs no listening socket.
     store: Store = TCPStore(host, port, is_master=False, timeout=limit) if host else HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.world, timeout=limit)

@@ -173,6 +173,7 @@ def flags(h: Harness) -> None:
     traces = [h.play(0, h.first_start(limit=SHORT), h.actions(2 * SHORT), chunk=SHORT_CHUNK)]
     h.ending = h.ending or _find_ending(h)
     if h.ending is not None:
+        # One chunk that goes on beyond the end: what stands there must not be executed.
         longer = np.concatenate([h.ending.actions[: h.ending.length], h.actions(CHUNK)])
         traces.append(h.play(0, h.ending.start, longer, chunk=len(longer)))
     for result in (result for trace in traces for result in trace.results):
@@ -185,6 +186,7 @@ def _expect_one_end(h: Harness, result: ChunkResult) -> None:
     both = bool((result.terminated & result.truncated).any())
     h.expect(not both, "truncated", "false where terminated", _at(result.truncated[0]))
     ends = np.flatnonzero(done)
+    # The action that ends an episode was itself executed.
     count = int(ends[0]) + 1 if len(ends) else len(valid)
     expected = np.arange(len(valid)) < count
     h.expect(np.array_equal(valid, expected), "valid", f"{_at(expected)}, up to the end", _at(valid))

@@ -116,6 +116,7 @@ class VectorSims(GymSims, BatchedSimulators):
         self._space = found.action_space
         self._batch_info: dict[str, Any] = {}
         self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
+        # All slots: those in which no episode has begun yet are stepped with the others.
         self._look(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
     def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
@@ -126,6 +127,7 @@ class VectorSims(GymSims, BatchedSimulators):
         """Step the whole batch; slots without an action repeat their last one."""
         for slot, action in actions.items():
             self._actions[slot] = self._native(action)
+        # A vector environment takes one batch of the space's own kind, which need not be an array.
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
         result = require_step(self.spec.name, self._vector.step(batch))
         seen, reward, terminated, truncated, infos = result

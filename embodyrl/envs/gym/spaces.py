@@ -148,6 +148,7 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
         raise EnvError(f"env '{env_id}' was given action {ids}, expected ids from 0 below {sizes}.")
 
     def discrete(action: FloatArray) -> Any:
+        # Actions travel as float32, categories too.
         category = round(float(action[0]))
         if not 0 <= category < size:
             refuse([category], [size])
@@ -170,6 +171,7 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
         return multi_discrete
     assert isinstance(space, spaces.Box)
     if _counts(space):
+        # Categories are counted from 0, the box from its lower bound.
         starts = space.low.astype(np.int64)
         sizes = (space.high.astype(np.int64) - starts + 1).reshape(-1)
         return multi_discrete

@@ -47,6 +47,7 @@ class SimPool:
 
     def begin(self, slot: int, task: int) -> TaskSimulator:
         """Give the slot a model of `task` to start an episode in; its former state is dropped."""
+        # Not saved for later: the episode that it belongs to is over.
         self._saved.pop(slot, None)
         for loaded in self._loaded.values():
             if loaded.occupant == slot:
@@ -70,6 +71,7 @@ class SimPool:
         self._task.clear()
 
     def _occupy(self, slot: int, task: int) -> _Loaded:
+        # Slots on one task share a model: it holds the state of whoever used it last.
         loaded = self._loaded.get(task) or self._load(task)
         self._loaded.move_to_end(task)
         if loaded.occupant != slot:

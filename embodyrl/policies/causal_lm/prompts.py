@@ -47,6 +47,7 @@ class Reader:
 
     def __call__(self, obs: Observation) -> list[Prompt]:
         """Read each conversation; equal ones are the same object."""
+        # Bytes and shape, as the cache wants keys that can be hashed.
         shapes = [image.shape if self._sees else () for image in obs.images]
         bits = [image.tobytes() if self._sees else b"" for image in obs.images]
         return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
@@ -119,6 +120,7 @@ class Reader:
             text = "".join(_plain(Message(role=m.role, content=t)) for m, t in zip(messages, texts, strict=True))
             out = self._processor(text=[text], images=[images] if images else None, return_tensors="pt")
         ids = out.pop("input_ids")[0].tolist()
+        # All ones for a single prompt; a batch gets its own with the padding.
         out.pop("attention_mask")
         return Prompt(ids or [self._first], dict(out))
 
@@ -145,6 +147,7 @@ def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch
     joined = {}
     for name in names:
         if name.endswith("_type_ids"):
+            # Kinds of tokens are padded on the left like the prompts, and on the right for their replies.
             width = max(len(p) + n for p, n in zip(prompts, replies, strict=True))
             rows = [
                 nn.functional.pad(

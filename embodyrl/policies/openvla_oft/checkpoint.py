@@ -80,6 +80,7 @@ def read_pt(path: Path, name: str) -> dict[str, Tensor]:
         CheckpointError: the file is truncated, or holds anything but tensors.
     """
     try:
+        # Mapped: of several GB only what is copied is read.
         raw = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         # As DistributedDataParallel saved them.
         state = {str(key).removeprefix("module."): tensor for key, tensor in raw.items()}
@@ -168,6 +169,7 @@ def load_into(
         )
     optional = {*OF_RL, *FRESH} if fresh_heads else {*OF_RL}
     files = _map_components(target, beside or folder, optional)
+    # Public shards may still hold what was trained further and saved apart: the file of its own counts.
     elsewhere = set(side_components(target)) - {VALUE_HEAD}
     for path in shards:
         files[path] = {k: tensor for k, tensor in map_weights(path).items() if component_of(k) not in elsewhere}

@@ -174,6 +174,7 @@ class Vit(nn.Module):
     def forward(self, pixels: Tensor, language: Tensor | None = None) -> Tensor:
         """Map normalised pixels [B, 3, S, S] (and a language vector [B, D] for FiLM) to [B, patches, width]."""
         x = self.patch_embed(pixels) + self.pos_embed
+        # After the positions: prefix tokens have none (timm's `no_embed_class`).
         prefix = [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]
         if prefix:
             x = torch.cat([*(p.expand(len(x), -1, -1) for p in prefix), x.to(prefix[0].dtype)], dim=1)
