@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodyrl.algorithms.policy_losses import bounded_ratio
+from embodyrl.algorithms.policy_losses import bounded_ratio, kl
+from embodyrl.algorithms.protocol import Measured
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel, WeightLevel, WeightMode
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
@@ -63,8 +64,13 @@ def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLev
 
 def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Weighted sum over actions (or chunks) of the mean over the tokens of each."""
+    return _shares(units, weight).sum()
+
+
+def _shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[B, K] or [B, 1]"""
     per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
-    return ((units[..., 0] if units.shape[2] == 1 else units.mean(2)) * per_row).sum()
+    return (units[..., 0] if units.shape[2] == 1 else units.mean(2)) * per_row
 
 
 def equal_shares(mask: BoolArray) -> FloatArray:
@@ -112,6 +118,35 @@ def action_weights(
     else:
         assert mode == "token-sum", mode
     return unit.astype(np.float32)
+
+
+def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
+    """Return the metrics of each micro-batch, computed for all together; `merge_metrics` joins those of a step.
+
+    `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token.
+    """
+    if not parts:
+        return []
+    import torch
+
+    rows = {name: torch.cat([part.rows[name] for part in parts]) for name in parts[0].rows}
+    gap = to_units((rows["logprob"] - rows["old_logprob"]).abs(), rows["valid"], TokenLevel.token_level)
+    means = {
+        "kl": kl(rows["old"], rows["new"], "low_var_kl"),
+        "clip_fraction": rows["clipped"].to(gap.dtype),
+        "logprob_gap": gap,
+        **{name: rows[name] for name in ("entropy", "ratio", "ref_kl") if name in rows},
+    }
+    shares = {name: _shares(units, rows["weight"]) for name, units in means.items()} | {WEIGHT_SUM: rows["weight"]}
+    table = torch.stack([share.sum(1) for share in shares.values()]).double().cpu().numpy()
+    starts = np.cumsum([0, *(len(part.rows["weight"]) for part in parts[:-1])])
+    totals = np.add.reduceat(table, starts, axis=1).T.tolist()
+    highest = np.maximum.reduceat(rows["ratio"].flatten(1).amax(1).cpu().numpy(), starts).tolist()
+    sums = torch.stack([torch.stack(list(part.sums.values())) for part in parts]).tolist()
+    return [
+        dict(zip(parts[0].sums, own, strict=True)) | dict(zip(shares, total, strict=True)) | {"ratio_max": most}
+        for own, total, most in zip(sums, totals, highest, strict=True)
+    ]
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

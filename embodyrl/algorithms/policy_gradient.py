@@ -10,7 +10,6 @@ import numpy as np
 
 from embodyrl.algorithms.aggregation import (
     SUM_MODES,
-    WEIGHT_SUM,
     action_weights,
     equal_shares,
     importance_weights,
@@ -22,14 +21,13 @@ from embodyrl.algorithms.aggregation import (
     unit_mask,
 )
 from embodyrl.algorithms.policy_losses import IMPORTANCE_WEIGHTED, MAX_KL, bounded_ratio, kl, value_loss
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Scores, Units
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Measured, Scores, Units
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
     GroupSettings,
     OldLogprob,
     ReturnScaleSettings,
     RewardLevel,
-    TokenLevel,
     TruncatedEpisodes,
     ValueSettings,
 )
@@ -199,6 +197,11 @@ class Algorithm:
             return LossWeights(policy=weight, value=value, positive=np.zeros(valid.shape, np.float32))
         return LossWeights(policy=weight, value=value, positive=equal_shares(valid & (batch.advantage[rows] > 0)))
 
+    def weighs_evenly(self, batch: PreparedBatch) -> bool:
+        """Whether the weights depend on nothing but how many samples an optimizer step has."""
+        even = self._cfg.loss_agg_func in ("token-mean", "token-sum") and not self._cfg.positive_nll_coef
+        return even and bool(batch.valid.all())
+
     def correct(
         self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
@@ -234,11 +237,8 @@ class Algorithm:
             metrics["behaviour_removed"] = float((factors[mask] == 0).float().mean())
         return factors, metrics
 
-    def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return a micro-batch's share of the optimizer step's loss and metrics; `merge_metrics` joins the shares.
-
-        `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token.
-        """
+    def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
+        """Return a micro-batch's share of the optimizer step's loss, and what `metrics_of` computes its metrics of."""
         cfg, valid = self._cfg, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
@@ -259,19 +259,18 @@ class Algorithm:
             loss = loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
         if cfg.positive_nll_coef:  # weights of its own: a mean over the actions with a positive advantage
             loss = loss - cfg.positive_nll_coef * mean_share(new, inputs.positive_weight)
-        gap = (scores.logprob.detach() - inputs.old_logprob).abs()
-        gap = to_units(gap, valid, TokenLevel.token_level, whole=inputs.whole)
-        ratio = terms.ratio.detach()
-        metrics = {
-            "policy_loss": policy_loss.detach(),
-            "kl": mean_share(kl(old, new.detach(), "low_var_kl"), inputs.weight),
-            "entropy": mean_share(entropy.detach(), inputs.weight),
-            "ratio": mean_share(ratio, inputs.weight),
-            "ratio_max": ratio.amax(),
-            "clip_fraction": mean_share(terms.clipped.to(new.dtype), inputs.weight),
-            "logprob_gap": mean_share(gap, inputs.weight),
-            WEIGHT_SUM: inputs.weight.sum(),
+        rows = {
+            "logprob": scores.logprob.detach(),
+            "old_logprob": inputs.old_logprob,
+            "valid": valid,
+            "weight": inputs.weight,
+            "new": new.detach(),
+            "old": old,
+            "entropy": entropy.detach(),
+            "ratio": terms.ratio.detach(),
+            "clipped": terms.clipped,
         }
+        sums = {"policy_loss": policy_loss.detach()}
         if self.needs_reference:
             assert inputs.ref_logprob is not None, "kl_beta > 0 without reference log-probabilities"
             ref_kl = kl(new, to_units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
@@ -279,12 +278,12 @@ class Algorithm:
                 ref_kl = (bounded_ratio(new - old) * ref_kl).clamp(-MAX_KL, MAX_KL)
             if not cfg.kl_in_reward:
                 loss = loss + cfg.kl_beta * self._aggregate(ref_kl, inputs.weight)
-            metrics["ref_kl"] = mean_share(ref_kl.detach(), inputs.weight)
+            rows["ref_kl"] = ref_kl.detach()
         if isinstance(cfg, ValueSettings):
             value = _value_loss(cfg, scores, inputs)
             loss = loss + cfg.value_coef * value
-            metrics["value_loss"] = value.detach()
-        return loss, {"loss": loss.detach(), **metrics}
+            sums["value_loss"] = value.detach()
+        return loss, Measured(rows=rows, sums=sums)
 
     def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | None:
         """Return what multiplies the policy loss of each unit, without gradient; None: nothing."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.algorithms.settings import AlgorithmSettings, GroupSettings, ReplaySettings, ValueSettings
@@ -77,6 +77,27 @@ class LossInputs:
     """Factors of `Algorithm.correct`; None: no correction."""
     whole: bool = False
     """Every action is known to be valid."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is there of [B, ...], by name."""
+        found = ((item.name, getattr(self, item.name)) for item in fields(self) if item.name != "whole")
+        return {name: value for name, value in found if value is not None}
+
+    def split(self, sizes: Sequence[int]) -> Iterator[LossInputs]:
+        """The samples in parts of these sizes."""
+        parts = {name: value.split(list(sizes)) for name, value in self.tensors().items()}
+        for own in zip(*parts.values(), strict=True):
+            yield replace(self, **dict(zip(parts, own, strict=True)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the metrics of a micro-batch of B samples are computed of, without gradients."""
+
+    rows: Mapping[str, torch.Tensor]
+    """[B, ...]"""
+    sums: Mapping[str, torch.Tensor]
+    """Scalars that add up over micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

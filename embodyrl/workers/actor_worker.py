@@ -2,25 +2,29 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from embodyrl.algorithms.aggregation import merge_metrics, metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import LossInputs, LossWeights
+from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import IntArray, PolicyScores, PreparedBatch
+from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.settings import ActorSettings
-from embodyrl.workers.training import InParts, Trainer, mean_metrics
+from embodyrl.workers.training import InParts, Trainer, deal, mean_metrics
 
 _REFERENCE = "reference"
+_AT_ONCE = 2**18
+"""Tokens whose metrics are computed together: fewer operations with small networks, little memory with large ones."""
+_Taken = tuple[dict[str, float], list[Measured]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,18 @@ class _Proximal:
     """[B, L]"""
     correction: torch.Tensor | None
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A micro-batch of B samples."""
+
+    seen: IntArray | Observation
+    """What was observed, or the records [B] where that stands: pictures are read when they are needed."""
+    tokens: IntArray
+    """[B, L]"""
+    inputs: LossInputs
+    """On the host."""
 
 
 class ActorWorker:
@@ -109,39 +125,51 @@ class ActorWorker:
     def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
         warming_up = step < self._algorithm.critic_warmup
         limit, kl_limit = self._rules.early_stop_imp_ratio or math.inf, self._rules.early_stop_kl or math.inf
+        watched = math.isfinite(min(limit, kl_limit))
         steps: list[dict[str, float]] = []
-        skipped, stopped = 0, 0.0
-        planned = list(self._samples(len(batch.records), step))
-        for number, samples in enumerate(planned):
-            position = step + number / len(planned)
-            metrics = yield from self._optimizer_step(batch, samples, proximal, position, values_only=warming_up)
-            skipped += metrics is None
-            if metrics:
-                steps.append(metrics)
+        waiting: list[_Taken] = []
+        held, skipped, stopped = 0, 0, 0.0
+        sizes = even_parts(len(batch.records), self._cfg.global_batch_size, self._cfg.minibatches)
+        planned: Iterator[list[tuple[_Part, bool]]] = iter(())
+        for number in range(total := self._rules.update_epoch * len(sizes)):
+            if number % len(sizes) == 0:
+                # The same order on all ranks and after a resume: it depends on nothing but seed, step and epoch.
+                order = _shuffle(len(batch.records), self._seed, step, number // len(sizes))
+                planned = self._plan(batch, proximal, np.split(order, np.cumsum(sizes[:-1])))
+            parts = next(planned)
+            if not parts:
+                continue
+            taken = yield from self._trainer.descend(
+                parts, step + number / total, self._score, self._loss, values_only=warming_up
+            )
+            skipped += taken is None
+            if taken is None:
+                continue
+            waiting.append(taken)
+            held += sum(part.tokens.size for part, _ in parts)
+            if watched or held >= _AT_ONCE:
+                steps += self._measured(waiting)
+                waiting, held = [], 0
                 # After the step that went too far, not before it: what it did shows only now.
-                if metrics.get("ratio", 0.0) > limit or metrics.get("kl", 0.0) > kl_limit:
+                if steps[-1]["ratio"] > limit or steps[-1]["kl"] > kl_limit:
                     stopped = 1.0
                     break
+        steps += self._measured(waiting)
         result = mean_metrics(steps) | proximal.metrics
-        if math.isfinite(min(limit, kl_limit)):
+        if watched:
             result["early_stopped"] = stopped
         result["lr"] = self._trainer.optimization.lr
         result["optimizer_steps"] = float(len(steps))
         result["skipped_nonfinite"] = float(skipped)
-        if steps and "logprob_gap" in steps[0]:
+        if steps:
             # Before the first step of an update the weights are those that acted: any gap is numerical.
             result["logprob_gap"] = steps[0]["logprob_gap"]
         return result
 
-    def _samples(self, count: int, step: int) -> Iterator[IntArray]:
-        """Yield the samples of each optimizer step of an update."""
-        for epoch in range(self._rules.update_epoch):
-            # The same order on all ranks and after a resume: it depends on nothing but seed, step and epoch.
-            order = _shuffle(count, self._seed, step, epoch)
-            start = 0
-            for size in even_parts(count, self._cfg.global_batch_size, self._cfg.minibatches):
-                yield order[start : start + size]
-                start += size
+    def _measured(self, taken: list[_Taken]) -> list[dict[str, float]]:
+        """Metrics of optimizer steps."""
+        parts = iter(metrics_of([one for _, said in taken for one in said]))
+        return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
         """Score the batch with the present weights if the algorithm asks for it; else take the rollout's numbers."""
@@ -152,7 +180,7 @@ class ActorWorker:
         for start in range(0, len(batch.records), self._cfg.micro_batch_size):
             records = batch.records[start : start + self._cfg.micro_batch_size]
             with torch.no_grad():
-                scores = self._score(records)
+                scores = self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
             parts.append(scores.logprob.float().cpu())
             yield
         logprob = torch.cat(parts)
@@ -170,63 +198,86 @@ class ActorWorker:
             has_signal=True,
         )
 
-    def _optimizer_step(
-        self, batch: PreparedBatch, samples: IntArray, proximal: _Proximal, position: float, *, values_only: bool
-    ) -> InParts[dict[str, float] | None]:
-        """Accumulate gradients over micro-batches and step.
+    def _plan(
+        self, batch: PreparedBatch, proximal: _Proximal, planned: list[IntArray]
+    ) -> Iterator[list[tuple[_Part, bool]]]:
+        """Micro-batches of each optimizer step of an epoch; none where no sample can contribute a gradient.
 
-        Returns None if a non-finite gradient was skipped, and nothing at all if no sample can contribute a gradient.
-        Samples that cannot are left out of the forward pass, but not out of the weights of the others.
+        Samples that cannot are left out of the forward pass, but not out of the weights of the others. What small
+        networks read is gathered once an epoch: of a micro-batch each operation costs more than its numbers.
         """
-        # Of all samples of the optimizer step, before the inert ones are left out: they count in the denominators.
-        weights = self._algorithm.weights(batch, samples)
-        inert = self._algorithm.inert(batch)[samples]
-        if inert.all():
-            return {}
-        useful = ~inert if inert.any() else slice(None)
-        weights, chosen = weights.rows(useful), samples[useful]
-        records = batch.records[chosen]
+        inert, same = self._algorithm.inert(batch), self._algorithm.weighs_evenly(batch)
+        weights: list[LossWeights] = []
+        chosen: list[IntArray] = []
+        counts: list[list[bool]] = []
+        by_size: dict[int, LossWeights] = {}
+        for samples in planned:
+            # Of all samples of the optimizer step, before the inert ones are left out: they count in the denominators.
+            own = by_size.get(len(samples)) or self._algorithm.weights(batch, samples)
+            if same:
+                by_size[len(samples)] = own
+            useful = np.flatnonzero(~inert[samples])
+            cost = self._arena[Record.cost][batch.records[samples[useful]]]
+            dealt = deal(cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
+            counts.append([counted for _, counted in dealt] if len(useful) else [])
+            for rows, _ in dealt if len(useful) else ():
+                chosen.append(samples[useful[rows]])
+                weights.append(own.rows(useful[rows]))
+        parts = iter(self._gather(batch, proximal, chosen, weights))
+        for counted in counts:
+            yield [(next(parts), one) for one in counted]
 
-        def loss(scores: PolicyScores, rows: IntArray) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            device = scores.logprob.device
-            return self._algorithm.loss(scores, self._inputs(batch, chosen[rows], weights.rows(rows), proximal, device))
+    def _gather(
+        self, batch: PreparedBatch, proximal: _Proximal, chosen: list[IntArray], weights: list[LossWeights]
+    ) -> Iterator[_Part]:
+        """The micro-batches of some samples with their weights."""
+        if not chosen:
+            return
+        samples, sizes = np.concatenate(chosen), [len(rows) for rows in chosen]
+        records = batch.records[samples]
+        whole = None if self._arena[Record.images].size else read_observation(self._arena, records)
+        tokens, start = self._arena[Record.tokens][records], 0
+        for size, inputs in zip(sizes, self._inputs(batch, samples, weights, proximal).split(sizes), strict=True):
+            own = slice(start, start := start + size)
+            seen = records[own]
+            if whole is not None:
+                seen = Observation(
+                    images=whole.images[own], state=whole.state[own], instructions=whole.instructions[own]
+                )
+            yield _Part(seen=seen, tokens=tokens[own], inputs=inputs)
 
-        return (
-            yield from self._trainer.descend(
-                self._arena[Record.cost][records],
-                position,
-                lambda rows: self._score(records[rows]),
-                loss,
-                max_cost=self._cfg.max_tokens_per_mbs,
-                values_only=values_only,
-            )
-        )
+    def _score(self, part: _Part) -> PolicyScores:
+        seen = part.seen if isinstance(part.seen, Observation) else read_observation(self._arena, part.seen)
+        return self._policy.score(seen, part.tokens)
 
-    def _score(self, records: IntArray) -> PolicyScores:
-        return self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
+    def _loss(self, scores: PolicyScores, part: _Part) -> tuple[torch.Tensor, Measured]:
+        inputs, device = part.inputs, scores.logprob.device
+        if device.type != "cpu":
+            inputs = replace(inputs, **{name: on_device(value, device) for name, value in inputs.tensors().items()})
+        return self._algorithm.loss(scores, inputs)
 
     def _inputs(
-        self, batch: PreparedBatch, samples: IntArray, weights: LossWeights, proximal: _Proximal, device: torch.device
+        self, batch: PreparedBatch, samples: IntArray, weights: list[LossWeights], proximal: _Proximal
     ) -> LossInputs:
         arena, records = self._arena, batch.records[samples]
         masks = self._rules.off_policy_masking_delta is not None
-
-        def tensor(array: np.ndarray | torch.Tensor) -> torch.Tensor:
-            return on_device(array, device)
-
+        tensor = torch.from_numpy
+        policy, value, positive = (
+            tensor(np.concatenate([getattr(own, name) for own in weights])) for name in ("policy", "value", "positive")
+        )
         return LossInputs(
-            old_logprob=tensor(proximal.logprob[samples]),
+            old_logprob=proximal.logprob[samples],
             ref_logprob=tensor(arena[Record.ref_logprob][records]) if self._reference is not None else None,
             advantage=tensor(batch.advantage[samples]),
             returns=tensor(batch.returns[samples]),
             old_value=tensor(arena[Record.value][records]),
             valid=tensor(valid := batch.valid[samples]),
             whole=bool(valid.all()),
-            weight=tensor(weights.policy),
-            value_weight=tensor(weights.value),
-            positive_weight=tensor(weights.positive),
+            weight=policy,
+            value_weight=value,
+            positive_weight=positive,
             behaviour_logprob=tensor(arena[Record.logprob][records]) if masks else None,
-            correction=None if proximal.correction is None else tensor(proximal.correction[samples]),
+            correction=None if proximal.correction is None else proximal.correction[samples],
         )
 
 

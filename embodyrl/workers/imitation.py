@@ -52,31 +52,35 @@ class ImitationWorker:
             return self._measure(records)
         # By sample and not by rank: the same pictures come out on any number of ranks.
         draws = self._draws(request.augment, len(records))
-        result = yield from self._trainer.descend(
-            self._costs(records),
+        taken = yield from self._trainer.descend(
+            self._deal(records),
             request.step,
             lambda rows: self._imitate(records[rows], None if draws is None else draws[:, rows]),
-            lambda scores, rows: (scores.loss.sum() / len(records), {}),
-            max_cost=self._trainer.cfg.max_tokens_per_mbs,
+            lambda scores, rows: (scores.loss.sum() / len(records), None),
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()
         if isinstance(self._policy, LearnsStatistics):
             self._policy.take_statistics(read_observation(self._arena, records))
             weights_changed(self._policy.module)
-        return (result or {}) | {"lr": optimization.lr, "skipped_nonfinite": float(result is None)}
+        result = taken[0] if taken else {}
+        return result | {"lr": optimization.lr, "skipped_nonfinite": float(taken is None)}
 
     @torch.no_grad()
     def _measure(self, records: IntArray) -> dict[str, float]:
-        ranks, cfg = self._trainer.ranks, self._trainer.cfg
-        parts = []
-        for rows, counts in deal(self._costs(records), ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs):
+        ranks, parts = self._trainer.ranks, []
+        for rows, counts in self._deal(records):
             scores = ranks.score(lambda rows=rows: self._imitate(records[rows], None), last=True)
             if counts:
                 parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum())})
         # Sums travel, not means: ranks may have measured different numbers of samples.
         parts = ranks.exchange(parts)
         return {name: sum(part[name] for part in parts) for name in ("loss", "accuracy")}
+
+    def _deal(self, records: IntArray) -> list[tuple[IntArray, bool]]:
+        """Micro-batches of positions; see `deal`."""
+        cfg = self._trainer.cfg
+        return deal(self._costs(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
     def _costs(self, records: IntArray) -> IntArray:
         """Tokens of each sample's forward where a budget counts them; both answers of a pair are padded alike."""

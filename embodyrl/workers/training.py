@@ -3,7 +3,7 @@
 import math
 import os
 import random
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,8 @@ TRAINING_STATE = "training_state"
 
 S = TypeVar("S", PolicyScores, ImitationScores)
 T = TypeVar("T")
+P = TypeVar("P")
+M = TypeVar("M")
 InParts = Generator[None, None, T]
 """Pauses where an inference may come in between."""
 
@@ -271,49 +273,49 @@ class Trainer:
 
     def descend(
         self,
-        cost: IntArray,
+        parts: Sequence[tuple[P, bool]],
         position: float,
-        forward: Callable[[IntArray], S],
-        loss: Callable[[S, IntArray], tuple[Tensor, Mapping[str, Tensor]]],
+        forward: Callable[[P], S],
+        loss: Callable[[S, P], tuple[Tensor, M]],
         *,
-        max_cost: int | None = None,
         values_only: bool = False,
-    ) -> InParts[dict[str, float] | None]:
+    ) -> InParts[tuple[dict[str, float], list[M]] | None]:
         """Accumulate gradients over micro-batches, pausing after each, and take one optimizer step.
 
         Args:
-            cost: [n] of each sample, see `micro_batches`.
+            parts: the micro-batches, and whether they count, as `deal` says.
             position: see `Schedule.factor`.
-            forward: scores of the samples at some positions [b].
-            loss: their share of the loss, and of the metrics; shares add up.
-            max_cost: see `micro_batches`.
+            forward: scores of a micro-batch.
+            loss: its share of the loss, which add up, and whatever the caller wants to know of it.
             values_only: change nothing but the value head.
 
         Returns:
-            Metrics, with `loss` and `grad_norm`; None if the step was left out.
+            `loss` and `grad_norm`, and what `loss` said of each micro-batch; None if the step was left out.
 
         Raises:
             NonFiniteError: loss or gradient is not finite.
         """
         self.optimization.zero_grad()
-        counted: list[dict[str, Tensor]] = []
-        dealt = deal(cost, self.ranks.rank_info, self.cfg.micro_batch_size, max_cost)
-        for number, (rows, counts) in enumerate(dealt, start=1):
-            scores = self.ranks.score(partial(forward, rows), last=number == len(dealt))
-            share, metrics = loss(scores, rows)
+        losses: list[Tensor] = []
+        said: list[M] = []
+        for number, (part, counts) in enumerate(parts, start=1):
+            scores = self.ranks.score(partial(forward, part), last=number == len(parts))
+            share, own = loss(scores, part)
             # FSDP averages gradients over the ranks; the weights of the samples already add up over all of them.
-            (share * (self.ranks.rank_info.world if counts else 0)).backward()
+            factor = self.ranks.rank_info.world if counts else 0
+            (share if factor == 1 else share * factor).backward()
             if counts:
-                counted.append({**metrics, "loss": share.detach()})
+                losses.append(share.detach())
+                said.append(own)
             yield
         # Before the step, so that all ranks agree whether the loss was finite: one that stepped alone would go astray.
-        parts = self.ranks.exchange(_on_host(counted))
-        if broken := [part["loss"] for part in parts if not math.isfinite(part["loss"])]:
+        shares = self.ranks.exchange([{"loss": share} for share in _on_host(losses)])
+        if broken := [one["loss"] for one in shares if not math.isfinite(one["loss"])]:
             return self.refuse(f"loss {broken[0]}")
         grad_norm = self.optimization.step(position, values_only=values_only)
         if not math.isfinite(grad_norm):
             return self.refuse(f"gradient norm {grad_norm}")
-        return merge_metrics(parts) | {"grad_norm": grad_norm}
+        return merge_metrics(shares) | {"grad_norm": grad_norm}, said
 
     def refuse(self, what: str) -> None:
         """Leave the weights as they are when something is not finite."""
@@ -330,12 +332,9 @@ def _small_norm(gradients: list[Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in gradients))
 
 
-def _on_host(parts: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+def _on_host(scalars: list[Tensor]) -> list[float]:
     """Numbers instead of scalars on the device, which the host waits for once."""
-    if not parts:
-        return []
-    numbers = iter(torch.stack([value.detach() for part in parts for value in part.values()]).cpu().tolist())
-    return [{name: next(numbers) for name in part} for part in parts]
+    return torch.stack(scalars).tolist() if scalars else []
 
 
 def _save_policy(policy: Policy, folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from algorithm_cases import BEHAVIOUR_LOGPROB, LOGPROB, OLD_LOGPROB, VALID, reference_episodes
 from test_policy_losses import bounds, compute, config, fixed_units, weights
 
-from embodyrl.algorithms.aggregation import importance_weights, off_policy_mask, second_moment_mask
+from embodyrl.algorithms.aggregation import importance_weights, metrics_of, off_policy_mask, second_moment_mask
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LOSSES, LossInputs
 from embodyrl.algorithms.settings import OldLogprob, WeightLevel, WeightMode
@@ -94,8 +94,8 @@ def test_unbiased_kl():
     total, _, _ = compute("ppo_clip", bounds(0.1, 0.1), "token-mean")
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, kl_beta=beta, kl_penalty_type="k3_unbiased"))
     leaf = torch.from_numpy(LOGPROB).requires_grad_()
-    loss, metrics = algorithm.loss(scores(leaf), inputs(algorithm))
-    assert metrics["ref_kl"].item() == pytest.approx(0.010434, abs=2e-6)
+    loss, measured = algorithm.loss(scores(leaf), inputs(algorithm))
+    assert metrics_of([measured])[0]["ref_kl"] == pytest.approx(0.010434, abs=2e-6)
     assert loss.item() - total == pytest.approx(beta * 0.010434, abs=2e-6)
     plain = Algorithm(config(0.1, 0.1, group_size=3))
     base = torch.from_numpy(LOGPROB).requires_grad_()

@@ -17,7 +17,7 @@ from algorithm_cases import (
 )
 from settings import algorithm_of
 
-from embodyrl.algorithms.aggregation import merge_metrics
+from embodyrl.algorithms.aggregation import merge_metrics, metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LOSSES, LossInputs
 from embodyrl.algorithms.settings import AggregationMode, AlgorithmSettings, RewardLevel, TokenLevel
@@ -92,14 +92,14 @@ def rows(inputs: LossInputs, part: list[int]) -> LossInputs:
 def run_split(algorithm: Algorithm, batch: PreparedBatch, value_dim: int, parts: list[list[int]]):
     leaf, scores = scores_of(batch, value_dim)
     inputs = inputs_of(algorithm, batch, value_dim)
-    shares, total = [], torch.zeros((), dtype=torch.float64)
+    measured, total = [], torch.zeros((), dtype=torch.float64)
     for part in parts:
         own = PolicyScores(logprob=scores.logprob[part], entropy=scores.entropy[part], value=scores.value[part])
-        loss, metrics = algorithm.loss(own, rows(inputs, part))
+        loss, found = algorithm.loss(own, rows(inputs, part))
         total = total + loss
-        shares.append({name: value.item() for name, value in metrics.items()})
+        measured.append(found)
     (gradient,) = torch.autograd.grad(total, leaf)
-    return total.item(), gradient, merge_metrics(shares)
+    return total.item(), gradient, merge_metrics(metrics_of(measured))
 
 
 @pytest.mark.parametrize("mode", get_args(AggregationMode))
@@ -185,8 +185,8 @@ def two_sample_loss(level: TokenLevel, mode: str = "token-mean") -> dict[str, fl
         positive_weight=torch.from_numpy(weights.positive).double(),
     )
     scores = PolicyScores(logprob=new, entropy=torch.ones(2, 4).double(), value=torch.zeros(2, 0))
-    loss, metrics = algorithm.loss(scores, inputs)
-    return {"total": loss.item(), **merge_metrics([{k: v.item() for k, v in metrics.items()}])}
+    loss, measured = algorithm.loss(scores, inputs)
+    return {"total": loss.item(), **merge_metrics(metrics_of([measured]))}
 
 
 ADVANTAGE = (1 - 0.5) / (math.sqrt(0.5) + 1e-6)
@@ -248,7 +248,7 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
         batch = algorithm.prepare(episodes)
         weights = algorithm.weights(batch, [0, 1])
         zeros, empty = torch.zeros(2, 4), torch.zeros(2, 0)
-        loss, metrics = algorithm.loss(
+        loss, measured = algorithm.loss(
             PolicyScores(logprob=zeros, entropy=torch.ones(2, 4), value=empty),
             LossInputs(
                 old_logprob=zeros,
@@ -263,7 +263,7 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
             ),
         )
         losses.append(loss.item())
-        assert metrics["entropy"].item() == pytest.approx(expected)
+        assert metrics_of([measured])[0]["entropy"] == pytest.approx(expected)
     assert losses[1] - losses[0] == pytest.approx(-0.5 * expected, abs=1e-6)
 
 
@@ -458,12 +458,12 @@ def test_reference_kl_enters_the_loss_with_its_weight():
         batch = algorithm.prepare(ragged_episodes(0))
         _, scores = scores_of(batch, 0)
         inputs = inputs_of(algorithm, batch, 0)
-        loss, metrics = algorithm.loss(scores, inputs)
+        loss, measured = algorithm.loss(scores, inputs)
         losses.append(loss.item())
     mask = inputs.valid.repeat_interleave(D, dim=1)
     gap = (scores.logprob - inputs.ref_logprob)[mask]
     expected = (torch.exp(-gap) + gap - 1).mean().item()
-    assert metrics["ref_kl"].item() == pytest.approx(expected, rel=1e-6)
+    assert metrics_of([measured])[0]["ref_kl"] == pytest.approx(expected, rel=1e-6)
     assert losses[1] - losses[0] == pytest.approx(0.3 * expected, rel=1e-5)
 
 

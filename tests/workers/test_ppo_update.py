@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from embodyrl.algorithms.advantages import whiten
+from embodyrl.algorithms.aggregation import metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs
 from embodyrl.plan.config import load_config
@@ -72,10 +73,11 @@ def test_one_update_is_that_of_stable_baselines():
         value_weight=torch.from_numpy(weights.value),
         positive_weight=torch.from_numpy(weights.positive),
     )
-    loss, metrics = algorithm.loss(PolicyScores(logprob=logprob, entropy=entropy, value=value), inputs)
+    loss, measured = algorithm.loss(PolicyScores(logprob=logprob, entropy=entropy, value=value), inputs)
     loss.backward()
     Optimization(net, cfg.actor.optim, 1).step(0.0)
-    found = [float(metrics[name]) for name in ("loss", "policy_loss", "entropy", "kl")]
+    (metrics,) = metrics_of([measured])
+    found = [loss.item(), *(metrics[name] for name in ("policy_loss", "entropy", "kl"))]
     assert found == pytest.approx(LOSSES, abs=1e-5)
     assert [weighed(layer.weight) for layer in layers] == pytest.approx(WEIGHTS, abs=1e-5)
     assert net.state_dict()["head.log_std"].tolist() == pytest.approx(LOG_STD, abs=1e-5)
