@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 SMALL = 2**20
 """Weights up to which a vector of all is worth its copies."""
@@ -17,10 +18,6 @@ class _Moments:
 
     mean: Tensor
     square: Tensor
-    weight: Tensor
-    """Room for the weights."""
-    pieces: list[Tensor]
-    """Views of it in the shapes of the weights."""
     steps: int
 
 
@@ -44,7 +41,7 @@ class FlatAdamW(torch.optim.AdamW):
         for index, group in enumerate(self.param_groups):
             parts = [p.grad for p in group["params"] if p.grad is not None]
             if parts and len(parts) == len(group["params"]) and self._join(index) is not None:
-                parts = [torch.cat([part.flatten() for part in parts])]
+                parts = [_flatten_dense_tensors(parts)]
                 self._gathered[index] = parts[0]
             found.append(parts)
         return found
@@ -72,7 +69,7 @@ class FlatAdamW(torch.optim.AdamW):
         group, moments = self.param_groups[index], self._moments[index]
         parameters, (beta1, beta2), lr = group["params"], group["betas"], group["lr"]
         # From the tensors every time: whoever writes them (checkpoints, buckets) knows nothing of the vector.
-        weight = torch.cat([parameter.flatten() for parameter in parameters], out=moments.weight)
+        weight = _flatten_dense_tensors(parameters)
         moments.steps += 1
         if group["weight_decay"]:
             weight.mul_(1 - lr * group["weight_decay"])
@@ -80,7 +77,7 @@ class FlatAdamW(torch.optim.AdamW):
         moments.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         spread = moments.square.sqrt().div_((1 - beta2**moments.steps) ** 0.5).add_(group["eps"])
         weight.addcdiv_(moments.mean, spread, value=-lr / (1 - beta1**moments.steps))
-        torch._foreach_copy_(parameters, moments.pieces)  # type: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(parameters, _unflatten_dense_tensors(weight, parameters))  # type: ignore[reportPrivateImportUsage]
 
     def _join(self, index: int) -> _Moments | None:
         """The moments of a group as vectors; None where its weights have not taken as many steps."""
@@ -90,18 +87,17 @@ class FlatAdamW(torch.optim.AdamW):
             if len(steps) > 1:
                 return None
             mean, square = (
-                torch.cat([(self.state[p].get(name, torch.zeros_like(p))).flatten() for p in parameters])
+                torch.cat([self.state[p].get(name, torch.zeros_like(p)).flatten() for p in parameters])
                 for name in ("exp_avg", "exp_avg_sq")
             )
-            weight = torch.empty_like(mean)
-            self._moments[index] = _Moments(mean, square, weight, _split(weight, parameters), steps.pop())
+            self._moments[index] = _Moments(mean, square, steps.pop())
         return self._moments[index]
 
     def _part(self) -> None:
         """Write the moments of each weight where torch has them."""
         for index, moments in self._moments.items():
             parameters = self.param_groups[index]["params"]
-            means, squares = _split(moments.mean, parameters), _split(moments.square, parameters)
+            means, squares = (_unflatten_dense_tensors(one, parameters) for one in (moments.mean, moments.square))
             for parameter, mean, square in zip(parameters, means, squares, strict=True):
                 step = torch.tensor(float(moments.steps))
                 self.state[parameter] = {"step": step, "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
@@ -129,9 +125,3 @@ def build_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Opt
     # The default on a GPU needs a temporary copy of everything that is trained. On a CPU the fused step takes numbers
     # by their place in memory: wrong, without a word, where a gradient lies there in another order.
     return torch.optim.AdamW(groups, fused=torch.cuda.is_available() or None, **settings)
-
-
-def _split(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """Views of a vector in the shapes of some tensors."""
-    parts = vector.split([one.numel() for one in like])
-    return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
