@@ -64,6 +64,22 @@ def test_a_hole_ends_a_game_without_success_and_the_limit_cuts_it() -> None:
     env.close()
 
 
+@pytest.mark.parametrize("reply", ["10", "21", "x1y", "1_0", "upright"])
+def test_a_part_of_another_word_names_no_action(reply: str) -> None:
+    """Fails where "10" is read as the actions 1 and 0."""
+    env = make(action_words=["left", "1", "2", "right"])
+    assert say(env, reply).reward[0].sum() == -0.5
+    assert "[S]FFF" in env.instruction(0)
+    env.close()
+
+
+@pytest.mark.parametrize("reply", ["(1)", "1.", "**1**", "first 0, then 1!", "向1走"])
+def test_an_action_stands_between_any_other_signs(reply: str) -> None:
+    env = make()
+    assert say(env, reply).reward[0].sum() == 0.0
+    env.close()
+
+
 def test_rules_history_words_and_named_actions() -> None:
     env = make(prompt="Reach G.", history=1, words="test_text_game:place", action_words=["left", "down", "right", "up"])
     for word in ("down", "so: up or right"):

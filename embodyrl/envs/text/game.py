@@ -121,7 +121,7 @@ class GameSettings(EnvSettings):
     (render_mode=ansi), what it highlights in brackets."""
     action_words: list[str] = []
     """What a reply may say, by number of the action, for example [left,down,right,up]; default the numbers. The last
-    one in a reply counts."""
+    one in a reply counts; a part of another word or number is none."""
     prompt: str = ""
     """In front of every observation: the rules."""
     history: Index = 0
@@ -239,8 +239,10 @@ class GameEnv:
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Longer ones first, for one may be the beginning of another."""
-    return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "$^")
+    """Whole words only: "10" is neither action 1 nor 0. Longer ones first, for one may be the beginning of another."""
+    words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    # Words of ASCII, as not every script puts blanks between its own.
+    return re.compile(rf"(?<!\w)(?:{words})(?!\w)" if words else "$^", re.ASCII)
 
 
 def make_game(cfg: GameSettings) -> Any:
