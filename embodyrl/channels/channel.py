@@ -12,6 +12,7 @@ import secrets
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -19,9 +20,6 @@ from threading import Thread
 from typing import Any
 
 from embodyrl.errors import ChannelClosed, ChannelTimeout
-
-_ROOMY = 1 << 14
-"""Bytes of a message for which there is room in a socket whose other end is busy."""
 
 
 class PipeChannel:
@@ -33,11 +31,14 @@ class PipeChannel:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
+        self._end = socket.socket(fileno=os.dup(connection.fileno()))
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
+        self.arrived: deque[Any] = deque()
+        """Messages that came while a long one was sent; `get` returns them first."""
 
     def put(self, message: Any, timeout_s: float | None = None) -> None:
-        """Send a message.
+        """Send a message. Of both ends one gives a deadline: what the other sends before there is room has `arrived`.
 
         Raises:
             ChannelClosed: the other end is gone.
@@ -45,17 +46,30 @@ class PipeChannel:
                 of it is lost, so the channel is of no more use.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        # Framed as `Connection.recv` wants it.
+        rest = memoryview(struct.pack("!i", len(data)) + data)
         try:
-            if timeout_s is not None and len(data) > _ROOMY:
-                seconds, rest = divmod(max(timeout_s, 1e-3), 1.0)  # 0 would be for ever
-                with socket.socket(fileno=os.dup(self.connection.fileno())) as end:
-                    limit = struct.pack("ll", int(seconds), int(1e6 * rest))
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            self.connection.send_bytes(data)
-        except BlockingIOError as error:
-            raise ChannelTimeout(f"The other end of the channel took nothing for {timeout_s:g} s.") from error
-        except (BrokenPipeError, ConnectionResetError, OSError) as error:
+            while rest:
+                try:
+                    rest = rest[self._end.send(rest, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    self._wait_for_room(timeout_s)
+        except (EOFError, OSError) as error:
             raise ChannelClosed(f"The other end of the channel is gone: {error}.") from error
+
+    def _wait_for_room(self, timeout_s: float | None) -> None:
+        """Wait until the other end reads on; with a deadline, take what it sends meanwhile."""
+        # It may be at a long message itself and wait for us. One of both must read then, and only one: there is no
+        # room for the rest of either message while both wait for the other's.
+        reads = select.POLLIN if timeout_s is not None else 0
+        descriptor = self.connection.fileno()
+        self._poll.modify(descriptor, select.POLLOUT | reads)
+        ready = self._poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
+        self._poll.modify(descriptor, select.POLLIN)
+        if not ready:
+            raise ChannelTimeout(f"The other end of the channel took nothing for {timeout_s:g} s.")
+        if ready[0][1] & reads:
+            self.arrived.append(self.connection.recv())
 
     def get(self, timeout_s: float) -> Any:
         """Receive the next message.
@@ -64,6 +78,8 @@ class PipeChannel:
             ChannelClosed: the other end is gone.
             ChannelTimeout: nothing arrived in time.
         """
+        if self.arrived:
+            return self.arrived.popleft()
         if not self._poll.poll(timeout_s * 1000):
             raise ChannelTimeout(f"Nothing arrived on the channel within {timeout_s:g} s.")
         try:
@@ -73,6 +89,7 @@ class PipeChannel:
 
     def close(self) -> None:
         """Close this end; idempotent."""
+        self._end.close()
         self.connection.close()
 
 

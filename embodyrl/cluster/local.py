@@ -126,6 +126,9 @@ class LocalLauncher:
             self._hung(worker)
         except ChannelClosed:
             pass  # its sentinel reports the death, with the reason, at the next wait
+        else:
+            if handle.channel.arrived:  # the pipe will not tell `wait` of them again
+                self._drain(worker)
 
     def wait(self, timeout_s: float) -> list[Event]:
         """See `Launcher.wait`."""
@@ -204,9 +207,9 @@ class LocalLauncher:
         try:
             for handle in handles:
                 try:
-                    handle.channel.put(None)
-                except ChannelClosed:
-                    pass  # already gone
+                    handle.channel.put(None, 0.0)
+                except (ChannelClosed, ChannelTimeout):
+                    pass  # already gone, or too busy to listen
             for handle in handles:
                 if not handle.ready:
                     handle.process.kill()  # busy with imports, and nothing to close yet

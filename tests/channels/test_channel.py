@@ -6,21 +6,24 @@ from embodyrl.channels.channel import PipeChannel
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 
-def pair():
-    a, b = multiprocessing.Pipe()
-    return PipeChannel(a), PipeChannel(b)
+@pytest.fixture
+def ends():
+    channels = [PipeChannel(end) for end in multiprocessing.Pipe()]
+    yield channels
+    for channel in channels:
+        channel.close()
 
 
-def test_messages_arrive_in_order_and_both_ways():
-    a, b = pair()
+def test_messages_arrive_in_order_and_both_ways(ends):
+    a, b = ends
     a.put("one")
     a.put("two")
     b.put("back")
     assert [b.get(1.0), b.get(1.0), a.get(1.0)] == ["one", "two", "back"]
 
 
-def test_silence_is_a_timeout_and_a_closed_end_is_named():
-    a, b = pair()
+def test_silence_is_a_timeout_and_a_closed_end_is_named(ends):
+    a, b = ends
     with pytest.raises(ChannelTimeout):
         a.get(0.01)
     b.close()
@@ -30,8 +33,8 @@ def test_silence_is_a_timeout_and_a_closed_end_is_named():
         a.put("anyone there?")
 
 
-def test_a_message_without_room_has_a_deadline():
-    a, b = pair()
+def test_a_message_without_room_has_a_deadline(ends):
+    a, b = ends
     a.put(b"x" * 2**13, timeout_s=0.01)
     with pytest.raises(ChannelTimeout, match=r"took nothing for 0.01 s"):
         a.put(b"x" * 2**22, timeout_s=0.01)

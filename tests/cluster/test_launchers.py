@@ -82,10 +82,7 @@ def test_a_worker_reports_ready_and_answers_in_order(launcher):
     assert ready.message.task_limit == len("hello")
     launcher.send("echo", "a", timeout_s=10)
     launcher.send("echo", "b", timeout_s=10)
-    replies: list[str] = []
-    while len(replies) < 2:
-        replies += [e.message for e in launcher.wait(10)]
-    assert replies == ["a!", "b!"]
+    assert answers(launcher, 2) == ["a!", "b!"]
 
 
 def test_an_exception_arrives_with_its_text_and_traceback(launcher):
@@ -96,6 +93,24 @@ def test_an_exception_arrives_with_its_text_and_traceback(launcher):
     assert isinstance(died, WorkerDied)
     assert "slot 3 returned NaN" in died.reason
     assert "in handle" in died.traceback
+
+
+def test_a_long_request_and_a_long_reply_pass_each_other(launcher):
+    """Fails where each end of a full pipe waits for the other to read, which then looks like a hung worker."""
+    launcher.start(spec(), timeout_s=60)
+    next_event(launcher)
+    asked = [f"{name}{'x' * 2**22}" for name in "ab"]
+    for one in asked:
+        launcher.send("echo", one, timeout_s=10)
+    assert [message[0] for message in answers(launcher, 2)] == ["a", "b"]
+
+
+def answers(launcher, count):
+    replies: list[str] = []
+    while len(replies) < count:
+        replies += [e.message for e in launcher.wait(10)]
+        assert not any(isinstance(reply, WorkerDied) for reply in replies), replies[-1]
+    return replies
 
 
 def test_a_failure_to_build_is_reported_like_a_death(launcher):
