@@ -24,12 +24,13 @@ from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, 
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
+from embodyrl.config.settings import plain
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history, read_table
-from embodyrl.monitor.paired import pair_suites
+from embodyrl.monitor.paired import other_worlds, pair_suites
 from embodyrl.monitor.samples import pick_samples, sample_lines
 from embodyrl.monitor.side_by_side import join_side_by_side
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
@@ -58,7 +59,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
     blueprint = draw_blueprint(cfg, training=False)
     cfg = blueprint.config(EvalConfig) if cfg.eval.protocol.name else cfg
     if cfg.eval.baseline is not None:
-        read_baseline(Path(cfg.eval.baseline))  # before anything starts
+        read_baseline(cfg)  # before anything starts
     weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
     step = _step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
@@ -166,20 +167,25 @@ def _complain(cfg: EvalConfig, collection: RolloutResult, warn: Callable[[str], 
 def _against_baseline(cfg: EvalConfig, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
     if cfg.eval.baseline is None:
         return {}
-    run = Path(cfg.eval.baseline)
-    return {"baseline": run.name, "paired": tuple(pair_suites(read_baseline(run), rows))}
+    return {"baseline": Path(cfg.eval.baseline).name, "paired": tuple(pair_suites(read_baseline(cfg), rows))}
 
 
-def read_baseline(run: Path) -> Sequence[EpisodeRow]:
-    """Episodes of a run's last evaluation.
+def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
+    """Episodes of the last evaluation of `eval.baseline`.
 
     Raises:
-        ConfigError: it is no run, or has none.
+        ConfigError: it is no run, has none, or one of another environment.
     """
-    found = read_history(run).evaluations
-    if not found:
+    run = Path(str(cfg.eval.baseline))
+    history = read_history(run)
+    if not history.evaluations:
         raise ConfigError(f"eval.baseline={run}: that run has no evaluation. Fix: name a run of `embodyrl eval`.")
-    return found[-1].episodes
+    if differs := other_worlds(history.config, plain(cfg)):
+        raise ConfigError(
+            f"eval.baseline={run}: its initial states are others ({differs}), so that nothing can be compared in "
+            "pairs. Evaluate both alike, or leave it out."
+        )
+    return history.evaluations[-1].episodes
 
 
 def video_choice(pattern: str, plan: EpisodeList, blueprint: Blueprint, videos: Path, step: int) -> VideoChoice | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from embodyrl.config.settings import flat, spell
 from embodyrl.monitor.history import EpisodeRow, own_suite
 from embodyrl.monitor.intervals import Mean, mcnemar
 
@@ -84,6 +86,30 @@ def _by_start(episodes: Sequence[EpisodeRow]) -> dict[tuple[str, int, int, int],
 
 
 def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[Paired]:
-    """One comparison per suite of the second evaluation, the own one first."""
-    suites = dict.fromkeys([own_suite(second), *(e.suite for e in second)])
-    return [pair(first, [e for e in second if e.suite == suite], suite) for suite in suites]
+    """One comparison per suite of the second evaluation, the own one first; both are of one environment."""
+    own = own_suite(first), own_suite(second)
+    found = []
+    for suite in dict.fromkeys([own[1], *(e.suite for e in second)]):
+        before = own[0] if suite == own[1] else suite  # an evaluation of one suite does not name it
+        sides = [e for e in first if e.suite == before], [e for e in second if e.suite == suite]
+        found.append(pair(*sides, suite))
+    return found
+
+
+_WORLD = (
+    *("env.env_type", "env.task_suite_name", "env.id", "env.axis", "env.kwargs", "env.wrappers"),
+    *(f"data.{key}" for key in ("path", "subset", "split", "kwargs", "val_path", "val_split", "val_share")),
+    "data.max_prompt_length",
+)
+"""Keys, and groups of them, that say which initial state a number stands for."""
+
+
+def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
+    """What says that two runs, by their configs, gave equal numbers to other initial states; None: nothing does."""
+    one, other = (
+        {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{w}.") for w in _WORLD)}
+        for config in (first, second)
+    )
+    # Earlier versions lack keys.
+    differ = [key for key in one.keys() & other.keys() if one[key] != other[key]]
+    return ", ".join(f"{key}={spell(one[key])} and {spell(other[key])}" for key in sorted(differ)) or None

@@ -131,7 +131,7 @@ def test_first_n_keeps_the_first_n(tmp_path):
 
 
 def test_no_recordings_by_default(tmp_path):
-    result = evaluate_toy(tmp_path, "eval.episodes=2")
+    result = evaluate_toy(tmp_path, "~eval.episodes_per_task=", "eval.episodes=2")
     assert result.videos == ()
     assert not (tmp_path / "videos").exists()
 
@@ -328,6 +328,8 @@ def test_suites_are_counted_apart_and_compared_with_an_earlier_evaluation(tmp_pa
     assert "make contact" not in said, "one row for all suites, in the words of the first"
     with pytest.raises(ConfigError, match=r"nowhere: no config.yaml there"):
         evaluate_axes(tmp_path, "third", f"eval.baseline={tmp_path}/nowhere")
+    with pytest.raises(ConfigError, match=r"initial states are others \(env\.axis=base and positions\)"):
+        evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")
 
 
 def test_training_validates_on_further_suites(tmp_path):

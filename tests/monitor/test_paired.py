@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from embodyrl.monitor.history import EpisodeRow, Evaluation
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.paired import pair
+from embodyrl.monitor.paired import other_worlds, pair, pair_suites
 from embodyrl.monitor.timing import run_seconds, step_seconds
 
 
@@ -32,6 +33,22 @@ def row(
         video=None,
         suite=suite,
     )
+
+
+def test_episodes_of_different_suites_are_no_pairs() -> None:
+    """Fails where tasks of equal names and numbers are taken for the same episodes."""
+    first = [row(0, 1.0, suite="a"), *(row(k, 1.0, suite="a_swap", task_id=1) for k in (10, 11))]
+    second = [row(0, 0.0, suite="a"), *(row(k, 0.0, suite="a_lan", task_id=1) for k in (10, 11))]
+    assert [(one.suite, one.pairs) for one in pair_suites(first, second)] == [("a", 1), ("a_lan", 0)]
+    alone = [row(0, 0.0)]
+    assert [(one.suite, one.pairs) for one in pair_suites(first, alone)] == [("", 1)]
+
+
+def test_numbers_of_other_worlds_stand_for_other_states() -> None:
+    one: dict[str, Any] = {"env": {"env_type": "t", "axis": "base", "reward_coef": 1.0}, "data": {"path": "a"}}
+    assert other_worlds(one, one | {"env": {"env_type": "t", "reward_coef": 2.0}}) is None, "an older run lacks a key"
+    assert other_worlds(one, one | {"env": {"env_type": "t", "axis": "colours"}}) == "env.axis=base and colours"
+    assert other_worlds(one, one | {"data": {"path": "b"}}) == "data.path=a and b"
 
 
 def test_a_gain_in_return_is_second_less_first_and_chance_if_its_interval_holds_zero() -> None:

@@ -147,6 +147,13 @@ def played(*episodes: tuple[int, int, bool | None, float]) -> Evaluation:
     return Evaluation(step=0, episodes=tuple(rows))
 
 
+def test_runs_of_two_axes_are_not_compared_in_pairs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / axis, f"env.axis={axis}") for axis in ("base", "colours")]
+    lines = write_report(runs, tmp_path / "report.html")
+    assert lines[-1].endswith("whose initial states differ: env.axis=base and colours")
+    assert not any(line.startswith("paired") for line in lines)
+
+
 def test_episodes_of_one_state_pair_by_their_seed() -> None:
     """Without the seed, the last of them would stand for all."""
     first = played((3, 1000, True, 1.0), (3, 1001, False, 0.0))

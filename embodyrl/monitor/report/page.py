@@ -14,7 +14,7 @@ from embodyrl.config.settings import flat, spell
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.paired import pair_suites
+from embodyrl.monitor.paired import other_worlds, pair_suites
 from embodyrl.monitor.report.charts import (
     Line,
     changed_settings,
@@ -104,6 +104,8 @@ def _summary(histories: Sequence[History]) -> list[str]:
         lines.append(said)
     if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
+        if differs := other_worlds(first.config, second.config):
+            return [*lines, f"no paired test of {first.name} and {second.name}, whose initial states differ: {differs}"]
         found = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
         lines += [f"{one.suite}: " * bool(one.suite) + one.sentence(names) for one in found]
