@@ -174,6 +174,13 @@ def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
     return each * cfg.eval.samples
 
 
+def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
+    """Reset ids that an evaluation of so many episodes, spread evenly over tasks with these ids, begins with."""
+    for place in range(min(episodes, len(tasks) * max(map(len, tasks)))):
+        lap, task = divmod(place, len(tasks))
+        yield from tasks[task][lap : lap + 1]
+
+
 def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed.
 

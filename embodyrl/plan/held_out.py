@@ -14,7 +14,7 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.config import run_config
-from embodyrl.plan.episodes import count_asked, eval_episodes, selected_reset_ids
+from embodyrl.plan.episodes import count_asked, eval_episodes, first_states, selected_reset_ids, selected_tasks
 from embodyrl.plan.roots import EvalConfig, TrainConfig
 from embodyrl.plan.texts import rows_of
 from embodyrl.types import EnvSpec
@@ -102,12 +102,18 @@ def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
 
 
 def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
+    """Reset ids that training may have drawn from its split, or those that the validations began with."""
     ids = made.get(f"env.{split}.state_ids") or rows_of(env, split)
     try:
         values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)
     except ValidationError:
         return set()  # no config that we wrote
-    return _ids_here(env, values, across=across)
+    found = _ids_here(env, values, across=across)
+    asked = made.get("eval.episodes"), made.get("eval.episodes_per_task")
+    if split == "train" or not any(isinstance(number, int) for number in asked):
+        return found
+    tasks = [sorted(found.intersection(env.reset_ids_of(task))) for task in selected_tasks(env, values, across=across)]
+    return {*first_states(tasks, asked[0] or asked[1] * len(tasks))}
 
 
 def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:

@@ -25,6 +25,7 @@ SUITES = ("libero_10", "libero_90", "libero_goal", "libero_object", "libero_spat
 
 
 def lines(folder: Path, *overrides: str, command: str = "train") -> str:
+    overrides += ("runner.val_check_interval=2",) * (command == "train")
     blueprint = draw_blueprint(toy_config(folder, *overrides, command=command), training=command == "train")
     return "\n".join(text for _, text in evaluation_facts(blueprint))
 
@@ -37,7 +38,12 @@ def test_a_training_says_whether_it_is_judged_by_what_it_saw(tmp_path: Path) -> 
 
 
 def test_copies_are_named() -> None:
-    words = ["eval.episodes=150", "env.eval.state_ids=[3000,3004]", "env.eval.task_ids=[0,1,2]"]
+    words = [
+        "runner.val_check_interval=5",
+        "eval.episodes=150",
+        "env.eval.state_ids=[3000,3004]",
+        "env.eval.task_ids=[0,1,2]",
+    ]
     blueprint = draw_blueprint(load_config("train", words), training=True)
     assert evaluation_facts(blueprint)[0][1] == (
         "15 greedy episodes of 15 initial states; 150 were asked for, the others would be exact copies of these"
@@ -54,7 +60,8 @@ def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
     # Also of the run that it started from.
     later = tmp_path / "later"
     (later / "checkpoints").mkdir(parents=True)
-    second = load_config("train", toy_words(tmp_path, *ckpt, "env.train.state_ids=[3,3]", "env.eval.state_ids=[0,0]"))
+    splits = ("env.train.state_ids=[3,3]", "env.eval.state_ids=[0,0]", "runner.val_check_interval=2")
+    second = load_config("train", toy_words(tmp_path, *ckpt, *splits))
     save_config(second, later / "config.yaml")
     chain = lines(tmp_path, f"ckpt={later}", "env.eval.state_ids=[2,2]", command="eval")
     assert f"none of these initial states is used by training of {later}" in chain
@@ -110,6 +117,9 @@ def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path
     cfg = load_config("eval", [f"ckpt={run}", *words[:2], "model.path=assets/openvla_oft_tabletop"])
     told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
     assert f"of these 12 initial states training of {run} uses 0, validation of {run} uses 12;" in told
+    save_config(load_config("train", [*words, "eval.episodes=7"]), run / "config.yaml")
+    told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
+    assert f"validation of {run} uses 7;" in told, "it was allowed more, and looked at these"
 
 
 WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetensors"))
