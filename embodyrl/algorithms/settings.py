@@ -292,5 +292,6 @@ class ReplaySettings(AlgorithmSettings, DiscountSettings):
         yield from ((f"algorithm.{key}", reason) for key in AlgorithmSettings.model_fields if key not in _REPLAY_READS)
         for key in ("micro_batch_size", "minibatches", "max_tokens_per_mbs", "gradient_checkpointing"):
             yield f"actor.{key}", reason
+        yield "rollout.dump", f"adv_type '{self.adv_type}' learns from a buffer, not from one step; choose another one"
         if not self.demonstrations:
             yield "algorithm.demonstration_share", "there are no demonstrations; set algorithm.demonstrations"

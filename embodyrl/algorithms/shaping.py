@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
@@ -98,12 +99,20 @@ class ReturnScale:
         scale = np.float32(1.0 / math.sqrt(self._spread / max(self._count, 1.0) + 1e-8))
         return [replace(e, reward=np.clip(e.reward * scale, -10.0, 10.0)) for e in episodes]
 
-    def state(self) -> dict[str, float]:
+    def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"returns_count": self._count, "returns_mean": self._mean, "returns_spread": self._spread}
+        cut = [[asdict(began), total] for began, total in self._cut.items()]
+        return {
+            "returns_count": self._count,
+            "returns_mean": self._mean,
+            "returns_spread": self._spread,
+            "returns_cut": cut,
+        }
 
-    def load_state(self, state: Mapping[str, float]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` returned; a checkpoint of a run without it starts anew."""
+        # A resumed run begins all episodes anew; a replayed step goes on with those that were cut.
+        self._cut = {EpisodeSpec(**began): total for began, total in state.get("returns_cut", ())}
         self._count, self._mean, self._spread = (state.get(f"returns_{n}", 0.0) for n in ("count", "mean", "spread"))
 
     def _take(self, values: DoubleArray) -> None:

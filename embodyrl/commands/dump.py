@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from embodyrl.errors import CheckpointError
 from embodyrl.files import replacing
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.slot import KEPT
-from embodyrl.types import Episode, EpisodeSpec, PreparedBatch
+from embodyrl.types import EarlierPart, Episode, EpisodeSpec, PreparedBatch
 
 _FILE = "dump"
 _SPEC = tuple(f.name for f in fields(EpisodeSpec))
+_NOT_EARLIER = [-1] * len(_SPEC)
+"""In place of a spec: the episode began in this step."""
 _PER_CHUNK = KEPT
 _FLAGS = ("terminated", "truncated", "cut")
 _BATCH = tuple(f.name for f in fields(PreparedBatch) if f.name != "metrics")
@@ -109,6 +111,7 @@ def _pack(episodes: Sequence[Episode]) -> dict[str, Any]:
         "spec": [[int(getattr(e.spec, name)) for name in _SPEC] for e in episodes],
         "chunks": [len(e.valid) for e in episodes],
         "bootstrap_value": [e.bootstrap_value for e in episodes],
+        "began": [[*map(int, asdict(e.earlier.spec).values())] if e.earlier else _NOT_EARLIER for e in episodes],
     }
 
 
@@ -118,10 +121,14 @@ def _unpack(packed: dict[str, Any], *, kept: bool) -> list[Episode]:
     for i, (spec, count) in enumerate(zip(packed["spec"], packed["chunks"], strict=True)):
         rows = np.arange(start, start + count)
         start += count
+        # Dumps of earlier versions do not say it; of what came before, the algorithms ask whose it was.
+        began = packed.get("began", [_NOT_EARLIER] * len(packed["spec"]))[i]
+        earlier = EarlierPart(EpisodeSpec(**dict(zip(_SPEC, began, strict=True))), 0, 0.0, False)
         episodes.append(
             Episode(
                 spec=EpisodeSpec(**dict(zip(_SPEC, spec, strict=True))),
                 records=rows if kept else rows[:0],
+                earlier=earlier if earlier.spec.episode_id >= 0 else None,
                 **{name: packed[name][rows] for name in _PER_CHUNK},
                 **{name: packed[name][i] for name in (*_FLAGS, "bootstrap_value")},
             )

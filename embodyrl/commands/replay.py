@@ -74,6 +74,8 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
     blueprint = draw_blueprint(_alone(load_saved_config(run, overrides)), training=True)
     algorithm, batch, episodes = blueprint.algorithm, dump.batch, dump.collection.episodes
     assert algorithm is not None
+    if algorithm.needs_replay:
+        raise CheckpointError(f"{run} learned from a buffer, which no dump holds; its steps cannot be repeated.")
     arena, tickets = _refill(blueprint, dump)
     host = _host(blueprint, arena, weights)
     try:
