@@ -81,6 +81,7 @@ class EnvSpec(EnvFootprint):
     """Camera names, in the order of the image axis C."""
     image_size: tuple[int, int] = (0, 0)
     """Height and width of every camera image, pixels."""
+    grey: bool = False  # the three colours of every camera image are equal
     image_rotation_deg: int = 0
     """Rotation (0 or 180) that brings a stored frame to the orientation of the public data sets of this benchmark."""
     state_dim: int = 0
@@ -110,8 +111,7 @@ class EnvSpec(EnvFootprint):
     """False: no step says that a goal is reached, so the return is what counts."""
     state_suffices: bool = True
     """The state alone tells what a policy must know; false: what matters is seen by the cameras only."""
-    held_out: int = 0
-    """The last so many initial states of each task are for evaluation, unless `state_ids` says otherwise."""
+    held_out: int = 0  # so many last initial states of a task are for evaluation, unless `state_ids` says otherwise
     components: tuple[str, ...] = ()
     """Names of the parts of the reward that are logged one by one."""
     component_weights: tuple[float, ...] = ()  # what each part counts in the reward

@@ -240,6 +240,7 @@ def test_wrappers_are_applied_in_order():
 def test_images_and_stacks_of_them_become_cameras(shape, frames, colours):
     writer = ObservationWriter("eyes", spaces.Box(0, 255, shape, np.uint8))
     assert writer.image_size == (4, 6)
+    assert writer.grey == (colours == 1)
     assert writer.cameras == (("observation",) if frames == 1 else ("observation.0", "observation.1"))
     picture = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     out = ObservationOut(images=np.zeros((frames, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))

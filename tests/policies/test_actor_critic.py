@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,26 @@ def test_every_parameter_is_trained(space):
     (scores.logprob.sum() + scores.value.sum()).backward()
     still = [name for name, p in policy.module.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert still == []
+
+
+def test_of_grey_images_one_colour_is_read_and_older_weights_are_refused(tmp_path):
+    coloured = env_spec("discrete", cameras=2, state_dim=0)
+    grey = replace(coloured, grey=True)
+    policy = shake(build("cnn", env=grey), 0.05)
+    obs = observe(coloured, 3)
+    same = replace(obs, images=np.repeat(obs.images[..., :1], 3, -1))
+    np.testing.assert_array_equal(policy.values(obs), policy.values(same))
+    weights = policy.module.state_dict()
+    assert weights["encoder.0.weight"].shape[1] == 2
+    assert policy.spec.num_parameters == sum(weight.numel() for weight in weights.values())
+    old = build("cnn", env=coloured)
+    old.save(tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    del shape["grey"]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    old.load_weights(tmp_path)
+    with pytest.raises(CheckpointError, match="three equal colours"):
+        policy.load_weights(tmp_path)
 
 
 def test_categories_are_drawn_with_their_probabilities():

@@ -78,6 +78,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         states_per_task=(SEEDS,),
         cameras=observations.cameras,
         image_size=observations.image_size,
+        grey=observations.grey,
         state_dim=observations.state_dim,
         max_episode_steps=found.max_episode_steps or cfg.longest_episode,
         action_space=actions,

@@ -55,6 +55,7 @@ class ObservationWriter:
             )
         self.cameras = tuple(cameras)
         self.image_size = next(iter(sizes), (0, 0))
+        self.grey = bool(cameras) and all(frames[3] == 1 for _, _, frames, _ in self._images)
 
     def write(self, observation: Any, out: ObservationOut) -> None:
         """Write one observation into the views.

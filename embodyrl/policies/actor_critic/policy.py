@@ -45,12 +45,12 @@ class ActorCritic(nn.Module):
         )
 
     def features(self, images: Tensor, state: Tensor) -> Tensor:
-        """[B, F] of images [B, C, H, W, 3] uint8 and state [B, S] float32."""
+        """[B, F] of images [B, C, H, W, 3] uint8, or of one colour, and state [B, S] float32."""
         if self.states is not None:
             state = self.states(state)
         if self.encoder is None:
             return state
-        pixels = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float() / 255.0
+        pixels = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float().div_(255.0)
         return torch.cat([self.encoder(pixels), state], dim=1)
 
     def outputs(self, features: Tensor) -> Tensor:
@@ -196,7 +196,9 @@ class ActorCriticPolicy:
 
     def features(self, obs: Observation) -> Tensor:
         """What the networks see [B, F], with gradients."""
-        images = on_device(obs.images[:, : self._shape.num_images], self._device)
+        shape, images = self._shape, obs.images
+        # The slices read nothing of what is left out.
+        images = on_device(images[:, : shape.num_images, ..., : 1 if shape.grey else 3], self._device)
         return self._net.features(images, on_device(np.ascontiguousarray(obs.state), self._device))
 
 
@@ -221,8 +223,8 @@ def _dense(widths: tuple[int, ...], activation: str, generator: torch.Generator,
 
 
 def _convolutions(shape: NetShape, generator: torch.Generator) -> nn.Sequential:
-    """[B, 3C, H, W] to [B, IMAGE_FEATURES]."""
-    planes = (3 * shape.num_images, *CHANNELS)
+    """Planes [B, P, H, W] to [B, IMAGE_FEATURES]."""
+    planes = (shape.planes, *CHANNELS)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(planes):
         conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1)

@@ -47,6 +47,8 @@ class NetShape:
     """Real actions are tangents of Gaussians whose spread depends on the observation."""
     cameras: tuple[str, ...] = ()
     """Names of the C cameras, in their order."""
+    grey: bool = False
+    """One colour of each image is read: all three are equal."""
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class NetShape:
             normalized=bool(env.state_dim) and (space.kind is ActionKind.box if normalize is None else normalize),
             squashed=squashed and space.kind is ActionKind.box,
             cameras=env.cameras if reads_images else (),
+            grey=env.grey and reads_images,
         )
 
     @property
@@ -92,6 +95,11 @@ class NetShape:
     def outputs(self) -> int:
         """Numbers that the policy network gives for one action: logits, or means and maybe spreads."""
         return sum(self.sizes) or self.action_dim * (2 if self.squashed else 1)
+
+    @property
+    def planes(self) -> int:
+        """Pictures of one colour that the first convolution sees."""
+        return self.num_images * (1 if self.grey else 3)
 
     @property
     def convolved(self) -> int:
@@ -114,7 +122,7 @@ class NetShape:
         if self.value_dim:
             count += _dense((self.features, *self.hidden, self.value_dim))
         if self.num_images:
-            planes = (3 * self.num_images, *CHANNELS)
+            planes = (self.planes, *CHANNELS)
             count += sum(9 * a * b + b for a, b in pairwise(planes))
             count += _dense((self.convolved, IMAGE_FEATURES))
         return count
@@ -138,14 +146,16 @@ class NetShape:
             ) from error
         mine = json.loads(json.dumps(asdict(self)))
         # What older folders do not say.
-        older = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False, "squashed": False}
+        older = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False}
+        older |= {"squashed": False, "grey": False}
         saved = older | {"cameras": mine["cameras"]} | saved
         wrong = [key for key in mine if key != "value_dim" and saved.get(key) != mine[key]]
         if wrong:
             differences = ", ".join(f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in wrong)
-            raise CheckpointError(
-                f"{path} does not fit: {differences}. Use the same environment and model settings as then."
-            )
+            cure = "Use the same environment and model settings as then."
+            if "grey" in wrong:
+                cure = "Older policies read grey images in three equal colours: such a one has to be trained anew."
+            raise CheckpointError(f"{path} does not fit: {differences}. {cure}")
 
 
 def _dense(widths: tuple[int, ...]) -> int:
