@@ -76,6 +76,7 @@ def _attempt(request: dict[str, Any], test: str, lifeline: int) -> tuple[bool, i
     end = min(time.monotonic() + request["seconds"], request["deadline"])
     if end <= time.monotonic():
         return False, None, ""
+    # A program that ends early and well has passed no test: only what comes after the test says this.
     token = secrets.token_bytes(_TOKEN_BYTES)
     with tempfile.TemporaryFile(dir=request["folder"]) as out, tempfile.TemporaryFile(dir=request["folder"]) as err:
         done, report = os.pipe()
@@ -94,6 +95,7 @@ def _attempt(request: dict[str, Any], test: str, lifeline: int) -> tuple[bool, i
                 _sweep(pid)
                 sys.exit("nobody waits any more")
             part = os.read(done, _TOKEN_BYTES) if ready else b""
+            # Whatever else is written there makes it wrong, however long it is.
             heard, over = (heard + part)[: 2 * _TOKEN_BYTES], bool(ready) and not part
         os.close(done)
         code = _sweep(pid)
@@ -108,6 +110,7 @@ def _sweep(pid: int) -> int:
     """Kill the child and all that it started: orphans become our children. Returns the child's exit code."""
     code = -signal.SIGKILL
     while True:
+        # Again and again: what is killed may have started others since the last look.
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
         try:
@@ -131,6 +134,7 @@ def _confine(request: dict[str, Any], files: list[int]) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     if os.getuid() == 0:  # the kernel counts no processes of root
         prefixes = {prefix: os.open(prefix, os.O_PATH) for prefix in {sys.base_prefix, sys.prefix}}
+        # In this order: who is not root any more cannot change its groups.
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
@@ -138,7 +142,9 @@ def _confine(request: dict[str, Any], files: list[int]) -> None:
             if not os.access(prefix, os.X_OK):  # a Python below /root: its modules are found by descriptor
                 for paths in (sys.path, *(m.__path__ for m in sys.modules.values() if hasattr(m, "__path__"))):
                     paths[:] = [path.replace(prefix, f"/proc/self/fd/{descriptor}", 1) for path in paths]
+    # The kernel wants this promise before it lets anybody but root set filters.
     _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    # After the change of user, which makes the kernel forget it.
     _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     _bar_files()
     _bar_calls()

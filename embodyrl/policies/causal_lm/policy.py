@@ -156,15 +156,7 @@ class CausalLMPolicy:
             return ServerEngine(request.url, request.served_model, adapters, dtype=dtype, sampling=self._sampling)
         from embodyrl.policies.causal_lm.engine import VllmEngine
 
-        return VllmEngine(
-            self.save,
-            dtype=dtype,
-            temperature=self._temperature,
-            sampling=self._sampling,
-            seed=self._seed,
-            gpu_share=request.engine_share,
-            arguments=request.engine,
-        )
+        return VllmEngine(self.save, request, dtype=dtype)
 
     def _next_logprob(self, prompt: Sequence[int], token: int) -> float:
         """Log-probability of the token after a prompt."""
