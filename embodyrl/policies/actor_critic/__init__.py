@@ -1,5 +1,6 @@
 """Small actor-critic policies for states (`mlp`) and images (`cnn`). Importing this package does not import torch."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
@@ -11,7 +12,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import WeightSettings
-from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, PolicySpec
 
 
 class ActorCriticSettings(WeightSettings):
@@ -88,15 +89,26 @@ class ActorCriticFactory:
         return ActorCriticPolicy(spec, shape, request, path=cfg.path, log_std=cfg.log_std_init)
 
     def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
-        return NetShape.of(
-            env,
-            hidden=tuple(cfg.hidden_sizes),
+        low, high = (-1.0,) * env.action_dim, (1.0,) * env.action_dim
+        space = env.action_space or ActionSpace(kind=ActionKind.box, low=low, high=high)
+        real, sees = space.kind is ActionKind.box, self.reads_images
+        return NetShape(
+            state_dim=env.state_dim,
+            num_images=len(env.cameras) if sees else 0,
+            image_size=env.image_size if sees else (0, 0),
+            action_kind=space.kind,
+            sizes=space.sizes,
+            low=tuple(bound if math.isfinite(bound) else None for bound in space.low),
+            high=tuple(bound if math.isfinite(bound) else None for bound in space.high),
             num_actions=cfg.num_action_chunks,
+            hidden=tuple(cfg.hidden_sizes),
             value_dim=value_dim,
-            reads_images=self.reads_images,
-            activation=cfg.activation,
-            normalize=cfg.normalize_state,
-            squashed=cfg.squashed,
+            activation=cfg.activation or ("relu" if sees else "tanh"),
+            # Real actions come with states of many units; categories mostly with small, bounded worlds.
+            normalized=bool(env.state_dim) and (real if cfg.normalize_state is None else cfg.normalize_state),
+            squashed=cfg.squashed and real,
+            cameras=env.cameras if sees else (),
+            grey=env.grey and sees,
         )
 
 

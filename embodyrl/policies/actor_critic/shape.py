@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec
+from embodyrl.types import ActionKind
 
 CONFIG_FILE = "config.json"
 CHANNELS = (32, 64, 64)
@@ -49,42 +48,6 @@ class NetShape:
     """Names of the C cameras, in their order."""
     grey: bool = False
     """One colour of each image is read: all three are equal."""
-
-    @classmethod
-    def of(
-        cls,
-        env: EnvSpec,
-        *,
-        hidden: tuple[int, ...],
-        num_actions: int,
-        value_dim: int,
-        reads_images: bool,
-        activation: str | None = None,
-        normalize: bool | None = None,
-        squashed: bool = False,
-    ) -> NetShape:
-        """Fit an environment; what is None is chosen by its spaces."""
-        space = env.action_space or ActionSpace(
-            kind=ActionKind.box, low=(-1.0,) * env.action_dim, high=(1.0,) * env.action_dim
-        )
-        return cls(
-            state_dim=env.state_dim,
-            num_images=len(env.cameras) if reads_images else 0,
-            image_size=env.image_size if reads_images else (0, 0),
-            action_kind=space.kind,
-            sizes=space.sizes,
-            low=tuple(bound if math.isfinite(bound) else None for bound in space.low),
-            high=tuple(bound if math.isfinite(bound) else None for bound in space.high),
-            num_actions=num_actions,
-            hidden=hidden,
-            value_dim=value_dim,
-            activation=activation or ("relu" if reads_images else "tanh"),
-            # Real actions come with states of many units; categories mostly with small, bounded worlds.
-            normalized=bool(env.state_dim) and (space.kind is ActionKind.box if normalize is None else normalize),
-            squashed=squashed and space.kind is ActionKind.box,
-            cameras=env.cameras if reads_images else (),
-            grey=env.grey and reads_images,
-        )
 
     @property
     def action_dim(self) -> int:
