@@ -110,15 +110,7 @@ class ArrayEnv(SimEnv):
                 result.unjudged[slot] = f"{self._where(slot)}: {why}"
         return earned
 
-    def expert_chunk(
-        self,
-        slots: Sequence[int],
-        num_actions: int,
-        *,
-        noise: float,
-        instead: FloatArray | None = None,
-        after_step: AfterStep | None = None,
-    ) -> Never:
+    def expert_chunk(self, *_: Any, **__: Any) -> Never:
         """There is none, EnvError."""
         raise EnvError(f"env '{self.spec.name}' steps as arrays and has no scripted expert.")
 
