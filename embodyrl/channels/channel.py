@@ -109,6 +109,7 @@ def pass_gate(host: str, port: int, secret: bytes) -> socket.socket:
 
 
 def _admit(port: int, secret: bytes, visitor: socket.socket) -> socket.socket:
+    # A fresh question each time: an answer that somebody overheard opens nothing.
     nonce = secrets.token_bytes(_NONCE)
     visitor.settimeout(_HANDSHAKE_S)
     visitor.sendall(nonce)

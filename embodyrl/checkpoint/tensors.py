@@ -104,6 +104,7 @@ def _encode(node: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
     if node is None or isinstance(node, (bool, int, str)):
         return node
     if isinstance(node, float):
+        # JSON has neither infinities nor NaN.
         return node if math.isfinite(node) else {"$float": repr(node)}
     if isinstance(node, torch.Tensor):
         return {"$tensor": _add(node, tensors, path)}

@@ -91,6 +91,7 @@ class ActorWorker:
         records = self._arena.read(request.tickets)
         batch = self._batch(records, np.asarray(request.episode, dtype=np.int64))
         if self._algorithm.recomputes_logprob:
+            # The batch is scored first, with whole weights as in a rollout, so that only the weights can differ.
             self._ranks.act()
         proximal = yield from self._proximal(batch)
         self._ranks.train()

@@ -69,6 +69,7 @@ def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any
     try:
         result = env.reset(**options)
     except TypeError as error:
+        # Raised deep inside, it is a defect of the environment's own and not about our call.
         if "unexpected keyword argument 'seed'" not in str(error) or len(traceback.extract_tb(error.__traceback__)) > 8:
             raise
         raise EnvError(f"env '{env_id}': reset takes no seed. {_OLD}") from error

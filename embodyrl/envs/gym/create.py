@@ -76,6 +76,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
         EmbodyError: see `create`; or its first steps break Gymnasium's interface.
     """
     kwargs = dict(cfg.kwargs)
+    # Two are the fewest that show whether they can be started apart from each other.
     env = create(cfg, kwargs, 2 if _is_vector(cfg) else 1)
     try:
         vector = isinstance(env, VectorEnv)
