@@ -50,7 +50,7 @@ class Clock(Monitor):
 words = ["env=text/copy", f"data.path={data}", "data.val_share=0.5", "model=causal_lm", f"model.path={folder}",
   "model.precision=fp32", "launcher=inline", "runner.logger.backends=[__main__:Clock]", f"runner.output_dir={out}",
   f"runner.max_steps={steps}", "runner.val_check_interval=-1", f"algorithm.group_size={group}",
-  f"env.train.total_num_envs={prompts * group}", f"env.eval.total_num_envs={prompts}", "actor.optim.lr=1e-6",
+  f"env.train.total_num_envs={prompts * group}", "actor.optim.lr=1e-6",
   f"algorithm.sampling_params.max_new_tokens={tokens}", f"actor.micro_batch_size={prompts * group}",
   f"actor.global_batch_size={prompts * group}", "actor.max_tokens_per_mbs=2560", f"rollout.backend={backend}"]
 train(load_config("train", words))

@@ -17,7 +17,7 @@ def learn(folder: Path, task: str, *overrides: str, name: str = "run") -> TrainR
 
 def train_gate(folder: Path, *words: str, name: str = "run") -> TrainResult:
     """`embodyrl train` with these words, in <folder>/<name>."""
-    places = (f"runner.output_dir={folder}", f"runner.experiment_name={name}", f"video_cfg.base_dir={folder}/videos")
+    places = (f"runner.output_dir={folder}", f"runner.experiment_name={name}")
     cfg = load_config("train", ["runner.logger.backends=[jsonl]", *places, *words])
     check_components(cfg)
     return train(cfg)

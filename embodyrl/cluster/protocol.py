@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -49,6 +49,12 @@ class ActingFaults(StepTimeout, WorkerTimeouts):
     """Restarts of one env worker before the run fails with exit code 4; also attempts at an episode that kills it."""
     on_video_error: OnVideoError = OnVideoError.warn
     """warn and go on, or stop."""
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what is about restarts."""
+        yield from super().idle()
+        if self.on_env_crash is OnEnvCrash.fail:
+            yield "faults.max_restarts_per_worker", "faults.on_env_crash is fail; set it to restart"
 
 
 class LauncherSettings(Settings):

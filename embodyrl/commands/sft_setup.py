@@ -18,13 +18,13 @@ from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, check_layout, join_demonstrations, load_demonstrations
 from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.datasets.statistics import vector_stats
-from embodyrl.datasets.text import TextRows, open_rows
+from embodyrl.datasets.text import TextRows
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
 from embodyrl.plan.blueprint import count_ranks, mismatches
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
-from embodyrl.plan.texts import tokenizer_folder
+from embodyrl.plan.texts import checked_rows
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import (
@@ -272,7 +272,7 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     aim = f" · objective {cfg.objective.name}" if cfg.objective.name is not Objective.imitation else ""
     training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} {what}{where}{aim}")
     if isinstance(cfg.data, RowSettings):
-        rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
+        rows = checked_rows(cfg, cfg.data)
         return [
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
             ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
@@ -310,7 +310,7 @@ def _text(cfg: SftConfig) -> Material:
             f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
             "or a folder that `embodyrl collect` wrote."
         )
-    if (rows := open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))).pictures:
+    if (rows := checked_rows(cfg, cfg.data)).pictures:
         shown = {"cameras": picture_names(rows.pictures), "image_size": rows.image_size, "state_suffices": False}
         env = replace(env, **shown)
         policy = POLICIES.get(cfg.model.model_type).spec(model, env, int(cfg.objective.rates))

@@ -1,11 +1,17 @@
 """Keys of what is learned from: demonstrations, and rows of text."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Path, Says, Settings
+
+
+def is_function(path: str) -> bool:
+    """Whether a path is package.module:function."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
 
 
 class DataSettings(Settings):
@@ -72,9 +78,18 @@ class RowSettings(DataSettings):
         val = self.val_path or (self.path if self.val_split else None)
         return [(path, split) for path, split in ((self.path, self.split), (val, self.val_split)) if path is not None]
 
+    def problems(self) -> Iterator[str]:
+        """The rows of a function are not validated with as well."""
+        yield from super().problems()
+        if self.val_split is not None and is_function(self.val_path or self.path or ""):
+            yield f"data.val_split={self.val_split}: only files have splits; use data.val_path or data.val_share."
+
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what the other split replaces."""
+        """Name what the other split replaces, and what only files have."""
         yield from super().idle()
+        if is_function(self.path or ""):
+            reason = f"data.path={self.path} is a function; use data.kwargs"
+            yield from (("data.subset", reason), ("data.split", reason))
         if self.val_split is not None:
             yield "data.val_share", f"data.val_split={self.val_split} names the validation data"
 

@@ -22,7 +22,7 @@ from functools import cached_property
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import PICTURE, Message, TextRow, join_messages, place_pictures
-from embodyrl.datasets.settings import PairSettings, RowSettings
+from embodyrl.datasets.settings import PairSettings, RowSettings, is_function
 from embodyrl.files import available_bytes
 from embodyrl.registry import Registry, takes
 from embodyrl.types import IntArray
@@ -145,6 +145,11 @@ class TextRows:
         return {f: getattr(self, f) for f in self.__dataclass_fields__}
 
     @property
+    def has_columns(self) -> bool:
+        """Somebody must say which columns hold what; rows of some functions are prompts and answers as they are."""
+        return any(not isinstance(rows[0], TextRow) for _, rows in self._raw if len(rows))
+
+    @property
     def total(self) -> int:
         """Rows before any was left out."""
         return sum(len(rows) for _, rows in self._raw)
@@ -163,7 +168,7 @@ class TextRows:
         """
         for path, rows in self._raw:
             if index < len(rows):
-                found = None if _is_function(path) else resolve_asset(path)
+                found = None if is_function(path) else resolve_asset(path)
                 folder = Path() if found is None else found if found.is_dir() else found.parent
                 return _row(rows[index], self.cfg, f"{path}, row {index + 1}", folder)
             index -= len(rows)
@@ -182,7 +187,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
         ConfigError: a source cannot be read, a row is malformed, or nothing is left.
     """
     assert cfg.path is not None
-    name = cfg.path.rpartition(":")[2] if _is_function(cfg.path) else Path(cfg.path).stem
+    name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
     rows = TextRows(cfg=cfg, name=name, held_out=0)
     all_rows = [rows.row(i) for i in range(rows.total)]
     conversations = [row.messages for row in all_rows]
@@ -216,15 +221,11 @@ def holds_text(path: str) -> bool:
     found = resolve_asset(path)
     if found.is_dir():
         return not (found / "meta").exists() and any(f.suffix in SUFFIXES for f in found.rglob("*"))
-    return _is_function(path) or found.suffix in SUFFIXES
-
-
-def _is_function(path: str) -> bool:
-    return ":" in path and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
+    return is_function(path) or found.suffix in SUFFIXES
 
 
 def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
-    if _is_function(path):
+    if is_function(path):
         try:
             return SOURCES.get(path)(**cfg.kwargs)
         except TypeError as error:

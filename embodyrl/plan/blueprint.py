@@ -23,7 +23,7 @@ from embodyrl.plan.episodes import eval_episodes, groups_per_step, selected_rese
 from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
 from embodyrl.plan.settings import Labels
-from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
+from embodyrl.plan.texts import counted_lengths, env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -108,8 +108,8 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
     if problems := [*mismatches(env, policy), *_acting_problems(cfg, env, policy), *learning]:
         raise ConfigError(problems)
-    for split in cfg.env.splits.values():
-        if isinstance(split, EnvSplit):
+    for name, split in cfg.env.splits.items():
+        if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
             # For its errors only: tasks and states that do not exist are refused now, not at the first validation.
             selected_reset_ids(env, split)
     slots = _count_slots(cfg, env, policy, learner)
@@ -153,15 +153,29 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
     """What the command asks of environment and policy that they cannot do."""
     problems = sampling_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
     # Only what was typed is refused: a preset may well say things that this environment leaves without effect.
-    for key, reason in cfg.model.idle_in(env):
-        if cfg.sources.get(key) == COMMAND_LINE:
-            problems.append(f"{key} has no effect: {reason}; leave it out.")
+    problems += [
+        f"{key} has no effect: {reason}; leave it out."
+        for key, reason in (*cfg.model.idle_in(env), *counted_lengths(cfg, env))
+        if cfg.sources.get(key) == COMMAND_LINE
+    ]
     if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
             f"{cfg.rollout.pipeline_stage_num} steps some of them at a time; set it to 1."
         )
     return problems
+
+
+def unshared(cfg: TrainConfig | SftConfig) -> list[str]:
+    """Typed keys about how ranks share weights, where one rank has them all."""
+    if count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload:
+        return []
+    return [
+        f"actor.fsdp.{key} has no effect: there is one actor rank (-1 is one per GPU of this host); set "
+        "actor.fsdp.size, or leave it out."
+        for key in ("shard_size", "reshard_after_forward", "gradient_sync")
+        if cfg.sources.get(f"actor.fsdp.{key}") == COMMAND_LINE
+    ]
 
 
 def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
@@ -309,9 +323,13 @@ def deal_slots(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
 
 
 def _count_slots(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec, learner: TrainConfig | None) -> int:
-    validates = learner is None or learner.runner.val_check_interval != -1
-    eval_slots = eval_episodes(cfg, env, policy).num_slots if isinstance(cfg, EvalConfig) and validates else 0
+    counts = isinstance(cfg, EvalConfig) and _validates(learner)
+    eval_slots = eval_episodes(cfg, env, policy).num_slots if counts else 0
     return max(eval_slots, learner.env.train.total_num_envs if learner else 1)
+
+
+def _validates(learner: TrainConfig | None) -> bool:
+    return learner is None or learner.runner.val_check_interval != -1
 
 
 def _in_process(cfg: ActingConfig | SftConfig) -> bool:

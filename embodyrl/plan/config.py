@@ -143,12 +143,12 @@ def load_config(
         if command == "eval" and "env" not in groups:
             wanted.append("eval")  # measured as the run measured itself
         inherited = _inherit(base, [section for section in wanted if section not in groups], composed, problems)
-        if any(setting.key == "eval.episodes_per_task" for setting in typed):
-            inherited = [setting for setting in inherited if setting.key != "eval.episodes"]  # which would win
         _trust(inherited, typed, base, problems)
     if not composed:
         raise ConfigError(problems)
     chosen = [*composed, *inherited]
+    if any(setting.key == "eval.episodes_per_task" for setting in typed):
+        chosen = [setting for setting in chosen if setting.key != "eval.episodes"]  # which would win
     return _finish(command, [*chosen, *_protocol([*chosen, *typed], problems), *typed], problems, fetch=fetch)
 
 
@@ -239,7 +239,8 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     cfg, sources = build(settings, CommandKeys(command), problems)
     cfg._sources.update(sources)
     problems += [line for node in nodes(cfg) for line in node.problems()]
-    for name, reason in (idle for node in nodes(cfg) for idle in node.idle()):
+    # Of several reasons for a key the last one of the outermost part is said.
+    for name, reason in dict(idle for node in reversed([*nodes(cfg)]) for idle in node.idle()).items():
         key = find_key(type(cfg), name)
         if key is not None and sources.get(name) == COMMAND_LINE:
             problems.append(f"{name} has no effect: {reason}, or leave {name} out.")

@@ -8,16 +8,18 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr
 
 from embodyrl.algorithms.protocol import ADVANTAGES, algorithm_settings
-from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, ReplaySettings, ValueSettings
+from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, OldLogprob, ReplaySettings, ValueSettings
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ActingFaults, LauncherSettings, ProcessSettings, StepTimeout, parse_placement
-from embodyrl.config.settings import Index, Path, Settings, spell
+from embodyrl.cluster.protocol import ActingFaults, LauncherSettings, StepTimeout, parse_placement
+from embodyrl.config.settings import Index, Path, Settings, keys_of, spell
 from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
 from embodyrl.datasets.text import holds_text
 from embodyrl.envs import ENVS
-from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv, TrainSplit
+from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv
 from embodyrl.envs.video import FilmSettings, VideoSettings
 from embodyrl.errors import ConfigError
+from embodyrl.plan.contradictions import slot_problems, staleness_problems
+from embodyrl.plan.idle import BY_TOKENS, not_drawn, not_filmed, unmeasured, unspared, untrained, unvalidated
 from embodyrl.plan.settings import (
     ActingRolloutSettings,
     ActingRunSettings,
@@ -26,11 +28,9 @@ from embodyrl.plan.settings import (
     DaggerSettings,
     EvalSettings,
     FaultSettings,
-    GreedySettings,
     LearnedRunSettings,
     MeasuredRunSettings,
     RecordedSettings,
-    RolloutMode,
     RolloutSettings,
     RunnerSettings,
     ServeSettings,
@@ -46,51 +46,11 @@ from embodyrl.workers.settings import (
     ActingSettings,
     ActorSettings,
     CriticSettings,
-    FsdpSettings,
     LearnedActorSettings,
     Objective,
     ObjectiveSettings,
     SupervisedActorSettings,
 )
-
-
-def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:
-    """Say which slots groups of `size` cannot use, one line each with the fix."""
-    slots = split.total_num_envs
-    if slots % size:
-        near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
-        best = min((g for g in range(1, slots + 1) if slots % g == 0), key=lambda g: (abs(g - size), g))
-        yield (
-            f"env.train.total_num_envs={slots} is not divisible by algorithm.group_size={size}: every group needs a "
-            f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near))}, "
-            f"or algorithm.group_size={best}."
-        )
-    elif size > 1 and not split.use_fixed_reset_state_ids:
-        yield (
-            f"algorithm.group_size={size} compares episodes of one initial state, but "
-            "env.train.use_fixed_reset_state_ids=false gives each its own; set it to true."
-        )
-    workers = launcher.env_workers if isinstance(launcher, ProcessSettings) else "auto"
-    if workers != "auto" and workers > slots:
-        yield (
-            f"launcher.env_workers={workers} but only env.train.total_num_envs={slots} slots: some workers would idle. "
-            f"Use launcher.env_workers={slots}."
-        )
-
-
-def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool) -> Iterator[str]:
-    """Say what an asynchronous run cannot be beside, one line each with the fix."""
-    if lag and deterministic:
-        yield (
-            f"algorithm.max_staleness={lag}: which weights an asynchronous rollout acts with depends on the clock, so "
-            "runner.deterministic=true cannot hold. Set one of them back."
-        )
-    if lag and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
-        yield (
-            f"algorithm.max_staleness={lag} acts while it trains, which takes one actor rank with its weights in "
-            "place. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
-        )
-
 
 R = TypeVar("R", bound="Root")
 
@@ -168,16 +128,10 @@ class CollectConfig(ActingConfig):
     collect: CollectSettings = CollectSettings()
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what a greedy choice does not read."""
+        """Name what a greedy choice does not read, and what is about films."""
         yield from super().idle()
-        yield from _not_drawn(self.eval.sampling_params)
-
-
-def _not_drawn(how: GreedySettings) -> Iterator[tuple[str, str]]:
-    """What is about drawing, where nothing but the most probable is chosen."""
-    if not how.do_sample:
-        reason = "the policy chooses greedily; set eval.sampling_params.do_sample=true"
-        yield from ((f"algorithm.sampling_params.{key}", reason) for key in ("temperature", "top_k", "top_p"))
+        yield from not_drawn(self.eval.sampling_params)
+        yield from not_filmed("recordings are a data set; use collect.out")
 
 
 class EvalConfig(ActingConfig):
@@ -192,12 +146,21 @@ class EvalConfig(ActingConfig):
     video_cfg: VideoSettings = VideoSettings()
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what takes a training."""
+        """Name what takes a training, or a film."""
         yield from super().idle()
+        if self.video == "none":
+            yield from not_filmed("video is none; set it to failures, first:N or all", "fps", "info_on_video")
         if self.video.startswith("changed:") and (not isinstance(self, TrainConfig) or self.runner.only_eval):
             yield "video", "changed:N compares two validations of a training; use first:N, failures or all"
         if not isinstance(self, TrainConfig):
-            yield from _not_drawn(self.eval.sampling_params)
+            yield from not_drawn(self.eval.sampling_params)
+            if self.eval.sampling_params.temperature is not None:
+                yield (
+                    "algorithm.sampling_params.temperature",
+                    "eval.sampling_params.temperature takes its place; set that to null",
+                )
+        if not isinstance(self, TrainConfig) or self.runner.only_eval:
+            yield "env.reward_coef", "returns are reported without it; it is for `embodyrl train`"
         for key in self.model.only_imitated:
             yield f"model.{key}", "nothing is imitated here; use `embodyrl sft`"
 
@@ -235,7 +198,7 @@ class TrainConfig(EvalConfig):
             )
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what another algorithm or model would read."""
+        """Name what another algorithm or model would read, and what has its turn in no training or no validation."""
         yield from super().idle()
         adv_type = self.algorithm.adv_type
         if not isinstance(self.algorithm, ValueSettings):
@@ -247,13 +210,19 @@ class TrainConfig(EvalConfig):
         if known and not ADVANTAGES.get(adv_type).counts_chunk_steps:
             reason = f"algorithm.adv_type={adv_type} counts episodes; use algorithm=ppo"
             yield "env.train.max_steps_per_rollout_epoch", reason
-        yield from _unspared(self.model)
-
-
-def _unspared(model: ModelSettings) -> Iterator[tuple[str, str]]:
-    if not model.recomputes:
-        reason = f"model_type '{model.model_type}' keeps its few activations; choose a larger model"
-        yield "actor.gradient_checkpointing", reason
+        if self.actor.minibatches is not None and not isinstance(self.algorithm, ReplaySettings):
+            yield (
+                "actor.global_batch_size",
+                f"actor.minibatches={self.actor.minibatches} takes its place; set that to null",
+            )
+        scored = self.algorithm.kl_beta > 0 or self.algorithm.old_logprob is OldLogprob.recompute
+        if self.actor.max_tokens_per_mbs is not None and not scored:
+            yield BY_TOKENS
+        yield from unspared(self.model)
+        if self.runner.only_eval:
+            yield from untrained(keys_of(type(self)), but=keys_of(EvalConfig), all_parts=keys_of(TrainConfig))
+        elif self.runner.val_check_interval == -1:
+            yield from unvalidated(keys_of(type(self)))
 
 
 class SftConfig(RunConfig):
@@ -277,14 +246,18 @@ class SftConfig(RunConfig):
             yield f"objective.name={self.objective.name} learns from {kind}; data.path={self.data.path} holds others."
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is about simulators."""
+        """Name what is about simulators, or validations."""
+        yield from super().idle()
+        yield from unmeasured(self.runner)
         # A launcher has it all the same, because one class serves every command.
         yield "launcher.env_workers", "supervised training runs no simulators"
         if self.objective.of_pairs:
             yield "data.image_aug", f"objective.name={self.objective.name} shows both of a pair as they are"
-        yield from _unspared(self.model)
+        yield from unspared(self.model)
         if not isinstance(self.data, RowSettings):
             yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
+        elif self.actor.max_tokens_per_mbs is not None:
+            yield BY_TOKENS
 
 
 class ServeConfig(PolicyConfig):
@@ -294,6 +267,12 @@ class ServeConfig(PolicyConfig):
     """Weights to serve: a run, a checkpoint folder, or assets/<name>; default: the model's own."""
     env: EnvSettings
     serve: ServeSettings = ServeSettings()
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what is about simulators."""
+        yield from super().idle()
+        for key in ("use_rel_reward", "reward_coef", "render_profile"):
+            yield f"env.{key}", "nothing is simulated here; it is for `embodyrl train`"
 
 
 class DaggerConfig(CollectConfig, SftConfig):
@@ -307,12 +286,15 @@ class DaggerConfig(CollectConfig, SftConfig):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what every round sets."""
-        yield from _not_drawn(self.eval.sampling_params)
-        yield from _unspared(self.model)
+        yield from not_drawn(self.eval.sampling_params)
+        yield from not_filmed("recordings are a data set; use collect.out")
+        yield from unmeasured(self.runner)
+        yield from unspared(self.model)
         yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
         yield "collect.labels", "the expert labels in every round"
         yield "collect.filter", "failures are labelled too"
         yield "objective.name", "labels are imitated"
+        yield "runner.on_existing", "the same command goes on with what is there"
         yield "runner.resume_dir", "the same command goes on with the first round that is not complete"
 
 

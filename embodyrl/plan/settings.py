@@ -35,6 +35,16 @@ class ScreenSettings(Settings):
     ]
     """Where metrics go: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
 
+    @property
+    def elsewhere(self) -> bool:
+        """Somebody beside this machine's screen and files is told."""
+        return not {*self.backends} <= {"console", "jsonl", "tensorboard"}
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name who would be told nothing."""
+        if self.elsewhere:
+            yield "runner.logger.backends", "only a training logs metrics; use [console], or [] for silence"
+
 
 class LoggerSettings(ScreenSettings):
     """Where metrics go."""
@@ -43,6 +53,12 @@ class LoggerSettings(ScreenSettings):
     """Project name for hosted loggers."""
     offline: bool = False
     """Hosted loggers write files and contact no server (wandb, swanlab, mlflow; trackio always does)."""
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what only hosted loggers read."""
+        if not self.elsewhere:
+            reason = "runner.logger.backends names no hosted logger; add wandb, swanlab, mlflow or trackio"
+            yield from (("runner.logger.project_name", reason), ("runner.logger.offline", reason))
 
 
 class RunSettings(Settings):
@@ -55,6 +71,12 @@ class RunSettings(Settings):
     on_existing: OnExisting = OnExisting.error
     """What to do if the run folder exists."""
     logger: ScreenSettings = ScreenSettings()
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """A run without a name gets a new one."""
+        yield from super().idle()
+        if self.experiment_name is None:
+            yield "runner.on_existing", "every run gets a folder of its own; set runner.experiment_name"
 
 
 class ActingRunSettings(RunSettings):
@@ -101,6 +123,7 @@ class RunnerSettings(SupervisedRunSettings, MeasuredRunSettings):
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what only `embodyrl eval` does."""
+        yield from super().idle()
         if not self.only_eval:
             yield "eval.baseline", "a training compares its own first and last validation; use `embodyrl eval`"
 
@@ -259,6 +282,11 @@ class EvalSettings(Settings):
     def idle(self) -> Iterator[tuple[str, str]]:
         """Greedy samples would be copies of each other."""
         yield from super().idle()
+        if self.episodes is not None and self.protocol.name is None:
+            yield "eval.episodes_per_task", f"eval.episodes={self.episodes} are all; set eval.episodes=null"
+        if self.protocol.name is None:
+            reason = "eval.protocol.name is null; choose a protocol, for example eval=libero_standard"
+            yield from ((f"eval.protocol.{key}", reason) for key in ("departures", "sources", "settled"))
         if not self.sampling_params.do_sample:
             yield "eval.samples", "evaluation is greedy; set eval.sampling_params.do_sample=true"
 

@@ -1,12 +1,14 @@
 """Joins rows and judge with an environment that is about text, and lengths with sampling parameters."""
 
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
 from embodyrl.config.load import COMMAND_LINE
 from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.text import open_rows
+from embodyrl.datasets.settings import RowSettings
+from embodyrl.datasets.text import TextRows, open_rows
 from embodyrl.devices import visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -30,6 +32,10 @@ _TEXT_ONLY = (
     *("rollout.backend", "critic.path", "actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs"),
     *("algorithm.reference_url", "algorithm.reference_model"),
 )
+_COLUMNS = (
+    *("data.prompt_key", "data.answer_key", "data.rejected_key", "data.answer_pattern", "data.prompt_template"),
+    *("data.system_prompt", "data.image_key"),
+)
 
 
 def env_context(cfg: ActingConfig) -> EnvContext:
@@ -43,7 +49,7 @@ def env_context(cfg: ActingConfig) -> EnvContext:
         pictures = not isinstance(cfg, EvalConfig) or cfg.video != "none"
         reward = cfg.reward if isinstance(cfg, RewardSection) else None
         return EnvContext(pictures=pictures, reward=reward, suites=suites)
-    rows = open_rows(cfg.data, tokenizer=tokenizer_folder(cfg))
+    rows = checked_rows(cfg, cfg.data)
     return EnvContext(rows=rows, judge=build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1))
 
 
@@ -68,6 +74,20 @@ def _further_suites(cfg: EvalConfig) -> tuple[str, ...]:
     return tuple(name for name in offered if name in wanted)
 
 
+def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:
+    """Open the rows of a run.
+
+    Raises:
+        ConfigError: as `open_rows`, and for typed names of columns where there are none.
+    """
+    rows = open_rows(data, tokenizer=tokenizer_folder(cfg))
+    typed = [key for key in _COLUMNS if cfg.sources.get(key) == COMMAND_LINE]
+    if typed and not rows.has_columns:
+        why = f"data.path={data.path} returns prompts and answers, not columns"
+        raise ConfigError([f"{key} has no effect: {why}; leave it out." for key in typed])
+    return rows
+
+
 def env_spec(cfg: ActingConfig) -> EnvSpec:
     """Describe the environment of a run."""
     return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
@@ -89,6 +109,18 @@ def fit_lengths(cfg: C, env: EnvSpec) -> C:
         if isinstance(split, EnvSplit) and split.state_ids is None:
             changes[f"env.{name}.state_ids"] = rows_of(env, name)
     return cfg.updated(changes)
+
+
+def counted_lengths(cfg: ActingConfig, env: EnvSpec) -> Iterator[tuple[str, str]]:
+    """Keys that `fit_lengths` sets, with the reason, and what does not matter in conversations."""
+    if not env.max_chunks:
+        return
+    for split in cfg.env.splits:
+        yield f"env.{split}.max_episode_steps", "a conversation has at most env.max_turns replies"
+        yield f"env.{split}.ignore_terminations", "nothing follows the last reply"
+    yield "video", "there are only words to see"
+    if cfg.algorithm.sampling_params.max_new_tokens is not None:
+        yield "model.num_action_chunks", "algorithm.sampling_params.max_new_tokens says how long a reply is"
 
 
 def rows_of(env: EnvSpec, split: str) -> list[int] | None:

@@ -77,12 +77,12 @@ OTHER = {
     "source ": "the shell's own",
 }
 """Starts of lines that are no command of ours, with the reason why they are not run here."""
-QUICK = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.on_existing=rename")
+QUICK = ("launcher=inline", "runner.logger.backends=[jsonl]")
 SHORT = {
     "train": (*QUICK, "runner.max_steps=1", "runner.val_check_interval=-1", "env.train.max_episode_steps=8"),
     "eval": (*QUICK, "eval.episodes=2", "env.eval.max_episode_steps=8", "env.eval.total_num_envs=2"),
     "collect": ("runner.logger.backends=[]", "launcher=inline", "collect.episodes=2", "env.train.task_ids=[0]"),
-    "sft": ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.on_existing=rename", "runner.max_steps=1"),
+    "sft": (*QUICK, "runner.max_steps=1"),
 }
 """What is added to documented runs so that they take a second or two."""
 GAE = ("env.train.max_steps_per_rollout_epoch=16", "env.train.total_num_envs=2")
@@ -160,6 +160,11 @@ def short(name: str, words: list[str]) -> list[str]:
     extra = [*SHORT.get(name, ()), *((GROUPS if grouped else GAE) if name == "train" else ())]
     if any(w.startswith("env=text/") for w in words):
         extra = [w for w in extra if "max_episode_steps" not in w]
+    if name == "train" and any(w.startswith(("eval", "env.eval.", "video")) for w in words):
+        extra = [w for w in extra if "val_check_interval" not in w] + ["runner.val_check_interval=1", "eval.episodes=2"]
+        words = [w for w in words if not w.startswith("eval.episodes_per_task")]
+    if any(w.startswith("runner.experiment_name=") for w in words):
+        extra.append("runner.on_existing=rename")
     given = {w.partition("=")[0] for w in extra}
     return [w for w in words if w.partition("=")[0] not in given] + extra
 

@@ -134,7 +134,7 @@ def config_of(job: Job, folder: Path) -> Any:
         words = (
             *("env=tabletop", "model=openvla_oft", "env.train.max_episode_steps=8"),
             *("env.init_params.camera_heights=224", "env.init_params.camera_widths=224"),
-            *("env.train.total_num_envs=8", "env.eval.total_num_envs=8", "model.unnorm_key=libero_10"),
+            *("env.train.total_num_envs=8", "model.unnorm_key=libero_10"),
         )
     epochs = f"algorithm.rollout_epoch={max(1, job.train // 8)}"  # as many samples as the second update has
     places = (

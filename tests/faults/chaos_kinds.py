@@ -26,8 +26,8 @@ TRAIN = (
     *("actor.optim.lr=0.001", "runner.val_check_interval=2", "eval.episodes=2"),
 )
 TEXT = (
-    *("env=text/reverse", "model=causal_lm_tiny", "env.train.total_num_envs=8", "env.eval.total_num_envs=4"),
-    *("eval.episodes=4", "algorithm.group_size=4", "actor.micro_batch_size=4", "actor.global_batch_size=8"),
+    *("env=text/reverse", "model=causal_lm_tiny", "env.train.total_num_envs=8"),
+    *("algorithm.group_size=4", "actor.micro_batch_size=4", "actor.global_batch_size=8"),
     *(f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.val_check_interval=-1"),
     *("runner.deterministic=true", "launcher.env_workers=2"),
 )

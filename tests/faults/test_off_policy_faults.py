@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 def run(folder: Path, name: str, *words: str, killed_at: int = 0, stopped_after: int = 0) -> Path:
     """Train; with `killed_at` an env worker dies at that step, with `stopped_after` the run does and is resumed."""
-    places = (f"runner.output_dir={folder}", f"runner.experiment_name={name}", f"video_cfg.base_dir={folder}/videos")
+    places = (f"runner.output_dir={folder}", f"runner.experiment_name={name}")
     launcher = ("launcher=inline",)
     if killed_at:
         wrapper = f"{{name:pixel_env:DiesOnce,at:{killed_at},marker:{folder}/{name}.died}}"

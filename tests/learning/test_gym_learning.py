@@ -35,7 +35,7 @@ PENDULUM = (
 
 def run(folder: Path, *words: str) -> list[dict[str, Any]]:
     """Rows of metrics.jsonl of an inline run."""
-    places = (f"runner.output_dir={folder}", "runner.experiment_name=run", f"video_cfg.base_dir={folder}/videos")
+    places = (f"runner.output_dir={folder}", "runner.experiment_name=run")
     cfg = load_config("train", [*words, "launcher=inline", "runner.logger.backends=[jsonl]", *places])
     check_components(cfg)
     path = train(cfg).run
@@ -89,7 +89,7 @@ def test_an_environment_without_a_picture_costs_the_recording_only(tmp_path):
     rows = run(tmp_path, *words)
     assert [row["env/restarts"] for row in rows[1:]] == [0, 0]
     assert rows[-1]["eval/episodes"] == 2
-    assert not list((tmp_path / "videos").rglob("*.mp4"))
+    assert not list((tmp_path / "run" / "videos").rglob("*.mp4"))
 
 
 @pytest.mark.integration

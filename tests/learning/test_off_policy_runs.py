@@ -30,7 +30,7 @@ SMALL = (
 
 
 def words_of(folder: Path, *words: str) -> list[str]:
-    return [*words, f"runner.output_dir={folder}", f"video_cfg.base_dir={folder}/videos"]
+    return [*words, f"runner.output_dir={folder}"]
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from embodyrl.plan.config import load_config
 
 
 def words_for(folder: Path, *words: str) -> list[str]:
-    places = (f"runner.output_dir={folder}", "runner.experiment_name=run", f"video_cfg.base_dir={folder}/videos")
+    places = (f"runner.output_dir={folder}", "runner.experiment_name=run")
     return [*places, "runner.logger.backends=[jsonl]", *words]
 
 

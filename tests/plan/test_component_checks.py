@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from toy_runs import toy_config
 
 from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import TrainConfig
 
 
 def problems_of(*overrides: str) -> list[str]:
@@ -40,6 +43,22 @@ def test_component_problem_is_reported(overrides: list[str], fragments: list[str
 
 GYM = ("env=gym", "env.id=CartPole-v1", "model=mlp")
 FLOW = ("model=flow_small", "model.stochastic_steps=one")
+TEXT = ("env=text/copy", "model=causal_lm_tiny")
+ROWS = ("model=causal_lm_tiny", "data.path=embodyrl.datasets.tasks:copy")
+SERVED = ("env=tabletop", "model=openvla_oft_tiny")
+ONCE = ("runner.val_check_interval=1",)
+BY_TOKENS = "actor.max_tokens_per_mbs=64"
+SAMPLED = "eval.sampling_params.do_sample=true"
+FILMS = ("video_cfg.fps=3", "video_cfg.info_on_video=false", "video_cfg.base_dir=a", "faults.on_video_error=stop")
+VALIDATED = (
+    *("eval.episodes=4", "eval.show_replies=1", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]"),
+    *("runner.val_suites=[colours]", "checkpoint.keep_best=true"),
+)
+TRAINED = (
+    *("actor.optim.lr=1e-3", "algorithm.group_size=4", "algorithm.clip_ratio_low=0.1", "env.train.task_ids=[0]"),
+    *("runner.max_steps=3", "runner.save_interval=3", "checkpoint.keep=2", "rollout.mode=disaggregated"),
+    "faults.on_nonfinite=skip",
+)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +80,28 @@ FLOW = ("model=flow_small", "model.stochastic_steps=one")
         ("eval", "algorithm.sampling_params.temperature=2", [], ["eval.sampling_params.do_sample=true"]),
         ("collect", "algorithm.sampling_params.top_p=0.5", [], ["eval.sampling_params.do_sample=true"]),
         ("dagger", "algorithm.sampling_params.temperature=2", [], ["eval.sampling_params.do_sample=true"]),
+        ("eval", "algorithm.sampling_params.temperature=2", [SAMPLED, "eval.sampling_params.temperature=2"], [SAMPLED]),
+        ("eval", "env.reward_coef=2", [], None),
+        ("eval", "env.reward_coef=2", [*TEXT], None),
+        ("serve", "env.reward_coef=2", [*SERVED], None),
+        *(("eval", key, ["video=none"], ["video=failures"]) for key in FILMS),
+        *(("train", key, [*ONCE, "video=none"], [*ONCE, "video=all"]) for key in FILMS),
+        *(("collect", key, [], None) for key in ("video_cfg.base_dir=a", "faults.on_video_error=stop")),
+        *(("train", key, ["runner.val_check_interval=-1"], [*ONCE]) for key in VALIDATED),
+        ("train", "video=all", ["runner.val_check_interval=-1"], [*ONCE]),
+        ("sft", "data.val_path=b", ["data.path=a", "runner.val_check_interval=-1"], ["data.path=a"]),
+        *(("train", key, ["runner.only_eval=true"], [*ONCE]) for key in TRAINED),
+        ("train", "eval.episodes_per_task=2", [*ONCE, "eval.episodes=4"], [*ONCE]),
+        ("train", "eval.protocol.settled=true", [*ONCE], None),
+        ("train", "runner.on_existing=resume", [], ["runner.experiment_name=a"]),
+        ("dagger", "runner.on_existing=rename", ["runner.experiment_name=a"], None),
+        ("train", "runner.logger.offline=true", [], ["runner.logger.backends=[wandb]"]),
+        ("eval", "runner.logger.backends=[wandb]", [], None),
+        ("train", "faults.max_restarts_per_worker=2", ["faults.on_env_crash=fail"], []),
+        ("train", "actor.global_batch_size=64", ["actor.minibatches=2"], []),
+        ("train", "actor.micro_batch_size=4", [*TEXT, BY_TOKENS], [*TEXT, BY_TOKENS, "algorithm.kl_beta=0.1"]),
+        ("sft", "actor.micro_batch_size=4", [*ROWS, BY_TOKENS], [*ROWS]),
+        ("sft", "data.split=train", [*ROWS], ["data.path=rows.jsonl"]),
     ],
 )
 def test_a_key_that_nothing_reads_is_refused(
@@ -73,6 +114,50 @@ def test_a_key_that_nothing_reads_is_refused(
     assert [line.partition(" ")[0] for line in caught.value.problems] == [name]
     if read_with is not None:
         load_config(command, [*read_with, key])
+
+
+def draw_checked(cfg: TrainConfig) -> None:
+    check_components(cfg)
+    draw_blueprint(cfg, training=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("actor.fsdp.shard_size=1", ["actor.fsdp.size=1"]),
+        ("actor.fsdp.reshard_after_forward=false", ["actor.fsdp.size=1"]),
+        ("actor.fsdp.gradient_sync=step", ["actor.fsdp.size=1"]),
+        ("video=all", [*TEXT, *ONCE]),
+        ("model.num_action_chunks=3", [*TEXT]),
+        ("env.train.max_episode_steps=4", [*TEXT]),
+        ("env.train.ignore_terminations=true", [*TEXT]),
+        ("data.prompt_key=zzz", [*TEXT]),
+    ],
+)
+def test_what_the_parts_together_leave_without_effect_is_refused(key: str, words: list[str]) -> None:
+    cfg = load_config("train", [*words, key])
+    with pytest.raises(ConfigError, match=f"{key.partition('=')[0]} has no effect: ") as caught:
+        draw_checked(cfg)
+    assert len(caught.value.problems) == 1
+
+
+def test_what_shards_weights_is_read_with_several_ranks_and_with_weights_in_host_memory() -> None:
+    key = "actor.fsdp.reshard_after_forward=false"
+    for words in (["actor.fsdp.size=2"], ["actor.fsdp.size=1", "actor.fsdp.cpu_offload=true"]):
+        check_components(load_config("train", [*words, key]))
+
+
+def test_validations_that_nobody_asked_for_refuse_nothing(tmp_path: Path) -> None:
+    """Fails where states of a preset's validations, which this environment lacks, are looked up all the same."""
+    cfg = toy_config(tmp_path)
+    assert cfg.env.eval.state_ids == [0, 9]
+    draw_blueprint(cfg, training=True)
+
+
+def test_episodes_of_each_task_win_over_the_total_of_a_preset() -> None:
+    assert load_config("train", [*TEXT]).eval.episodes is not None
+    cfg = load_config("train", [*TEXT, "eval.episodes_per_task=3"])
+    assert (cfg.eval.episodes, cfg.eval.episodes_per_task) == (None, 3)
 
 
 def test_problems_of_all_components_come_together() -> None:

@@ -26,7 +26,7 @@ POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_ch
 @pytest.fixture
 def config(tmp_path):
     def make(*overrides: str) -> TrainConfig:
-        return toy_config(tmp_path, "env.kwargs.tasks=3", *overrides)
+        return toy_config(tmp_path, "env.kwargs.tasks=3", "runner.val_check_interval=2", *overrides)
 
     return make
 

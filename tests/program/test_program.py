@@ -27,8 +27,8 @@ from embodyrl.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = "assets/openvla_oft_tabletop"
 SMALL = (
-    *("env.train.total_num_envs=4", "env.eval.total_num_envs=4", "algorithm.group_size=4", "algorithm.rollout_epoch=1"),
-    *("eval.episodes=4", "runner.max_steps=1", "runner.val_check_interval=-1", "actor.global_batch_size=16"),
+    *("env.train.total_num_envs=4", "algorithm.group_size=4", "algorithm.rollout_epoch=1"),
+    *("runner.max_steps=1", "runner.val_check_interval=-1", "actor.global_batch_size=16"),
     *("actor.micro_batch_size=16", "launcher=inline", "runner.logger.backends=[jsonl]", "runner.experiment_name=run"),
 )
 
@@ -167,7 +167,7 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
 def test_a_gymnasium_environment_is_played_until_it_ends(tmp_path: Path) -> None:
     """It must not be stepped on after its end, and draws only if it is told at its start."""
     names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
-    few = ("env.train.max_episode_steps=4", "env.eval.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
+    few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
     cfg = embodyrl.compose("train", *SMALL, *names, *few, f"runner.output_dir={tmp_path}")
     scene = scene_of(embodyrl.train(cfg).run, ["trust=true"])
     states = [json.loads(scene.step({})[1]) for _ in range(6)]

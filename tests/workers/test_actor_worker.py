@@ -129,7 +129,8 @@ def test_a_schedule_ends_with_the_run_whatever_the_number_of_optimizer_steps(tmp
 
 
 def test_minibatches_are_counted_whatever_was_collected(tmp_path):
-    words = (*WORDS, "env.kwargs.echo=true", "runner.max_steps=1", "algorithm.update_epoch=2", "actor.minibatches=5")
+    words = (*WORDS, "env.kwargs.echo=true", "runner.max_steps=1", "algorithm.update_epoch=2")
+    words += ("~actor.global_batch_size=", "actor.minibatches=5")
     assert rows(train_toy(tmp_path, *words))[0]["actor/optimizer_steps"] == 2 * 5
 
 

@@ -1,0 +1,46 @@
+"""What slots, groups and staleness cannot be beside each other."""
+
+from collections.abc import Iterator
+
+from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
+from embodyrl.envs.settings import TrainSplit
+from embodyrl.plan.settings import RolloutMode
+from embodyrl.workers.settings import FsdpSettings
+
+
+def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:
+    """Say which slots groups of `size` cannot use, one line each with the fix."""
+    slots = split.total_num_envs
+    if slots % size:
+        near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
+        best = min((g for g in range(1, slots + 1) if slots % g == 0), key=lambda g: (abs(g - size), g))
+        yield (
+            f"env.train.total_num_envs={slots} is not divisible by algorithm.group_size={size}: every group needs a "
+            f"slot for each member. Use env.train.total_num_envs={' or '.join(map(str, near))}, "
+            f"or algorithm.group_size={best}."
+        )
+    elif size > 1 and not split.use_fixed_reset_state_ids:
+        yield (
+            f"algorithm.group_size={size} compares episodes of one initial state, but "
+            "env.train.use_fixed_reset_state_ids=false gives each its own; set it to true."
+        )
+    workers = launcher.env_workers if isinstance(launcher, ProcessSettings) else "auto"
+    if workers != "auto" and workers > slots:
+        yield (
+            f"launcher.env_workers={workers} but only env.train.total_num_envs={slots} slots: some workers would idle. "
+            f"Use launcher.env_workers={slots}."
+        )
+
+
+def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool) -> Iterator[str]:
+    """Say what an asynchronous run cannot be beside, one line each with the fix."""
+    if lag and deterministic:
+        yield (
+            f"algorithm.max_staleness={lag}: which weights an asynchronous rollout acts with depends on the clock, so "
+            "runner.deterministic=true cannot hold. Set one of them back."
+        )
+    if lag and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
+        yield (
+            f"algorithm.max_staleness={lag} acts while it trains, which takes one actor rank with its weights in "
+            "place. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
+        )
