@@ -102,8 +102,8 @@ class OptimSettings(Settings):
     clip_grad: Positive = 1.0
     """Gradient norm limit."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """constant, linear, cosine, or wsd (constant, then linear over decay_ratio), over runner.max_steps. SAC: this and the
-    warm-up are of the policy's rate; critics (value_lr) and temperature (lr) keep theirs."""
+    """constant, linear, cosine, or wsd (constant, then linear over decay_ratio), over runner.max_steps. SAC: this and
+    the warm-up are of the policy's rate; critics (value_lr) and temperature (lr) keep theirs."""
     warmup_steps: Index | None = None
     """Optimizer steps of linear warm-up; default: the model's own (train: 10 of flow policies, else none)."""
     warmup_ratio: Share = 0.0

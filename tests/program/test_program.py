@@ -168,7 +168,8 @@ def test_a_gymnasium_environment_is_played_until_it_ends(tmp_path: Path) -> None
     """It must not be stepped on after its end, and draws only if it is told at its start."""
     names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
     few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
-    cfg = embodyrl.compose("train", *SMALL, *names, *few, f"runner.output_dir={tmp_path}")
+    played = ("runner.val_check_interval=1", "eval.episodes=1", "env.eval.max_episode_steps=4")
+    cfg = embodyrl.compose("train", *SMALL, *names, *few, *played, f"runner.output_dir={tmp_path}")
     scene = scene_of(embodyrl.train(cfg).run, ["trust=true"])
     states = [json.loads(scene.step({})[1]) for _ in range(6)]
     assert [state["steps"] for state in states] == [1, 2, 3, 4, 4, 4]
