@@ -323,9 +323,10 @@ def deal_slots(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
 
 
 def _count_slots(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec, learner: TrainConfig | None) -> int:
-    counts = isinstance(cfg, EvalConfig) and _validates(learner)
-    eval_slots = eval_episodes(cfg, env, policy).num_slots if counts else 0
-    return max(eval_slots, learner.env.train.total_num_envs if learner else 1)
+    slots = learner.env.train.total_num_envs if learner else 1
+    if isinstance(cfg, EvalConfig) and _validates(learner):
+        slots = max(slots, eval_episodes(cfg, env, policy).num_slots)
+    return slots
 
 
 def _validates(learner: TrainConfig | None) -> bool:

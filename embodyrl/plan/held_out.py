@@ -109,11 +109,11 @@ def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> s
     except ValidationError:
         return set()  # no config that we wrote
     found = _ids_here(env, values, across=across)
-    asked = made.get("eval.episodes"), made.get("eval.episodes_per_task")
-    if split == "train" or not any(isinstance(number, int) for number in asked):
+    total, each = made.get("eval.episodes"), made.get("eval.episodes_per_task")
+    if split == "train" or not (isinstance(total, int) or isinstance(each, int)):
         return found
     tasks = [sorted(found.intersection(env.reset_ids_of(task))) for task in selected_tasks(env, values, across=across)]
-    return {*first_states(tasks, asked[0] or asked[1] * len(tasks))}
+    return {*first_states(tasks, total or (each or 0) * len(tasks))}
 
 
 def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:

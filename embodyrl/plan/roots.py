@@ -220,7 +220,9 @@ class TrainConfig(EvalConfig):
             yield BY_TOKENS
         yield from unspared(self.model)
         if self.runner.only_eval:
-            yield from untrained(keys_of(type(self)), but=keys_of(EvalConfig), all_parts=keys_of(TrainConfig))
+            yield from untrained(
+                keys_of(type(self)), but=keys_of(EvalConfig).keys(), all_parts=keys_of(TrainConfig).keys()
+            )
         elif self.runner.val_check_interval == -1:
             yield from unvalidated(keys_of(type(self)))
 
