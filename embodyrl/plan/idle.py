@@ -33,11 +33,13 @@ def untrained(keys: Iterable[str], *, but: Set[str], all_parts: Set[str]) -> Idl
             yield key, reason
 
 
-def unvalidated(keys: Iterable[str]) -> Idle:
-    """What is about validations, in a training without any."""
+def unvalidated(keys: Iterable[str], *, filmed: bool) -> Idle:
+    """What only validations read, in a training without any; an evaluation of its run goes by its eval and env.eval."""
     reason = "runner.val_check_interval is -1, nothing is validated; set it to a number of steps"
     more = ("runner.val_suites", "checkpoint.keep_best", "faults.on_video_error")
-    yield from ((key, reason) for key in keys if key.startswith(("env.eval.", "eval.", "video")) or key in more)
+    yield from ((key, reason) for key in keys if key.startswith("video_cfg.") or key in more)
+    if filmed:
+        yield "video", reason
 
 
 def unmeasured(runner: SupervisedRunSettings) -> Idle:

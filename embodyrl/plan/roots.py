@@ -224,7 +224,7 @@ class TrainConfig(EvalConfig):
                 keys_of(type(self)), but=keys_of(EvalConfig).keys(), all_parts=keys_of(TrainConfig).keys()
             )
         elif self.runner.val_check_interval == -1:
-            yield from unvalidated(keys_of(type(self)))
+            yield from unvalidated(keys_of(type(self)), filmed=self.video != "none")
 
 
 class SftConfig(RunConfig):

@@ -160,12 +160,13 @@ def short(name: str, words: list[str]) -> list[str]:
     extra = [*SHORT.get(name, ()), *((GROUPS if grouped else GAE) if name == "train" else ())]
     if any(w.startswith("env=text/") for w in words):
         extra = [w for w in extra if "max_episode_steps" not in w]
-    if name == "train" and any(w.startswith(("eval", "env.eval.", "video")) for w in words):
+    if name == "train" and any(w.startswith(("video", "runner.val_suites")) for w in words):
         extra = [w for w in extra if "val_check_interval" not in w] + ["runner.val_check_interval=1", "eval.episodes=2"]
-        words = [w for w in words if not w.startswith("eval.episodes_per_task")]
     if any(w.startswith("runner.experiment_name=") for w in words):
         extra.append("runner.on_existing=rename")
     given = {w.partition("=")[0] for w in extra}
+    if "eval.episodes" in given:
+        given.add("eval.episodes_per_task")
     return [w for w in words if w.partition("=")[0] not in given] + extra
 
 
@@ -285,8 +286,8 @@ def test_every_metric_is_explained() -> None:
     name = r'"((?:actor|train|eval|env|rollout|time)/[a-z_]+)"'
     code = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "embodyrl").rglob("*.py"))
     names = set(re.findall(name, code))
-    losses = (SOURCE / "embodyrl/algorithms/policy_gradient.py", SOURCE / "embodyrl/workers/off_policy.py")
-    values = r'"([a-z_]+)": (?:policy_loss,|_mean_share|terms\.|loss\.item|value\.mean|alpha\.item|float\()'
+    losses = [SOURCE / "embodyrl" / name for name in ("algorithms/aggregation.py", "workers/off_policy.py")]
+    values = r'"([a-z_]+)": (?:kl\(|gap,|rows\[|loss\.item|value\.mean|alpha\.item|float\()'
     names |= {f"actor/{found}" for path in losses for found in re.findall(values, path.read_text(encoding="utf-8"))}
     assert len(names) > 50
     assert sorted(found for found in names if f"`{found}`" not in explained) == []

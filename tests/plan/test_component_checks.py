@@ -50,10 +50,7 @@ ONCE = ("runner.val_check_interval=1",)
 BY_TOKENS = "actor.max_tokens_per_mbs=64"
 SAMPLED = "eval.sampling_params.do_sample=true"
 FILMS = ("video_cfg.fps=3", "video_cfg.info_on_video=false", "video_cfg.base_dir=a", "faults.on_video_error=stop")
-VALIDATED = (
-    *("eval.episodes=4", "eval.show_replies=1", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]"),
-    *("runner.val_suites=[colours]", "checkpoint.keep_best=true"),
-)
+VALIDATED = ("runner.val_suites=[colours]", "checkpoint.keep_best=true")
 TRAINED = (
     *("actor.optim.lr=1e-3", "algorithm.group_size=4", "algorithm.clip_ratio_low=0.1", "env.train.task_ids=[0]"),
     *("runner.max_steps=3", "runner.save_interval=3", "checkpoint.keep=2", "rollout.mode=disaggregated"),
@@ -114,6 +111,11 @@ def test_a_key_that_nothing_reads_is_refused(
     assert [line.partition(" ")[0] for line in caught.value.problems] == [name]
     if read_with is not None:
         load_config(command, [*read_with, key])
+
+
+def test_a_training_without_validations_says_how_its_run_will_be_evaluated() -> None:
+    words = ("eval.episodes=4", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]", "video=none")
+    load_config("train", ["runner.val_check_interval=-1", *words])
 
 
 def draw_checked(cfg: TrainConfig) -> None:
