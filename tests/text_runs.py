@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from toy_runs import validates
-
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.roots import TrainConfig
@@ -11,12 +9,14 @@ from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 SMALL = (
     "env.train.total_num_envs=8",
+    "env.eval.total_num_envs=4",
+    "eval.episodes=4",
     "algorithm.group_size=4",
     "runner.max_steps=2",
+    "runner.val_check_interval=-1",
     "actor.micro_batch_size=4",
     "actor.global_batch_size=8",
 )
-VALIDATED = ("env.eval.total_num_envs=4", "eval.episodes=4")
 ASKING = EnvSpec(
     name="text",
     action_dim=1,
@@ -31,9 +31,6 @@ ASKING = EnvSpec(
 def text_config(folder: Path, *overrides: str, task: str = "copy") -> TrainConfig:
     """TrainConfig of an inline run on a generated task that logs to files only."""
     words = [f"env=text/{task}", "model=causal_lm_tiny", "launcher=inline", "runner.logger.backends=[jsonl]"]
-    small = (*SMALL, *VALIDATED) if validates(overrides) else (*SMALL, "runner.val_check_interval=-1")
-    if any(word.startswith("actor.max_tokens_per_mbs=") for word in overrides):
-        small = tuple(word for word in small if "micro_batch_size" not in word)
-    cfg = load_config("train", [*words, f"runner.output_dir={folder}", *small, *overrides])
+    cfg = load_config("train", [*words, f"runner.output_dir={folder}", *SMALL, *overrides])
     check_components(cfg)
     return cfg

@@ -41,22 +41,12 @@ TOY_COLLECT = tuple(word for word in TOY if word.startswith("env.") and not word
 """What `embodyrl collect` reads of them."""
 
 
-_NEVER = "runner.val_check_interval=-1"
-
-
-def validates(words: tuple[str, ...]) -> bool:
-    """Whether a training looks at `eval.*`, `env.eval.*` and the like."""
-    return [word for word in words if word.startswith("runner.val_check_interval=")][-1:] not in ([], [_NEVER])
-
-
 def toy_words(folder: Path, *overrides: str, command: str = "train", name: str = "run") -> list[str]:
     """Overrides of a run in <folder>/<name>; videos go to <folder>/videos/<name>. "~key=" leaves that one out."""
     places = [f"runner.output_dir={folder}", f"runner.experiment_name={name}"]
     if any(word.startswith("video=") and word != "video=none" for word in overrides):
         places.append(f"video_cfg.base_dir={folder}/videos")
     dropped = tuple(word[1:] for word in overrides if word.startswith("~"))
-    if command == "train" and not validates(overrides):
-        dropped += ("env.eval.",) * (not any(word.startswith("env.eval.") for word in overrides))
     words = [*(TOY_EVAL if command == "eval" else TOY), *places, *overrides]
     return [word for word in words if not word.startswith(("~", *dropped))]
 

@@ -138,11 +138,15 @@ def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
         **{name: rows[name] for name in ("entropy", "ratio", "ref_kl") if name in rows},
     }
     shares = {name: _shares(units, rows["weight"]) for name, units in means.items()} | {WEIGHT_SUM: rows["weight"]}
-    table = torch.stack([share.sum(1) for share in shares.values()]).double().cpu().numpy()
+    table = torch.stack([*(share.sum(1) for share in shares.values()), rows["ratio"].flatten(1).amax(1)])
+    added = torch.stack([number for part in parts for number in part.sums.values()])
+    # One copy from the device: each waits until all that was started there is done.
+    numbers = torch.cat([table.flatten(), added]).double().cpu().numpy()
+    table, sums = np.split(numbers, [table.numel()])
+    table, sums = table.reshape(len(shares) + 1, -1), sums.reshape(len(parts), -1).tolist()
     starts = np.cumsum([0, *(len(part.rows["weight"]) for part in parts[:-1])])
-    totals = np.add.reduceat(table, starts, axis=1).T.tolist()
-    highest = np.maximum.reduceat(rows["ratio"].flatten(1).amax(1).cpu().numpy(), starts).tolist()
-    sums = torch.stack([torch.stack(list(part.sums.values())) for part in parts]).tolist()
+    totals = np.add.reduceat(table[:-1], starts, axis=1).T.tolist()
+    highest = np.maximum.reduceat(table[-1], starts).tolist()
     return [
         dict(zip(parts[0].sums, own, strict=True)) | dict(zip(shares, total, strict=True)) | {"ratio_max": most}
         for own, total, most in zip(sums, totals, highest, strict=True)

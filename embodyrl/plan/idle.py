@@ -6,7 +6,6 @@ from embodyrl.plan.settings import GreedySettings, SupervisedRunSettings
 from embodyrl.policies.settings import ModelSettings
 
 Idle = Iterator[tuple[str, str]]
-BY_TOKENS = "actor.micro_batch_size", "actor.max_tokens_per_mbs takes its place; set that to null"
 
 
 def not_drawn(how: GreedySettings) -> Idle:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr
 
 from embodyrl.algorithms.protocol import ADVANTAGES, algorithm_settings
-from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, OldLogprob, ReplaySettings, ValueSettings
+from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, ReplaySettings, ValueSettings
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ActingFaults, LauncherSettings, StepTimeout, parse_placement
 from embodyrl.config.settings import Index, Path, Settings, keys_of, spell
@@ -19,7 +19,7 @@ from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv,
 from embodyrl.envs.video import FilmSettings, VideoSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.contradictions import slot_problems, staleness_problems
-from embodyrl.plan.idle import BY_TOKENS, not_drawn, not_filmed, unmeasured, unspared, untrained, unvalidated
+from embodyrl.plan.idle import not_drawn, not_filmed, unmeasured, unspared, untrained, unvalidated
 from embodyrl.plan.settings import (
     ActingRolloutSettings,
     ActingRunSettings,
@@ -215,9 +215,6 @@ class TrainConfig(EvalConfig):
                 "actor.global_batch_size",
                 f"actor.minibatches={self.actor.minibatches} takes its place; set that to null",
             )
-        scored = self.algorithm.kl_beta > 0 or self.algorithm.old_logprob is OldLogprob.recompute
-        if self.actor.max_tokens_per_mbs is not None and not scored:
-            yield BY_TOKENS
         yield from unspared(self.model)
         if self.runner.only_eval:
             yield from untrained(
@@ -258,8 +255,6 @@ class SftConfig(RunConfig):
         yield from unspared(self.model)
         if not isinstance(self.data, RowSettings):
             yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
-        elif self.actor.max_tokens_per_mbs is not None:
-            yield BY_TOKENS
 
 
 class ServeConfig(PolicyConfig):

@@ -163,4 +163,5 @@ def test_an_episode_that_goes_on_counts_as_one():
     second = replace(make_episode(rewards[4:9], episode_id=1), cut=True, earlier=first.whole)
     parts.apply([first])
     parts.apply([second, replace(make_episode(rewards[9:], episode_id=2), earlier=second.whole)])
-    assert parts.state() == pytest.approx(whole.state())
+    ours, theirs = ({**scale.state(), "returns_cut": None} for scale in (parts, whole))
+    assert ours == pytest.approx(theirs)

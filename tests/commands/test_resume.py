@@ -145,7 +145,7 @@ def test_a_run_starts_from_another_runs_weights(tmp_path):
 
 def test_a_resumed_run_goes_on_with_its_adapted_kl_coefficient(tmp_path):
     kl = ("algorithm.kl_beta=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_target=1.0", "algorithm.kl_horizon=10")
-    run = train_toy(tmp_path, *WORDS, *kl, "~eval.", "runner.val_check_interval=-1", "runner.max_steps=2")
+    run = train_toy(tmp_path, *WORDS, *kl, "runner.val_check_interval=-1", "runner.max_steps=2")
     resume_toy(run, "runner.max_steps=3")
     betas = [row["train/kl_beta"] for row in rows(run)]
     # Four episodes far below the target: a fifth of 4/10 less each time.
@@ -164,7 +164,7 @@ def test_a_curriculum_of_one_task_among_several_remembers_its_reset_ids(tmp_path
 
 @pytest.mark.integration
 def test_a_resumed_run_keeps_its_reference_policy(golden, tmp_path):
-    words = (*WORDS, f"ckpt={golden}", "algorithm.kl_beta=0.5", "~eval.", "runner.val_check_interval=-1")
+    words = (*WORDS, f"ckpt={golden}", "algorithm.kl_beta=0.5", "runner.val_check_interval=-1")
     whole = train_toy(tmp_path, *words, "runner.max_steps=2", name="whole")
     half = train_toy(tmp_path, *words, "runner.max_steps=1", name="half")
     resume_toy(half, "runner.max_steps=2")

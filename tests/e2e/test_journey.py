@@ -48,10 +48,10 @@ def test_list_runs_shows_it(trained):
 
 def test_eval_of_the_run_leaves_results_of_its_own(trained):
     cwd, _ = trained
-    words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "eval.episodes=4", name="evaluated")
+    words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "eval.episodes=4", "video=first:1", name="evaluated")
     train_only = ("actor.", "env.train.", "runner.max_steps", "algorithm.group_size")
     words = [w for w in words if not w.startswith(train_only)]
-    done = run_cli("eval", *words, "ckpt=runs/run", "video=first:1", "launcher.env_workers=1", "--json", cwd=cwd)
+    done = run_cli("eval", *words, "ckpt=runs/run", "launcher.env_workers=1", "--json", cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert "overall" in done.stderr, "human-readable lines"
     said = json.loads(done.stdout)

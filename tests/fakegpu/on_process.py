@@ -32,15 +32,15 @@ EXPECTED = {
         "build": (50, 50),
         "act": (3, 8),
         "act again": (3, 8),
-        "update 0": (2, 17),
-        "update 1": (2, 34),
+        "update 0": (3, 17),
+        "update 1": (3, 34),
     },
     "reference on 8": {
         "build": (94, 94),
         "act": (3, 8),
         "reference": (2, 18),
-        "update 0": (2, 18),
-        "update 1": (2, 36),
+        "update 0": (3, 18),
+        "update 1": (3, 36),
     },
 }
 """By phase: waits of the host for the device, and copies to it; one that is not from pinned memory is a wait too."""

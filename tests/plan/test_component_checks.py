@@ -47,7 +47,6 @@ TEXT = ("env=text/copy", "model=causal_lm_tiny")
 ROWS = ("model=causal_lm_tiny", "data.path=embodyrl.datasets.tasks:copy")
 SERVED = ("env=tabletop", "model=openvla_oft_tiny")
 ONCE = ("runner.val_check_interval=1",)
-BY_TOKENS = "actor.max_tokens_per_mbs=64"
 SAMPLED = "eval.sampling_params.do_sample=true"
 FILMS = ("video_cfg.fps=3", "video_cfg.info_on_video=false", "video_cfg.base_dir=a", "faults.on_video_error=stop")
 VALIDATED = ("runner.val_suites=[colours]", "checkpoint.keep_best=true")
@@ -96,8 +95,6 @@ TRAINED = (
         ("eval", "runner.logger.backends=[wandb]", [], None),
         ("train", "faults.max_restarts_per_worker=2", ["faults.on_env_crash=fail"], []),
         ("train", "actor.global_batch_size=64", ["actor.minibatches=2"], []),
-        ("train", "actor.micro_batch_size=4", [*TEXT, BY_TOKENS], [*TEXT, BY_TOKENS, "algorithm.kl_beta=0.1"]),
-        ("sft", "actor.micro_batch_size=4", [*ROWS, BY_TOKENS], [*ROWS]),
         ("sft", "data.split=train", [*ROWS], ["data.path=rows.jsonl"]),
     ],
 )
@@ -151,7 +148,7 @@ def test_what_shards_weights_is_read_with_several_ranks_and_with_weights_in_host
 
 def test_validations_that_nobody_asked_for_refuse_nothing(tmp_path: Path) -> None:
     """Fails where states of a preset's validations, which this environment lacks, are looked up all the same."""
-    cfg = toy_config(tmp_path)
+    cfg = toy_config(tmp_path, "~env.eval.state_ids")
     assert cfg.env.eval.state_ids == [0, 9]
     draw_blueprint(cfg, training=True)
 

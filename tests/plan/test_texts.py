@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from text_runs import SMALL, VALIDATED, text_config
+from text_runs import SMALL, text_config
 from toy_runs import comparable, rows
 from transformers import AutoTokenizer
 
@@ -154,7 +154,7 @@ def test_a_model_folder_with_a_chat_template_learns_from_a_file_of_sums(tmp_path
     sums = [{"question": f"{a}+{b}", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a in range(5) for b in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     words = ["env=text/gsm8k", f"data.path={tmp_path}/sums.jsonl", "model=causal_lm", f"model.path={tmp_path}/model"]
-    words += ["data.prompt_template='{prompt}'", "algorithm.sampling_params.max_new_tokens=6", *SMALL, *VALIDATED]
+    words += ["data.prompt_template='{prompt}'", "algorithm.sampling_params.max_new_tokens=6", *SMALL]
     words += [f"runner.output_dir={tmp_path}/runs", "runner.experiment_name=run", "runner.logger.backends=[jsonl]"]
     words += ["runner.val_check_interval=2", "launcher=local", "algorithm.entropy_bonus=0.01"]
     assert main(["train", *words]) == 0

@@ -129,7 +129,7 @@ def test_greedy_chunks_are_those_of_the_model_on_what_the_public_code_feeds_it(f
         state=torch.nn.functional.pad(torch.from_numpy(state).float(), (0, 7)),
     )
     model = build_model(form)
-    start = policy._greedy_start(obs, policy._velocity_of(obs))
+    start = policy._greedy_start(obs)
     with torch.no_grad():
         x = sample(model, model.prefix(inputs), start, 4)[:, :3, :7].numpy()
     expected = (x + 1) / 2 * (2.0 + 1e-6) - 0.9 if form == "pi05" else x * (0.5 + 1e-6) + 0.1
