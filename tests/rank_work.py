@@ -18,6 +18,7 @@ from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.scheduler.start import policy_init, rendezvous
 from embodyrl.types import IntArray
+from embodyrl.workers import actor_worker
 from embodyrl.workers.messages import InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -43,6 +44,8 @@ class Rollout:
     load: Path | None = None
     poison: bool = False
     """One sample, which one rank trains on, has an advantage that is no number."""
+    at_once: int | None = None
+    """Tokens whose metrics are computed together; small, where that is to happen after a few samples."""
 
 
 def run_ranks(
@@ -89,12 +92,10 @@ def _rank(folder: Path, rank: int, world: int, work: Sequence[tuple[Rollout, Ran
 
 
 def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
-    words = (
-        *job.words,
-        f"actor.fsdp.size={rank_info.world}",
-        "actor.global_batch_size=6",
-        "env.train.total_num_envs=8",
-    )
+    sizes = (f"actor.fsdp.size={rank_info.world}", "actor.global_batch_size=6", "env.train.total_num_envs=8")
+    words = (*sizes, *job.words)
+    if job.at_once is not None:
+        actor_worker.AT_ONCE = job.at_once
     cfg = toy_config(folder, "launcher=local", *words)
     blueprint = draw_blueprint(cfg, training=True)
     arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,15 @@ def _pack(episodes: Sequence[Episode]) -> dict[str, Any]:
     if episodes:
         arrays |= {name: np.concatenate([getattr(e, name) for e in episodes]) for name in _PER_CHUNK}
     return arrays | {
-        "spec": [[int(getattr(e.spec, name)) for name in _SPEC] for e in episodes],
+        "spec": [_numbers(e.spec) for e in episodes],
         "chunks": [len(e.valid) for e in episodes],
         "bootstrap_value": [e.bootstrap_value for e in episodes],
-        "began": [[*map(int, asdict(e.earlier.spec).values())] if e.earlier else _NOT_EARLIER for e in episodes],
+        "began": [_numbers(e.earlier.spec) if e.earlier else _NOT_EARLIER for e in episodes],
     }
+
+
+def _numbers(spec: EpisodeSpec) -> list[int]:
+    return [int(getattr(spec, name)) for name in _SPEC]
 
 
 def _unpack(packed: dict[str, Any], *, kept: bool) -> list[Episode]:

@@ -22,8 +22,9 @@ from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, deal, mean_metrics
 
 _REFERENCE = "reference"
-_AT_ONCE = 2**18
-"""Tokens whose metrics are computed together: fewer operations with small networks, little memory with large ones."""
+AT_ONCE = 2**18
+"""Tokens, of all ranks, whose metrics are computed together: fewer operations with small networks, little memory with
+large ones."""
 _Taken = tuple[dict[str, float], list[Measured]]
 
 
@@ -147,8 +148,9 @@ class ActorWorker:
             if taken is None:
                 continue
             waiting.append(taken)
-            held += sum(part.tokens.size for part, _ in parts)
-            if watched or held >= _AT_ONCE:
+            # Not what this rank has scored: all must come to the exchange of metrics after the same steps.
+            held += sizes[number % len(sizes)] * self._arena[Record.tokens].shape[1]
+            if watched or held >= AT_ONCE:
                 steps += self._measured(waiting)
                 waiting, held = [], 0
                 # After the step that went too far, not before it: what it did shows only now.
@@ -217,11 +219,13 @@ class ActorWorker:
             own = by_size.get(len(samples)) or self._algorithm.weights(batch, samples)
             if same:
                 by_size[len(samples)] = own
-            useful = np.flatnonzero(~inert[samples])
+            if not len(useful := np.flatnonzero(~inert[samples])):
+                counts.append([])
+                continue
             cost = self._arena[Record.cost][batch.records[samples[useful]]]
             dealt = deal(cost, self._ranks.rank_info, self._cfg.micro_batch_size, self._cfg.max_tokens_per_mbs)
-            counts.append([counted for _, counted in dealt] if len(useful) else [])
-            for rows, _ in dealt if len(useful) else ():
+            counts.append([counted for _, counted in dealt])
+            for rows, _ in dealt:
                 chosen.append(samples[useful[rows]])
                 weights.append(own.rows(useful[rows]))
         parts = iter(self._gather(batch, proximal, chosen, weights))

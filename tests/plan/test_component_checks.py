@@ -112,7 +112,8 @@ def test_a_key_that_nothing_reads_is_refused(
 
 def test_a_training_without_validations_says_how_its_run_will_be_evaluated() -> None:
     words = ("eval.episodes=4", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]", "video=none")
-    load_config("train", ["runner.val_check_interval=-1", *words])
+    cfg = load_config("train", ["runner.val_check_interval=-1", *words])
+    assert (cfg.eval.episodes, cfg.env.eval.max_episode_steps, cfg.env.eval.task_ids) == (4, 9, [0])
 
 
 def draw_checked(cfg: TrainConfig) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from rank_work import Rollout, losses, run_ranks, state
+from toy_runs import toy_config
 
+from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.workers.messages import RankInfo
 from embodyrl.workers.ranks import layers
 from embodyrl.workers.training import deal
@@ -43,6 +47,18 @@ def test_two_ranks_equal_one(tmp_path):
     a, b = state(tmp_path / "one" / "saved"), state(tmp_path / "third" / "saved")
     for key in a:
         torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-5)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+def test_ranks_with_unequal_shares_measure_after_the_same_steps(tmp_path):
+    """Of three samples one rank has two: what it has scored must not decide when all exchange their metrics."""
+    words = (*FULL, "actor.global_batch_size=3", "actor.micro_batch_size=3")
+    job = Rollout(name="run", words=words, last=1)
+    tokens = 2 * draw_blueprint(toy_config(tmp_path, *words), training=True).policy.tokens_per_chunk
+    run_ranks(tmp_path / "two", 2, [replace(job, at_once=tokens)], deadline_s=120)
+    run_ranks(tmp_path / "one", 1, [job])
+    same(tmp_path / "one" / "run", tmp_path / "two" / "run")
 
 
 @pytest.mark.integration

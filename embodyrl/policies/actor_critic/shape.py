@@ -117,7 +117,10 @@ class NetShape:
             differences = ", ".join(f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in wrong)
             cure = "Use the same environment and model settings as then."
             if "grey" in wrong:
-                cure = "Older policies read grey images in three equal colours: such a one has to be trained anew."
+                cure = (
+                    "Older policies, and data sets, have grey images in three equal colours: such a policy has to be "
+                    "trained anew, on demonstrations that are collected anew."
+                )
             raise CheckpointError(f"{path} does not fit: {differences}. {cure}")
 
 

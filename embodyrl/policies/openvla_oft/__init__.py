@@ -111,9 +111,8 @@ def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
 def head_parameters(config: OftConfig, options: OftOptions) -> int:
     """Parameters of all heads and projectors, which are trained in full beside adapters."""
     total = sum(layer.parameters for layer in head_layers(config, options))
-    if (
-        options.cfg.action_head != "discrete"
-    ):  # the norms before the first layer, in two blocks, and before the last one
+    if options.cfg.action_head != "discrete":
+        # The norms before the first layer, in two blocks, and before the last one.
         total += 2 * config.llama.hidden_size * (options.cfg.action_dim + 3)
     return total
 
