@@ -26,6 +26,16 @@ os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 EPISODES = 100
 WIDE = {"activation_fn": "ReLU", "net_arch": [256, 256]}
 OURS_WIDE = ("model.hidden_sizes=[256,256]", "model.activation=relu")
+REACHING = "gymnasium_robotics:FetchReach-v4"
+REACH = {
+    "normalize": True, "her": True, "learning_rate": 1e-3, "gamma": 0.95, "ent_coef": "auto_0.1",
+    "policy_kwargs": {"net_arch": [64, 64]},
+}  # fmt: skip
+OURS_REACH = (
+    "model.hidden_sizes=[64,64]", "model.normalize_state=true", "actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3",
+    "algorithm.gamma=0.95", "algorithm.alpha_init=0.1", "algorithm.learning_starts=100", "algorithm.hindsight_goals=4",
+    "env.train.max_steps_per_rollout_epoch=50",
+)  # fmt: skip
 DEMONSTRATIONS = 20
 """Episodes of the scripted expert that RLPD is given."""
 CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
@@ -69,16 +79,13 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
          "actor.micro_batch_size=256", "algorithm.update_epoch=4", "algorithm.entropy_bonus=0.01",
          "actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3", "algorithm.normalize_returns=false"),
     ),
-    # Theirs learns without demonstrations, by hindsight, which ours has not.
+    # Both sides learn by hindsight; ours is given demonstrations beside.
     "fetchreach-rlpd": (
-        "gymnasium_robotics:FetchReach-v4", "rlpd", 3_000,
-        {"normalize": True, "her": True, "learning_rate": 1e-3, "gamma": 0.95, "ent_coef": "auto_0.1",
-         "policy_kwargs": {"net_arch": [64, 64]}},
-        ("env.wrappers=[gym_learning:Reaching]", "model.hidden_sizes=[64,64]", "model.normalize_state=true",
-         "actor.optim.lr=1e-3", "actor.optim.value_lr=1e-3", "algorithm.gamma=0.95", "algorithm.alpha_init=0.1",
-         "algorithm.learning_starts=100", "algorithm.updates_per_sample=1", "algorithm.policy_interval=1",
-         "env.train.max_steps_per_rollout_epoch=50"),
+        REACHING, "rlpd", 3_000, REACH,
+        (*OURS_REACH, "env.wrappers=[gym_learning:Reaching]", "algorithm.updates_per_sample=1",
+         "algorithm.policy_interval=1"),
     ),
+    "fetchreach-sac": (REACHING, "sac", 3_000, REACH, OURS_REACH),
 }  # fmt: skip
 """Environment, algorithm, steps, their settings and ours."""
 

@@ -77,8 +77,7 @@ class EnvSpec(EnvFootprint):
     """Language instruction of each task id."""
     states_per_task: tuple[int, ...]
     """Number of fixed initial states of each task; reset ids count through them task by task."""
-    cameras: tuple[str, ...] = ()
-    """Camera names, in the order of the image axis C."""
+    cameras: tuple[str, ...] = ()  # names, in the order of the image axis C
     image_size: tuple[int, int] = (0, 0)
     """Height and width of every camera image, pixels."""
     grey: bool = False  # the three colours of every camera image are equal
@@ -88,19 +87,20 @@ class EnvSpec(EnvFootprint):
     gripper: GripperConvention | None = None
     unnorm_key: str | None = None
     """Key of the public statistics of this benchmark (`dataset_statistics.json`)."""
+    achieved_goal: tuple[int, int] = (0, 0)  # where in the state it lies: first column, and one past the last
+    desired_goal: tuple[int, int] = (0, 0)
+    """Likewise; (0, 0): nobody can tell what other goals would have earned (`envs.protocol.GoalFactory`)."""
     max_episode_steps: int = 0  # the benchmark's own horizon, env steps
     expert_tasks: tuple[int, ...] = ()
     """Tasks for which a scripted expert exists."""
-    action_space: ActionSpace | None = None
-    """None: real numbers, by convention within -1..1."""
+    action_space: ActionSpace | None = None  # None: real numbers, by convention within -1..1
     may_truncate: bool = False
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps them all at once."""
     doubts: tuple[str, ...] = ()
     """What works, but is hardly meant, a line each; `check-env` warns of it."""
-    on_gpu: bool | None = None
-    """Env workers compute or draw on a GPU; None: nobody knows, so each sees one."""
+    on_gpu: bool | None = None  # env workers compute or draw on a GPU; None: nobody knows, so each sees one
     max_chunks: int = 0
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
     prompt_bytes: int = 0

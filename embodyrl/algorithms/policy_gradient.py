@@ -26,6 +26,7 @@ from embodyrl.algorithms.settings import (
     AlgorithmSettings,
     GroupSettings,
     OldLogprob,
+    ReplaySettings,
     ReturnScaleSettings,
     RewardLevel,
     TruncatedEpisodes,
@@ -75,6 +76,8 @@ class Algorithm:
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
         self.needs_finals = self.needs_values or self.needs_replay
         """What is seen after an episode that did not terminate."""
+        self.needs_all_ends = isinstance(cfg, ReplaySettings) and cfg.hindsight_goals > 0
+        """And after one that did: with another goal it might not have."""
         self.needs_states = self._estimator.needs_states
         self.needs_greedy = self._estimator.needs_greedy
         self.needs_reference = cfg.kl_beta > 0

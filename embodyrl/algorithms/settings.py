@@ -275,6 +275,9 @@ class ReplaySettings(AlgorithmSettings, DiscountSettings):
     """Entropy of a chunk, nat, that the weight is learned for; default: minus the number of action dimensions."""
     image_shift: Annotated[int, Field(ge=0, le=64)] = 4
     """Policies that read cameras: pixels, at most, by which pictures are shifted at random for an update; 0: none."""
+    hindsight_goals: Index = 0
+    """Goal environments: for each drawn transition, so many others as if their goal were one that their episode reached
+    later (HER, `future`); 4 in the paper. 0: none."""
     demonstrations: list[Path] = []
     """Folders of demonstrations of this environment, with its rewards, that are learned from as well."""
     demonstration_share: Share = 0.5

@@ -205,6 +205,31 @@ class EnvFactory(Protocol):
         ...
 
 
+class GoalJudge(Protocol):
+    """What other goals would have made of what was done."""
+
+    def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
+        """Rewards [n] of env steps after which `achieved` [n, G] held, had the goal been `desired` [n, G], and whether
+        they would have terminated the episode [n]; None: as without them.
+
+        Raises:
+            EnvError: the environment fails at that.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what was built for it; idempotent."""
+        ...
+
+
+class GoalFactory(EnvFactory, Protocol):
+    """A factory of environments whose `EnvSpec` has a `desired_goal`."""
+
+    def judge(self, cfg: Any) -> GoalJudge:
+        """Build a judge in this process, which is the actor's."""
+        ...
+
+
 ENVS: Registry[EnvFactory] = Registry(
     "env",
     group="embodyrl.envs",

@@ -11,8 +11,6 @@ from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
 from embodyrl.config.load import COMMAND_LINE
-from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.layout import is_ours, read_card
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -20,9 +18,9 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.episodes import eval_episodes, groups_per_step, selected_reset_ids
+from embodyrl.plan.off_policy import replay_problems
 from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
-from embodyrl.plan.settings import Labels
 from embodyrl.plan.texts import counted_lengths, env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
@@ -196,7 +194,12 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
     problems += _ignored_weights(cfg, algorithm)
-    problems += _replay_problems(cfg, algorithm, env, policy)
+    problems += replay_problems(cfg, algorithm, env, policy)
+    if algorithm.needs_replay and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
+            "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
+        )
     following = cfg.algorithm.reference_interval is not None
     if following and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.reference_path):
         problems.append(
@@ -207,56 +210,6 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         problems.append(
             f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
             "reset id; set it to true."
-        )
-    return problems
-
-
-def _replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """What learning from a buffer asks for."""
-    problems = []
-    if algorithm.needs_replay and not policy.draws_with_gradients:
-        problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
-            f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
-            "with real-valued actions, or a flow policy with model.likelihood=dsrl or residual; for others "
-            "algorithm=ppo."
-        )
-    once = f"{policy.steers} sees each picture once" if policy.steers else ""
-    blind = once if policy.num_images else f"model '{policy.name}' reads no image"
-    if cfg.sources.get("algorithm.image_shift") == COMMAND_LINE and blind:
-        problems.append(f"algorithm.image_shift has no effect: {blind}; leave it out.")
-    folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, ReplaySettings) else []
-    if folders and policy.steers:
-        problems.append(
-            f"algorithm.demonstrations hold actions, {policy.steers} chooses something else; leave them out."
-        )
-        folders = []
-    for folder in folders:
-        card = read_card(resolve_asset(folder))
-        shown = card.env
-        if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
-            problems.append(
-                f"algorithm.demonstrations: {folder} holds what the expert would have done, not the actions that led "
-                "to its rewards and next states. Collect with model.expert_noise=0 and collect.labels=executed, or "
-                "imitate these with `embodyrl sft`."
-            )
-        if not is_ours(resolve_asset(folder)):
-            problems.append(
-                f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
-                f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."
-            )
-        if (shown.action_dim, shown.state_dim, shown.cameras, shown.image_size) != (
-            *(env.action_dim, env.state_dim, env.cameras, env.image_size),
-        ):
-            problems.append(
-                f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action_dim} numbers an action, "
-                f"{shown.state_dim} of state, cameras {list(shown.cameras)} of {shown.image_size}; this run "
-                f"has {env.action_dim}, {env.state_dim}, {list(env.cameras)} of {env.image_size}. Collect them alike."
-            )
-    if algorithm.needs_replay and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
-        problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
-            "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
         )
     return problems
 
@@ -383,9 +336,9 @@ def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None
     samples = _max_samples(cfg, algorithm)
     finals = 0
     if algorithm.needs_finals:
-        # One more record per episode that is truncated or cut, for the value of its last observation.
-        shortest = 1 if env.may_truncate else cfg.env.train.max_episode_steps
-        # The shortest episode that can be truncated leaves the most last observations.
+        # One more record per episode that is truncated or cut, for its last observation; with hindsight of all of them.
+        shortest = 1 if env.may_truncate or algorithm.needs_all_ends else cfg.env.train.max_episode_steps
+        # The shortest episode leaves the most last observations.
         per_episode = -(-shortest // cfg.model.num_action_chunks)
         finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch
     return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight

@@ -132,11 +132,14 @@ class Actors:
         held = np.concatenate(list(collection.tickets.values()))
         by_record[records_of(held)] = held
         finals = [e for e in collection.episodes if e.final_record >= 0] if self._algorithm.needs_replay else []
+        pieces = collection.episodes if self._algorithm.needs_all_ends and collection.continues else []
         request = UpdateRequest(
             step=step,
             tickets=by_record[batch.records],
             episode=batch.episode,
             finals=tuple((e.spec.episode_id, int(by_record[e.final_record])) for e in finals),
+            earlier=tuple((e.spec.episode_id, e.earlier.spec.noise_seed) for e in pieces if e.earlier),
+            open=tuple((e.spec.episode_id, e.whole.spec.noise_seed) for e in pieces if e.cut),
             in_parts=self._in_parts,
         )
         done = self._loop.call(request)

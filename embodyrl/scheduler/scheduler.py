@@ -50,6 +50,7 @@ class RolloutScheduler(EventLoop):
         self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
         self._needs_values = algorithm is not None and algorithm.needs_values
         self._needs_finals = algorithm is not None and algorithm.needs_finals
+        self._needs_all_ends = algorithm is not None and algorithm.needs_all_ends
         self._value_dim = blueprint.policy.value_dim
         self._lockstep = blueprint.env.lockstep
         # Matrix products may round differently for other batch shapes: a deterministic run has one shape.
@@ -315,7 +316,7 @@ class RolloutScheduler(EventLoop):
         instructions = read_instructions(self._arena, records_of(finals))
         rollouts = [self._slots.each[row].rollout for row in rows.tolist()]
         # The observation after a time limit or a cut is not an action's: it is kept for its value.
-        spare = terminated | ~self._slots.keeps[rows] | (not self._needs_finals)
+        spare = (terminated & (not self._needs_all_ends)) | ~self._slots.keeps[rows] | (not self._needs_finals)
         final_records = np.where(spare, -1, records_of(finals))
         found = self._slots.finish(rows, terminated, truncated, final_records, instructions, videos, self._value_dim)
         for i, (row, rollout, (episode, tickets)) in enumerate(zip(rows.tolist(), rollouts, found, strict=True)):

@@ -144,6 +144,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
             actor = actor.updated({"fsdp.gradient_sync": (plan or plan_memory(blueprint)).gradient_sync})
         learning = {
             "algorithm": learner.algorithm,
+            "env": learner.env if blueprint.algorithm and blueprint.algorithm.needs_all_ends else None,
             "actor": actor,
             "critic": learner.critic.path,
             "longest_episode": -(-learner.env.train.max_episode_steps // blueprint.policy.num_action_chunks),

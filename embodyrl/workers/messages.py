@@ -13,6 +13,7 @@ import numpy as np
 from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.channels.arena import Arena, ArenaHandle, Tickets
 from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_RESULT, Record, WeightInfo, WeightPart
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import EpisodeStart, IntArray
@@ -200,7 +201,11 @@ class UpdateRequest(Request):
     episode: Sequence[int] | IntArray
     """Episode id of each ticket."""
     finals: tuple[tuple[int, int], ...] = ()
-    """Off-policy: what was seen after the last chunk, by episode id, of those that did not terminate."""
+    """Off-policy: what was seen after the last chunk, by episode id; of those that terminated with hindsight only."""
+    earlier: tuple[tuple[int, int], ...] = ()
+    """Hindsight: episodes that go on from an earlier request, with the number that they had in its `open`."""
+    open: tuple[tuple[int, int], ...] = ()
+    """Hindsight: episodes that may go on in the next request, each with a number that no other episode has."""
     in_parts: bool = False
     """Reply after each micro-batch and wait for a ContinueRequest, so that inferences get their turn."""
 
@@ -334,6 +339,8 @@ class PolicyHostInit(WorkerInit):
     """None: nothing is trained, or by supervision."""
     longest_episode: int = 1
     """Chunks of an episode that its time limit ends."""
+    env: EnvSettings | None = None
+    """The environment that says what other goals would have earned, where the algorithm asks."""
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     """Of supervised training."""
     critic: str | None = None

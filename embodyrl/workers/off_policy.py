@@ -25,14 +25,17 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
 from embodyrl.workers.augment import shift
 from embodyrl.workers.flat_adam import build_adam
+from embodyrl.workers.hindsight import Hindsight, OpenEpisodes
 from embodyrl.workers.messages import UpdateRequest
-from embodyrl.workers.replay import Frames, ReplayBuffer
+from embodyrl.workers.replay import Frames, ReplayBuffer, Transitions
 from embodyrl.workers.rollout_worker import read_observation
 from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, mean_metrics
 
 CRITICS, REPLAY = "critics", "replay"
 """Files of a checkpoint."""
+OPEN = "open"
+"""In the latter: episodes that were not over."""
 FEATURES = "features"
 """Field of the buffer in place of the observations, where the policy is frozen below what it draws."""
 
@@ -40,7 +43,15 @@ FEATURES = "features"
 class OffPolicyWorker:
     """Trains the policy that it shares with the rollout worker, and critics of its own."""
 
-    def __init__(self, trainer: Trainer, arena: Arena, rules: ReplaySettings, actor: ActorSettings, seed: int) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        arena: Arena,
+        rules: ReplaySettings,
+        actor: ActorSettings,
+        seed: int,
+        hindsight: Hindsight | None = None,
+    ) -> None:
         assert isinstance(trainer.policy, SoftActor), "the plan lets no other policy pass"
         self._trainer, self._policy, self._arena = trainer, trainer.policy, arena
         self._rules, self._batch_size, self._seed, self._optim = rules, actor.global_batch_size, seed, actor.optim
@@ -60,6 +71,7 @@ class OffPolicyWorker:
             "alpha": build_adam([{"params": [self._log_alpha]}], lr=self._optim.lr, **adam),
         }
         self._target_entropy = float(-self._policy.width if rules.target_entropy is None else rules.target_entropy)
+        self._hindsight, self._open = hindsight, OpenEpisodes()
         self._replay = ReplayBuffer(rules.replay_size, rules.gamma, rules.n_step)
         self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
 
@@ -88,7 +100,9 @@ class OffPolicyWorker:
             ]
         steps: list[dict[str, float]] = []
         for done in range(1, count + 1):
-            chosen = [(buffer, rng.choice(places, size)) for buffer, places, size in sources if size]
+            chosen = [buffer.transitions(rng.choice(places, size)) for buffer, places, size in sources if size]
+            if self._hindsight is not None:
+                chosen = [self._hindsight.relabel(one, rng) for one in chosen]
             pair = rng.permutation(self._rules.critics)[:2]
             # The last update of a step is always one of the policy too, however few there are.
             acting = done % self._rules.policy_interval == 0 or done == count
@@ -99,19 +113,23 @@ class OffPolicyWorker:
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
 
     def _step(
-        self, chosen: Sequence[tuple[ReplayBuffer, IntArray]], pair: IntArray, step: int, *, acting: bool = True
+        self, chosen: Sequence[Transitions], pair: IntArray, step: int, *, acting: bool = True
     ) -> dict[str, float]:
         """One update of temperature, critics, actor and target critics, in this order; empty: it was left out.
 
         Without `acting` temperature and actor stay as they are.
         """
         # Both sets of pictures are shifted before the network sees either, so that their order stays that of old runs.
-        seen = [self._look(buffer, places) for buffer, places in chosen]
-        then = [self._look(buffer, buffer.after(places)) for buffer, places in chosen]
+        seen = [self._look(one, one.places) for one in chosen]
+        then = [self._look(one, one.after) for one in chosen]
         features = torch.cat([self._features(one) for one in seen])
         action, reward, discount = (
-            on_device(np.concatenate([buffer[name][places] for buffer, places in chosen]), features.device)
-            for name in ("action", "reward", "discount")
+            on_device(np.concatenate(parts), features.device)
+            for parts in (
+                [one.buffer["action"][one.places] for one in chosen],
+                [one.reward for one in chosen],
+                [one.discount for one in chosen],
+            )
         )
         # Drawn once, for temperature and policy alike; no gradient of theirs reaches what both see.
         drawn, logprob = self._policy.draw(features.detach())
@@ -154,14 +172,16 @@ class OffPolicyWorker:
             return self._policy.features(seen)
         return on_device(seen, next(self._critics.parameters()).device)
 
-    def _look(self, buffer: ReplayBuffer, places: IntArray) -> Observation | FloatArray:
+    def _look(self, drawn: Transitions, places: IntArray) -> Observation | FloatArray:
         """Observations whose pictures are shifted at random, all of one observation alike (DrQ, arXiv 2004.13649).
 
         Of a frozen policy the features that were kept.
         """
         if self._policy.frozen:
-            return buffer[FEATURES][places]
-        seen = read_observation(buffer, places)
+            return drawn.buffer[FEATURES][places]
+        seen = read_observation(drawn.buffer, places)
+        if self._hindsight is not None and len(drawn.moved):
+            seen.state[drawn.moved, self._hindsight.desired] = drawn.goal
         pixels, (count, cameras) = self._rules.image_shift, seen.images.shape[:2]
         if not (pixels and seen.images.size and self._policy.spec.num_images):
             return seen
@@ -190,16 +210,19 @@ class OffPolicyWorker:
         records = np.insert(acted, places, last)
         is_action = np.insert(np.ones(len(acted), np.bool_), places, False)
         valid = arena[Record.valid][records]
-        self._replay.add(
-            Frames(
-                seen=self._seen(records),
-                action=np.where(is_action[:, None], self._policy.chosen(arena[Record.tokens][records]).cpu(), 0.0),
-                reward=np.where(valid, arena[Record.advantage][records], 0.0).sum(1, dtype=np.float32),
-                acted=is_action,
-                terminated=is_action & (arena[Record.terminated][records] & valid).any(1),
-                episode=np.insert(episode, places, [episode[end - 1] for end in places]),
-            )
+        new = Frames(
+            seen=self._seen(records),
+            action=np.where(is_action[:, None], self._policy.chosen(arena[Record.tokens][records]).cpu(), 0.0),
+            reward=np.where(valid, arena[Record.advantage][records], 0.0).sum(1, dtype=np.float32),
+            acted=is_action,
+            terminated=is_action & (arena[Record.terminated][records] & valid).any(1),
+            episode=np.insert(episode, places, [episode[end - 1] for end in places]),
         )
+        whole = [new]
+        if self._hindsight is not None:
+            whole = self._open.whole(new, dict(request.earlier), dict(request.open))
+        for frames in whole:
+            self._replay.add(frames)
         return acted
 
     def _seen(self, records: IntArray) -> dict[str, np.ndarray]:
@@ -245,7 +268,7 @@ class OffPolicyWorker:
         state = {name: part.state_dict() for name, part in self._parts().items()}
         save_state(folder, CRITICS, state | {"log_alpha": self._log_alpha.detach()})
         if self._rules.save_replay:
-            save_state(folder, REPLAY, self._replay.state())
+            save_state(folder, REPLAY, self._replay.state() | {OPEN: self._open.state()})
 
     def _parts(self) -> dict[str, Any]:
         """What has a `state_dict`."""
@@ -271,4 +294,12 @@ class OffPolicyWorker:
             kept = load_state(folder, REPLAY)
             if "action" in kept and kept["action"].ndim == 3:  # older checkpoints: in the environment's units
                 kept["action"] = self._policy.normalise(kept["action"]).cpu().numpy()
+            begun = kept.pop(OPEN, None)
             self._replay.load_state(kept)
+            if begun:
+                self._replay.add(Frames(**begun))
+
+    def close(self) -> None:
+        """Free what was built to judge goals; idempotent."""
+        if self._hindsight is not None:
+            self._hindsight.close()

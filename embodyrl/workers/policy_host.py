@@ -21,6 +21,7 @@ from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker
+from embodyrl.workers.hindsight import Hindsight
 from embodyrl.workers.imitation import ImitationWorker
 from embodyrl.workers.messages import (
     ContinueRequest,
@@ -87,7 +88,8 @@ class PolicyHost:
                 self._actor = ImitationWorker(self._trainer, self._arena, init.objective, reference)
             elif isinstance(init.algorithm, ReplaySettings):
                 assert isinstance(init.actor, ActorSettings)
-                self._actor = OffPolicyWorker(self._trainer, self._arena, init.algorithm, init.actor, init.seed)
+                goals = None if init.env is None else Hindsight(init.algorithm, init.env, init.request.env)
+                self._actor = OffPolicyWorker(self._trainer, self._arena, init.algorithm, init.actor, init.seed, goals)
             else:
                 assert isinstance(init.actor, ActorSettings)
                 self._actor = ActorWorker(self._trainer, self._arena, algorithm, init.actor, init.seed, reference)
@@ -221,6 +223,8 @@ class PolicyHost:
     def close(self) -> None:
         """Leave the ranks and let go of the shared memory; idempotent."""
         self._ranks.close()
+        if isinstance(self._actor, OffPolicyWorker):
+            self._actor.close()
         if self._bucket_arena is not None:
             self._bucket_arena.close()
         if self._init.shared_arena is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,29 @@ class Frames:
     episode: IntArray
     """[N] neighbours with the same number belong together."""
 
+    def map(self, change: Callable[[Any], Any]) -> Frames:
+        """The same with each array changed alike."""
+        arrays = {item.name: change(getattr(self, item.name)) for item in fields(self) if item.name != "seen"}
+        return Frames(seen={name: change(array) for name, array in self.seen.items()}, **arrays)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transitions:
+    """What an update learns from: B transitions of a buffer."""
+
+    buffer: ReplayBuffer
+    places: IntArray
+    """[B] where they begin."""
+    after: IntArray
+    """[B] where they end; where nothing follows (discount 0), anywhere."""
+    reward: FloatArray
+    discount: FloatArray
+    """[B], likewise `reward`."""
+    moved: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[R] which of them have another goal than was pursued."""
+    goal: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """[R, G] those goals."""
+
 
 class ReplayBuffer:
     """A ring of observations that grows up to its size, with the transitions between them."""
@@ -47,6 +70,7 @@ class ReplayBuffer:
         """
         reward, discount, ahead = self._steps(frames)
         new = dict(frames.seen) | {"action": frames.action, "reward": reward, "discount": discount, "ahead": ahead}
+        new["left"] = _left(frames.episode)
         new = {name: array[-self._size :] for name, array in new.items()}
         total = len(new["ahead"])
         self._grow(new, total)
@@ -63,13 +87,22 @@ class ReplayBuffer:
         return np.flatnonzero(self._arrays["ahead"][: self._count]) if self._count else np.zeros(0, np.int64)
 
     def __getitem__(self, field: str) -> np.ndarray:
-        """[n, ...] a field of all observations, also `action`, `reward` and `discount` of what begins there."""
+        """[n, ...] a field of all observations, also `action`, `reward` and `discount` of what begins there.
+
+        `ahead` is how many chunks that is, `left` how many observations of the episode follow.
+        """
         return self._arrays[field]
 
-    def after(self, places: IntArray) -> IntArray:
-        """Where the transitions end that begin at these places; where nothing follows (discount 0), anywhere."""
+    def later(self, places: IntArray, steps: IntArray) -> IntArray:
+        """Where an episode is so many chunks after these places."""
         # The second modulo: until the ring is full, what lies behind the last frame was never written.
-        return (places + self._arrays["ahead"][places]) % self._size % self._count
+        return (places + steps) % self._size % self._count
+
+    def transitions(self, places: IntArray) -> Transitions:
+        """What begins at these places."""
+        ahead, reward, discount = (self._arrays[name][places] for name in ("ahead", "reward", "discount"))
+        after = self.later(places, ahead)
+        return Transitions(buffer=self, places=places, after=after, reward=reward, discount=discount)
 
     def state(self) -> dict[str, Any]:
         """All of it, for a checkpoint."""
@@ -83,6 +116,7 @@ class ReplayBuffer:
         count = len(arrays["ahead"])
         # A full ring begins at `next`; brought into order, its newest part is its end.
         order = np.roll(np.arange(count), -state["next"]) if count == state["size"] else np.arange(count)
+        arrays.setdefault("left", np.zeros(count, np.int64))  # older checkpoints do not say where episodes end
         self._arrays = {name: np.ascontiguousarray(array[order[-self._size :]]) for name, array in arrays.items()}
         self._count = min(count, self._size)
         self._next = self._count % self._size
@@ -117,3 +151,9 @@ class ReplayBuffer:
             ahead[here[~together & (discount[here] > 0)]] = -count  # nothing was seen that could be estimated
         ahead = np.where(ahead > 0, ahead, 0)
         return reward.astype(np.float32), discount.astype(np.float32), ahead
+
+
+def _left(episode: IntArray) -> IntArray:
+    """[N] frames that follow in the same episode."""
+    last = np.flatnonzero(np.append(episode[1:] != episode[:-1], True))
+    return np.repeat(last, np.diff(last, prepend=-1)) - np.arange(len(episode))

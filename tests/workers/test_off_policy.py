@@ -98,7 +98,7 @@ def test_one_update_is_that_of_stable_baselines(make):
     )
     actor._replay.add(batch)
     torch.manual_seed(0)
-    metrics = actor._step([(actor._replay, np.arange(0, 12, 2))], np.arange(2), 0)
+    metrics = actor._step([actor._replay.transitions(np.arange(0, 12, 2))], np.arange(2), 0)
     # It takes log(1 - tanh(u)^2 + 1e-6), which shows where tanh(u) is near 1; the gradient is the same.
     assert metrics["loss"] == pytest.approx(0.7302696, abs=2e-3)
     assert metrics["value_loss"] == pytest.approx(1.6004632, abs=1e-5)
@@ -122,7 +122,7 @@ def test_between_its_turns_the_policy_and_the_temperature_stand_still(make):
     batch = frames(4, terminated=True, final=False)
     seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
     actor._replay.add(replace(batch, seen=seen | {"observed_state": np.ones((4, 3), np.float32)}))
-    chosen = [(actor._replay, actor._replay.starts)]
+    chosen = [actor._replay.transitions(actor._replay.starts)]
 
     def weights() -> list[list[torch.Tensor]]:
         parts = (actor._policy.module.parameters(), [actor._log_alpha], actor._critics.parameters())
@@ -157,7 +157,7 @@ def test_steps_of_an_episode_end_where_it_ends(terminated, final, starts, discou
     np.testing.assert_allclose(buffer["discount"][found], discounts)
     np.testing.assert_allclose(buffer["reward"][found], [0.5, 2.0, 3.5, 3.0][: len(starts)])
     known = buffer["discount"][found] > 0
-    following = buffer["state"][buffer.after(found)][:, 0]
+    following = buffer["state"][buffer.transitions(found).after][:, 0]
     np.testing.assert_array_equal(following[known], np.minimum(found + 2, 4)[known])
 
 
@@ -173,7 +173,7 @@ def test_the_oldest_make_room_and_a_copy_goes_on_alike():
     for one in (buffer, same):
         one.add(frames(3, terminated=False, final=True))
     for each in (buffer, same, smaller):
-        following = each["state"][each.after(each.starts)][:, 0]
+        following = each["state"][each.transitions(each.starts).after][:, 0]
         np.testing.assert_array_equal(following, each["state"][each.starts][:, 0] + 1)
     assert len(same.starts) == len(buffer.starts)
     assert len(smaller.starts) == 3
@@ -196,7 +196,7 @@ def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
     )
     before = [p.clone() for p in (*host.policy.module.parameters(), *actor._critics.parameters())]
     with pytest.raises(NonFiniteError, match=r"actor\.optim\.lr"):
-        actor._step([(actor._replay, actor._replay.starts)], np.arange(2), 0)
+        actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0)
     after = [*host.policy.module.parameters(), *actor._critics.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     (tmp_path / "saved").mkdir()
@@ -216,7 +216,7 @@ def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
     actor._replay.add(Frames(seen=seen | {"instruction": np.zeros((count, 64), np.uint8)}, **arrays))
     wide = np.pad(images[:, 0], ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)), mode="edge")
     found = set()
-    shifted = actor._look(actor._replay, np.arange(count)).images
+    shifted = actor._look(actor._replay.transitions(np.arange(count)), np.arange(count)).images
     np.testing.assert_array_equal(shifted[:, 0], shifted[:, 1], err_msg="pictures of one observation move together")
     for padded, picture in zip(wide, shifted[:, 0], strict=True):
         crops = {(d, r): padded[d : d + 8, r : r + 8] for d in range(5) for r in range(5)}
@@ -340,7 +340,7 @@ def test_what_is_saved_comes_back(make, tmp_path):
     batch = frames(4, terminated=True, final=False)
     seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
     actor._replay.add(replace(batch, seen=seen | {"observed_state": np.ones((4, 3), np.float32)}))
-    actor._step([(actor._replay, actor._replay.starts)], np.arange(2), 0)
+    actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0)
     (tmp_path / "saved").mkdir()
     actor.save(tmp_path / "saved")
     _, other = make("seed=5", "actor.optim.value_lr=0.5")

@@ -18,6 +18,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import line, require_env, require_spaces, require_step, reset_env
+from embodyrl.envs.gym.goals import has_goals
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import doubts
 from embodyrl.envs.renderer import choose_renderer
@@ -63,6 +64,8 @@ class Probe:
     """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
     doubts: tuple[str, ...] = ()
     """See `spaces.doubts`, of what was observed first."""
+    goals: bool = False
+    """It says what a step would have earned with another goal."""
 
 
 def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
@@ -86,11 +89,10 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
         if kwargs.get("render_mode") is not None:
             _draw_without_display()
         try:
-            found: tuple[str, ...] = ()
             if vector:
-                reports_success = _try_out_vector(cfg, env)
+                said: dict[str, Any] = {"reports_success": _try_out_vector(cfg, env)}
             else:
-                reports_success, found = _try_out(cfg, env)
+                said = _try_out(cfg, env)
         except EmbodyError:
             raise
         except Exception as error:
@@ -100,21 +102,21 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
             action_space=env.single_action_space if vector else env.action_space,
             max_episode_steps=(env.spec.max_episode_steps or 0) if env.spec is not None else 0,
             kwargs=kwargs,
-            reports_success=reports_success,
             expert=not vector and env.has_wrapper_attr("expert_action"),
             vector=vector,
-            doubts=found,
+            **said,
         )
     finally:
         env.close()
 
 
-def _try_out(cfg: GymSettings, env: AnyEnv) -> tuple[bool, tuple[str, ...]]:
-    """Reset and step once; whether `info` speaks of success, and doubts about what is observed."""
+def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
+    """Reset and step once; what a `Probe` says of that."""
     first, _ = reset_env(str(cfg.id), env, seed=0)
     found = tuple(doubts(env.observation_space, first))
     env.action_space.seed(0)
-    return _speaks_of_success(require_step(str(cfg.id), env.step(env.action_space.sample()))[4]), found
+    seen, reward, _, _, info = require_step(str(cfg.id), env.step(env.action_space.sample()))
+    return {"reports_success": _speaks_of_success(info), "doubts": found, "goals": has_goals(env, seen, reward)}
 
 
 def _try_out_vector(cfg: GymSettings, env: Any) -> bool:

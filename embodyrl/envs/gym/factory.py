@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.protocol import EnvContext, GoalJudge
 from embodyrl.envs.simulators import SlotSimulators
 from embodyrl.types import EnvSpec
 
@@ -63,8 +63,16 @@ class GymFactory(SimFactory[GymSettings]):
         spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
         return VectorSims(spec, found, build, context.num_slots) if found.vector else GymSims(spec, found, build)
 
+    def judge(self, cfg: GymSettings) -> GoalJudge:
+        """Build one environment, whose rewards of other goals it will be asked for."""
+        from embodyrl.envs.gym.create import create
+        from embodyrl.envs.gym.goals import GymGoals
+
+        return GymGoals(str(cfg.id), create(cfg, dict(cfg.kwargs)))
+
 
 def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
+    from embodyrl.envs.gym.goals import ACHIEVED, DESIRED
     from embodyrl.envs.gym.spaces import ObservationWriter, action_space
 
     env_id = cfg.id
@@ -82,6 +90,8 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         state_dim=observations.state_dim,
         max_episode_steps=found.max_episode_steps or cfg.longest_episode,
         action_space=actions,
+        achieved_goal=observations.columns(ACHIEVED) if found.goals else (0, 0),
+        desired_goal=observations.columns(DESIRED) if found.goals else (0, 0),
         may_truncate=True,
         reports_success=found.reports_success,
         expert_tasks=(0,) if found.expert else (),

@@ -57,6 +57,10 @@ class ObservationWriter:
         self.image_size = next(iter(sizes), (0, 0))
         self.grey = bool(cameras) and all(frames[3] == 1 for _, _, frames, _ in self._images)
 
+    def columns(self, name: str) -> tuple[int, int]:
+        """Where in the state a member of the dictionary lies; (0, 0): nowhere."""
+        return next(((c.start, c.stop) for path, _, c in self._parts if path == (name,)), (0, 0))
+
     def write(self, observation: Any, out: ObservationOut) -> None:
         """Write one observation into the views.
 

@@ -157,7 +157,7 @@ def test_updates_find_the_action_that_is_missing_and_leave_the_flow_as_it_was(tm
         )
         for step in range(100):
             rows = np.random.default_rng(step).integers(0, count, 64)
-            actor._step([(actor._replay, rows)], np.arange(2), step)
+            actor._step([actor._replay.transitions(rows)], np.arange(2), step)
         asked = torch.zeros(2, known)
         asked[:, -width] = torch.tensor([-0.2, 0.8])
         mean, _ = module.residual_actor.head.spread(module.residual_actor(asked))

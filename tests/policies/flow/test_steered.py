@@ -169,7 +169,7 @@ def test_an_update_learns_from_features_that_were_kept(tmp_path):
         )
         for step in range(60):
             rows = np.random.default_rng(step).integers(0, count, 32)
-            metrics = actor._step([(actor._replay, rows)], np.arange(2), step)
+            metrics = actor._step([actor._replay.transitions(rows)], np.arange(2), step)
         assert math.isfinite(metrics["loss"])
         features = torch.full((1, host.policy.module.network.hidden_width), 0.1)
         mean, _ = host.policy.module.noise_actor.head.spread(host.policy.module.noise_actor(features))

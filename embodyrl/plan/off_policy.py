@@ -1,0 +1,89 @@
+"""What learning from a replay buffer asks of environment, policy and demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.settings import ReplaySettings
+from embodyrl.config.load import COMMAND_LINE
+from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.layout import is_ours, read_card
+from embodyrl.envs.reward import RewardSection
+from embodyrl.envs.settings import RewardSettings
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.settings import Labels
+from embodyrl.types import EnvSpec, PolicySpec
+
+
+def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """What learning from a buffer asks for."""
+    problems = []
+    if algorithm.needs_replay and not policy.draws_with_gradients:
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
+            f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
+            "with real-valued actions, or a flow policy with model.likelihood=dsrl or residual; for others "
+            "algorithm=ppo."
+        )
+    once = f"{policy.steers} sees each picture once" if policy.steers else ""
+    blind = once if policy.num_images else f"model '{policy.name}' reads no image"
+    if cfg.sources.get("algorithm.image_shift") == COMMAND_LINE and blind:
+        problems.append(f"algorithm.image_shift has no effect: {blind}; leave it out.")
+    rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
+    folders = rules.demonstrations if rules else []
+    if folders and policy.steers:
+        problems.append(
+            f"algorithm.demonstrations hold actions, {policy.steers} chooses something else; leave them out."
+        )
+        folders = []
+    problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
+    return problems + [line for folder in folders for line in _demonstration_problems(folder, env)]
+
+
+def _demonstration_problems(folder: str, env: EnvSpec) -> Iterator[str]:
+    """Why transitions of a data set are not those of this environment."""
+    card = read_card(resolve_asset(folder))
+    shown = card.env
+    if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
+        yield (
+            f"algorithm.demonstrations: {folder} holds what the expert would have done, not the actions that led "
+            "to its rewards and next states. Collect with model.expert_noise=0 and collect.labels=executed, or "
+            "imitate these with `embodyrl sft`."
+        )
+    if not is_ours(resolve_asset(folder)):
+        yield (
+            f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
+            f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."
+        )
+    if (shown.action_dim, shown.state_dim, shown.cameras, shown.image_size) != (
+        *(env.action_dim, env.state_dim, env.cameras, env.image_size),
+    ):
+        yield (
+            f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action_dim} numbers an action, "
+            f"{shown.state_dim} of state, cameras {list(shown.cameras)} of {shown.image_size}; this run "
+            f"has {env.action_dim}, {env.state_dim}, {list(env.cameras)} of {env.image_size}. Collect them alike."
+        )
+
+
+def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
+    """Why nobody can tell what transitions had earned with another goal."""
+    key = f"algorithm.hindsight_goals={getattr(cfg.algorithm, 'hindsight_goals', 0)}"
+    if not env.desired_goal[1]:
+        yield (
+            f"{key}: env '{env.name}' says nothing of other goals. That takes observations with achieved_goal and "
+            "desired_goal (boxes of one shape) and a method compute_reward(achieved, desired, info) that gives, for an "
+            "empty info, the rewards of its steps; wrappers keep the observation a dictionary, and vector environments "
+            "have no such method. Fix: such an environment, or leave it out."
+        )
+    if policy.steers or not policy.uses_state:
+        yield f"{key}: the goal is a part of the state, which model '{policy.name}' does not learn from; use model=mlp."
+    if policy.num_action_chunks > 1:
+        yield (
+            f"{key}: nobody sees what each of a chunk's {policy.num_action_chunks} actions achieved; set "
+            "model.num_action_chunks=1 (algorithm.n_step adds up rewards)."
+        )
+    if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
+        yield f"{key}: compute_reward gives rewards and not their changes; set env.use_rel_reward=false."
+    if isinstance(cfg, RewardSection) and cfg.reward.path is not None:
+        yield f"{key}: reward.path was asked about the goal that was pursued, and knows no other; leave one of both."

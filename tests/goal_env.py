@@ -1,0 +1,79 @@
+"""A small goal environment (GoalEnv of Gymnasium-Robotics): a point that is pushed to where it should be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+NEAR = 0.15
+"""Distance within which the goal is reached."""
+LENGTH = 7
+"""Env steps of an episode that does not terminate."""
+
+
+class Walk(gymnasium.Env[Any, Any]):
+    """State: position [2], then two numbers that say nothing; an action moves the point by a tenth of it."""
+
+    def __init__(self, ends: bool = False) -> None:
+        box = spaces.Box(-10.0, 10.0, (2,), np.float64)
+        self.observation_space = spaces.Dict({"observation": box, "achieved_goal": box, "desired_goal": box})
+        self.action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.ends, self.at, self.goal, self.steps = ends, np.zeros(2), np.zeros(2), 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.at, self.goal, self.steps = *self.np_random.uniform(-0.2, 0.2, (2, 2)), 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.at = self.at + 0.1 * np.asarray(action, np.float64)
+        self.steps += 1
+        reward = float(self.compute_reward(self.at, self.goal, {"bonus": 0.0}))
+        return self._seen(), reward, self.ends and reward == 0.0, self.steps == LENGTH, {"is_success": reward == 0.0}
+
+    def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+        return -(np.linalg.norm(achieved_goal - desired_goal, axis=-1) > NEAR).astype(np.float32)
+
+    def _seen(self) -> dict[str, Any]:
+        other = self.np_random.uniform(-1.0, 1.0, 2)
+        return {"observation": other, "achieved_goal": self.at.copy(), "desired_goal": self.goal.copy()}
+
+
+class Ending(Walk):
+    """Says with which goals it would have ended, one goal at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(ends=True)
+
+    def compute_terminated(self, achieved_goal: Any, desired_goal: Any, info: Any) -> bool:
+        return bool(np.linalg.norm(achieved_goal - desired_goal) <= NEAR)
+
+
+class OneByOne(Walk):
+    """Takes a batch for one goal and gives a number for it."""
+
+    def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+        return -float(np.linalg.norm(achieved_goal - desired_goal) > NEAR)
+
+
+class Otherwise(Walk):
+    """Its steps earn something else than its function says."""
+
+    def step(self, action: Any) -> Any:
+        seen, reward, *rest = super().step(action)
+        return seen, reward + 0.5, *rest
+
+
+class Told(Walk):
+    """Its function reads what only its steps know."""
+
+    def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
+        return super().compute_reward(achieved_goal, desired_goal, info) + info["bonus"]
+
+
+def careful(step: Any) -> float:
+    """A reward of a user's own."""
+    return -float(np.abs(step.action).sum())
