@@ -134,6 +134,7 @@ def test_what_a_script_starts_says_what_is_trained(tmp_path: Path, line: str, wh
         ("verl_older_is.sh", "algorithm.rollout_is_mode=mask", "with a lower bound"),
         ("roll_correction.yaml", "train_infer_correction.filters=[{enabled: true}]", "tokens left out by their ratio"),
         ("roll_correction.yaml", "train_infer_correction.is_weight.weight_type=segment", "weights of segments"),
+        ("verl_rloo.sh", "actor_rollout_ref.actor.use_kl_loss=true", "a KL in the loss and another one in the reward"),
         ("roll_correction.yaml", "+use_rollout_importance_sampling=true", "keys of an older version"),
         ("areal_rejection.yaml", "actor.rejection_sampling.metric=kl_k2", "left out by a divergence"),
         ("areal_rejection.yaml", "+actor.rejection_sampling.lower=0.5", "with a lower bound"),
@@ -172,6 +173,25 @@ def test_the_loss_of_the_bypass_is_no_other_loss() -> None:
     result, _ = migrated("verl_bypass_gspo.sh", *words, handed_on)
     assert result.settings["algorithm.loss_type"] == "ppo_clip"
     assert [result.counts[state] for state in ("unsupported", "unknown")] == [0, 0]
+
+
+def test_a_scheduler_that_steps_once_a_training_step_is_counted_in_ours() -> None:
+    """RLinf: 2 minibatches a training step, so 7 of its warm-up steps are 14 optimizer steps."""
+    assert settings("rlinf_stop.yaml", "+actor.optim.lr_warmup_steps=7")["actor.optim.warmup_steps"] == 14
+    assert settings("rlinf_spatial_pi05.yaml")["actor.optim.warmup_steps"] == 0, "there none, flow policies' 10 here"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("rlinf_libero_10_grpo.yaml", "seq-mean-token-mean"),
+        ("rlinf_goal_ppo.yaml", "token-mean"),
+        ("rlinf_math.yaml", "token-mean"),
+    ],
+    ids=["episodes end", "slots refill", "text"],
+)
+def test_episodes_that_end_are_divided_by_their_length(name: str, wanted: str) -> None:
+    assert settings(name)["algorithm.loss_agg_func"] == wanted
 
 
 def test_weights_without_a_cap_are_kept() -> None:

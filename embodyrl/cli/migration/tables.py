@@ -54,7 +54,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": min,
     "max": max,
     "length": len,
-    "last": lambda values: values[-1],
     "devices": devices,
 }
 
@@ -143,7 +142,7 @@ class System:
 
     folder: str
     keys: Mapping[str, Any]
-    """name, version, kinds; keys, "not needed" and "unsupported"."""
+    """name, version, kinds; terms: expressions that several keys share; keys, "not needed" and "unsupported"."""
     identity: list[Mapping[str, Any]]
     """Questions whose answers choose our parts, or say that there are none."""
     defaults: Mapping[str, Any]

@@ -81,6 +81,8 @@ def translate(source: Source, folder: str | None = None, *, nearest: bool = Fals
     """
     system = load_system(folder or detect(source.values))
     values = _completed(source, system)
+    for name, text in system.keys.get("terms", {}).items():
+        values[name] = evaluate(text, values)
     result = Migration(system=system, values=values)
     known = {**values, PROGRAM: source.program}
     kind = next(kind for kind in system.keys["kinds"] if holds(kind.get("when", {}), known))
