@@ -21,12 +21,18 @@ from typing import Any
 
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 
+_LENGTH = struct.Struct("!Q")
+"""What stands before a message: its number of bytes."""
+_PART = 1 << 16
+"""Bytes that are read at a time."""
+
 
 class PipeChannel:
     """A channel between two processes of one host.
 
     Plain pickle and one lasting poll object: `Connection.send` makes a pickler with a dispatch table of its own and
     `Connection.poll` a selector for every message, which together take longer than the two wake-ups of a round trip.
+    Nor does it read a message in parts: `Connection.recv` waits for the end of one whose writer was stopped halfway.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -34,6 +40,9 @@ class PipeChannel:
         self._end = socket.socket(fileno=os.dup(connection.fileno()))
         self._poll = select.poll()
         self._poll.register(connection.fileno(), select.POLLIN)
+        self._part = memoryview(bytearray(_PART))
+        self._begun = bytearray()
+        """The beginning of a message whose rest has not come."""
         self.arrived: deque[Any] = deque()
         """Messages that came while a long one was sent; `get` returns them first."""
 
@@ -46,8 +55,7 @@ class PipeChannel:
                 of it is lost, so the channel is of no more use.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        # Framed as `Connection.recv` wants it.
-        rest = memoryview(struct.pack("!i", len(data)) + data)
+        rest = memoryview(_LENGTH.pack(len(data)) + data)
         try:
             while rest:
                 try:
@@ -69,23 +77,37 @@ class PipeChannel:
         if not ready:
             raise ChannelTimeout(f"The other end of the channel took nothing for {timeout_s:g} s.")
         if ready[0][1] & reads:
-            self.arrived.append(self.connection.recv())
+            self._read()
 
     def get(self, timeout_s: float) -> Any:
         """Receive the next message.
 
         Raises:
             ChannelClosed: the other end is gone.
-            ChannelTimeout: nothing arrived in time.
+            ChannelTimeout: for `timeout_s` nothing arrived; of a message that had begun to, the rest may still come.
         """
-        if self.arrived:
-            return self.arrived.popleft()
-        if not self._poll.poll(timeout_s * 1000):
-            raise ChannelTimeout(f"Nothing arrived on the channel within {timeout_s:g} s.")
-        try:
-            return self.connection.recv()
-        except (EOFError, ConnectionResetError, BrokenPipeError) as error:
-            raise ChannelClosed("The other end of the channel is gone.") from error
+        while not self.arrived:
+            if not self._poll.poll(timeout_s * 1000):
+                raise ChannelTimeout(f"Nothing arrived on the channel within {timeout_s:g} s.")
+            try:
+                self._read()
+            except (EOFError, ConnectionResetError, BrokenPipeError) as error:
+                raise ChannelClosed("The other end of the channel is gone.") from error
+        return self.arrived.popleft()
+
+    def _read(self) -> None:
+        """Take in what is there of one message or several."""
+        count = self._end.recv_into(self._part)
+        if not count:
+            raise EOFError
+        self._begun += self._part[:count]
+        while len(self._begun) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._begun)[0]
+            if len(self._begun) < end:
+                return
+            with memoryview(self._begun) as begun:
+                self.arrived.append(pickle.loads(begun[_LENGTH.size : end]))
+            del self._begun[:end]
 
     def close(self) -> None:
         """Close this end; idempotent."""

@@ -292,8 +292,8 @@ class RayLauncher:
             self._lost.add(handle.node)
             self._reap(name, f"is gone with its host (Ray node {handle.node[:8]})", traceback=str(error))
             return
-        except exceptions.RayActorError as error:
-            self._reap(name, "died", traceback=str(error))
+        except exceptions.RayError as error:  # it died, or its answer is lost or does not come
+            self._reap(name, "died" if isinstance(error, exceptions.RayActorError) else "lost", traceback=str(error))
             return
         # Only now: a worker that died has its request open still, and `_reap` drops it with everything else.
         handle.open.popleft()

@@ -1,4 +1,6 @@
 import multiprocessing
+import os
+import signal
 
 import pytest
 
@@ -39,3 +41,25 @@ def test_a_message_without_room_has_a_deadline(ends):
     with pytest.raises(ChannelTimeout, match=r"took nothing for 0.01 s"):
         a.put(b"x" * 2**22, timeout_s=0.01)
     assert b.get(1.0) == b"x" * 2**13
+
+
+def _write(connection):
+    PipeChannel(connection).put(b"x" * 2**22)
+
+
+def test_a_writer_that_is_stopped_in_the_middle_of_a_message_has_a_deadline():
+    """`Connection.recv` would wait for the rest for ever; and what had come must not be lost."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    writer = context.Process(target=_write, args=(theirs,), daemon=True)
+    writer.start()
+    channel = PipeChannel(ours)
+    assert ours.poll(60.0)  # it has begun, and cannot end before we read: no pipe holds 4 MiB
+    os.kill(writer.pid, signal.SIGSTOP)
+    os.waitpid(writer.pid, os.WUNTRACED)
+    with pytest.raises(ChannelTimeout):
+        channel.get(0.1)
+    os.kill(writer.pid, signal.SIGCONT)
+    assert channel.get(60.0) == b"x" * 2**22
+    writer.join(60.0)
+    channel.close()

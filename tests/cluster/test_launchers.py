@@ -38,7 +38,7 @@ class EchoWorker:
         if request == "lock":
             self.lock = multiprocessing.RLock()
             request = self.lock._semlock.name
-        yield f"{request}!"
+        yield f"{request}!" if request != "long" else "x" * 2**22
 
     def close(self) -> None:
         pass
@@ -161,6 +161,18 @@ def test_a_request_that_a_hung_worker_does_not_read_waits_no_longer_than_its_dea
     local.send("echo", "hang", timeout_s=1.0)
     local.send("echo", "long" * 2**20, timeout_s=100.0)
     assert "no answer for 1 s" in next_event(local).message.reason
+
+
+def test_a_worker_that_is_stopped_in_the_middle_of_its_answer_waits_no_longer_than_its_deadline(local):
+    """Fails where the rest of a message that has begun is read without a deadline."""
+    local.start(spec(), timeout_s=60)
+    next_event(local)
+    local.send("echo", "long", timeout_s=2)
+    worker = local._handles["echo"]
+    assert worker.channel.connection.poll(60)  # no pipe holds all of it
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    os.waitpid(worker.process.pid, os.WUNTRACED)
+    assert "gave no answer for 2 s" in next_event(local).message.reason
 
 
 def test_a_hung_inline_worker_is_cut_off_at_its_deadline_and_can_start_again(tmp_path):
