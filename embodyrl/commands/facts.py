@@ -11,7 +11,8 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, predict, require_memory
+from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, require_memory
+from embodyrl.plan.rates import predict
 from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
 from embodyrl.types import EnvSpec
 

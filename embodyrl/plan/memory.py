@@ -1,4 +1,4 @@
-"""What memory a run will need and how fast it should be on GPUs, derived before anything starts."""
+"""What memory a run will need, derived before anything starts."""
 
 import shutil
 import subprocess
@@ -9,9 +9,10 @@ from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
-from embodyrl.files import available_bytes, available_cores
+from embodyrl.files import available_bytes
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.policies import POLICIES
 from embodyrl.types import ROWS_AT_A_TIME, PolicySpec
 
 MIB, GIB = 2**20, 2**30
@@ -26,6 +27,7 @@ _ENGINE = 2 * GIB
 """vLLM's workspaces and the smallest cache worth having."""
 _UNKNOWN_SHARE = 0.4
 """Of a GPU whose memory is not known."""
+_QUERY_S = 20.0
 _RESERVE = 0.05
 """Of a GPU, for fragmentation and for what is not counted."""
 
@@ -56,7 +58,7 @@ class MemoryPlan:
     """It gives that up while weights are trained."""
     process: int
     saving: int
-    """GPUs: of the first rank's host, which gathers whole weights and then whole moments."""
+    """GPUs: of the first rank's host, which gathers whole weights and then whole moments, and has the replay buffer."""
     offloaded: int
     """actor.fsdp.cpu_offload: of the host, for each rank: its shards of weights, gradients and moments."""
     acting: int
@@ -65,7 +67,7 @@ class MemoryPlan:
     env_gpu: int
     """Of each env worker on its GPU."""
     replay: int
-    """Off-policy: the buffer of all that was seen, at the end of the run."""
+    """Off-policy without GPUs: the buffer of all that was seen, at the end of the run."""
     arena: int
     checkpoint: int
     """On disk."""
@@ -91,12 +93,9 @@ class MemoryPlan:
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
         """Name and text, human-readable."""
-        parts = (
-            *("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch"),
-            "replay",
-            *("engine", "process"),
-        )
-        named = [f"{name.replace('_', ' ')} {getattr(self, name) / GIB:.2f}" for name in parts if getattr(self, name)]
+        parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch")
+        sizes = {name.replace("_", " "): getattr(self, name) for name in (*parts, "replay", "engine", "process")}
+        named = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
         named += ["vLLM sleeps while weights are trained"] * self.sleeps
         env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
         env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
@@ -133,6 +132,8 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
     fsdp, total, on_gpu = cfg.actor.fsdp, policy.num_parameters, bool(visible_gpus())
     half, adapters, apart = cfg.model.half, policy.num_trained is not None, blueprint.is_disaggregated
     trained = policy.num_trained if policy.num_trained is not None else total
+    if critic := _beside(blueprint, cfg.critic.path):  # all of it is trained
+        trained += critic.num_parameters
     whole = total * (2 if half else 4)
     # Beside adapters the rest is kept in the compute precision; what is trained is float32.
     kept = (whole if adapters else 0) + 4 * trained
@@ -144,38 +145,34 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
     activations = _activations(
         cfg, policy, trained, copies=half and not adapters and not sharded, whole=whole_gradients
     )
+    if critic:
+        alone = replace(critic, scoring_bytes=(0, 0))  # it has no probabilities
+        activations += _activations(cfg, alone, critic.num_parameters, copies=half, whole=True)
     gradients = 4 * trained // (1 if whole_gradients else shards)
     if single:  # shards appear as kept activations go
         gradients = max(0, gradients - (activations - _whole_at_a_time(policy)))
     offloaded = fsdp.cpu_offload and on_gpu
     vllm = cfg.rollout.backend == "vllm"
-    slots = blueprint.num_slots
-    needs_reference = blueprint.algorithm is not None and blueprint.algorithm.needs_reference
-    if needs_reference and getattr(cfg.algorithm, "reference_url", None) is not None:
-        needs_reference = False  # a server has it
+    replay = _replay(blueprint, cfg)
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
-    acting_batch = policy.acting_bytes * -(-slots // blueprint.ranks) if on_gpu and not vllm else 0
-    if on_gpu and vllm and (policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0):
-        # The module scores what vLLM wrote: it has values, and may have other probabilities.
-        acting_batch = policy.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + policy.scoring_bytes[0]
+    acting_batch = _acting_batch(blueprint, cfg, policy) if on_gpu else 0
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else len(blueprint.env_workers[0].slots)
     return MemoryPlan(
         weights=0 if offloaded else kept // shards,
         gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
-        # Frozen, and in the precision that it computes in.
-        reference=(kept if adapters else whole + (policy.outside_layers if half else 0)) if needs_reference else 0,
+        reference=_reference(blueprint, cfg, kept if adapters else whole + (policy.outside_layers if half else 0)),
         gradients=gradients,
         optimizer=0 if offloaded else 8 * trained // shards,
         activations=activations,
         in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
         acting_batch=0 if apart else acting_batch,
         keeps_acting=cfg.model.recorded and on_gpu,
-        building=kept if adapters or not on_gpu else 4 * total,
+        building=kept if adapters or not on_gpu else 4 * trained,
         engine=0 if apart else engine,
         sleeps=sleeps and engine > 0 and not apart,
         process=process,
-        saving=max(kept if sharded else 0, 8 * trained) if on_gpu else 0,
+        saving=max(kept if sharded else 0, 8 * trained) + replay if on_gpu else 0,
         offloaded=(kept + 12 * trained) // shards if offloaded else 0,
         acting=process + max(kept, whole + acting_batch + engine) if apart else 0,  # it is built like an actor
         on_gpu=on_gpu,
@@ -183,10 +180,37 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
         env_worker=_ENV_PROCESS + env.task_bytes,
         env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(len(blueprint.env_workers[0].slots), tasks),
         arena=blueprint.layout.offsets(blueprint.capacity)[1],
-        replay=(replay := _replay(blueprint, cfg)),
+        replay=0 if on_gpu else replay,
         checkpoint=12 * trained
         + (replay if isinstance(cfg.algorithm, ReplaySettings) and cfg.algorithm.save_replay else 0),
     )
+
+
+def _acting_batch(blueprint: Blueprint, cfg: TrainConfig, policy: PolicySpec) -> int:
+    """On a GPU. The module scores what vLLM wrote where it has values, or may have other probabilities."""
+    slots = blueprint.num_slots
+    if cfg.rollout.backend != "vllm":
+        return policy.acting_bytes * -(-slots // blueprint.ranks)
+    if policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
+        return policy.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + policy.scoring_bytes[0]
+    return 0
+
+
+def _beside(blueprint: Blueprint, path: str | None) -> PolicySpec | None:
+    """A second model of the policy's kind: a teacher, or a critic apart. It has no adapters."""
+    if path is None:
+        return None
+    model = blueprint.cfg.model
+    alone = model.updated({"path": path, **({"is_lora": False} if model.adapted else {})})
+    return POLICIES.get(model.model_type).spec(alone, blueprint.env, 0)
+
+
+def _reference(blueprint: Blueprint, cfg: TrainConfig, own: int) -> int:
+    """Its weights, frozen and in the precision that it computes in; where a server has it, none."""
+    if blueprint.algorithm is None or not blueprint.algorithm.needs_reference or cfg.algorithm.reference_url:
+        return 0
+    teacher = _beside(blueprint, cfg.algorithm.reference_path)
+    return own if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
 
 
 def _replay(blueprint: Blueprint, cfg: TrainConfig) -> int:
@@ -304,79 +328,9 @@ def gpu_memory() -> int:
     if program is None:
         return 0
     query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_S, check=False)
+    except subprocess.TimeoutExpired:  # a driver that hangs will be told of by who uses it
+        return 0
     sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
     return min(sizes, default=0) * MIB
-
-
-DEVICE = "an H100"
-FLOPS, SLOW_FLOPS, BANDWIDTH = 650e12, 50e12, 2.8e12
-"""Assumed of one GPU: large matrix products in bfloat16 and in float32, per second; bytes per second. About two thirds
-of the data sheet's dense figure, and five sixths of its bandwidth."""
-OVERHEAD = 1.5
-"""Time of a pass over the time of its matrix products: metered kernel by kernel on a GPU that is not there."""
-CHUNK = 8
-"""Actions of the chunk that `EnvSpec.chunk_s` is about."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What each resource could do alone, per second; 0: not known, or no matter."""
-
-    simulators: float
-    """Chunks."""
-    acting: float
-    """Chunks."""
-    training: float
-    """Samples."""
-    seconds: float
-    """Of a training step with all its samples."""
-    bound_by: str
-
-    def lines(self, samples: int) -> list[tuple[str, str]]:
-        """Name and text, human-readable."""
-        simulators = f"{self.simulators:.0f} chunks/s" if self.simulators else "not known"
-        return [
-            (
-                "predicted",
-                f"simulators {simulators} · acting {self.acting:.0f} chunks/s · training {self.training:.1f} samples/s "
-                f"· {self.seconds:.0f} s for {samples} samples, bound by {self.bound_by}",
-            ),
-            (
-                "",
-                f"assumed of each GPU ({DEVICE}): {FLOPS / 1e12:.0f} TFLOP/s in bfloat16, {BANDWIDTH / 1e12:.1f} TB/s, "
-                f"{OVERHEAD} times the time of matrix products; nothing of it was measured on a GPU",
-            ),
-        ]
-
-
-def predict(blueprint: Blueprint) -> Rates | None:
-    """Rates of a training run; None without GPUs, or where the policy says nothing of its FLOPs."""
-    cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
-    if not visible_gpus() or not policy.forward_flops:
-        return None
-    flops, item = (FLOPS, 2) if cfg.model.half else (SLOW_FLOPS, 4)
-    acting = cfg.rollout.acting_processes or blueprint.ranks
-    batch = max(1, blueprint.num_slots // (acting * cfg.rollout.pipeline_stage_num))
-    # Acting is bound by reading all weights once a pass as long as its batch is small.
-    reading = policy.act_passes * item * policy.num_parameters / BANDWIDTH
-    act = acting * batch / (OVERHEAD * max(batch * policy.forward_flops / flops, reading))
-    # Forward and backward pass: three forward passes, of frozen weights two; one more where layers are recomputed.
-    passes = (2 if policy.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
-    once = OVERHEAD * policy.forward_flops / flops / blueprint.ranks
-    assert blueprint.algorithm is not None
-    rescored = blueprint.algorithm.recomputes_logprob + blueprint.algorithm.needs_reference
-    train = 1.0 / (once * passes)
-    workers = min(len(blueprint.env_workers), available_cores())
-    simulators = workers / (env.chunk_s * policy.num_action_chunks / CHUNK) if env.chunk_s else 0.0
-    samples = blueprint.max_samples
-    parts = {
-        "simulators": samples / simulators if simulators else 0.0,
-        "acting": samples / act,
-        "training": samples * (cfg.algorithm.update_epoch / train + rescored * once),
-    }
-    # Simulators and the policy work side by side while the episodes run; the update waits for both.
-    seconds = max(parts["simulators"], parts["acting"]) + parts["training"]
-    return Rates(
-        simulators=simulators, acting=act, training=train, seconds=seconds, bound_by=max(parts, key=parts.__getitem__)
-    )

@@ -8,14 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from processes import workers_of
+from settings import model_of
+from text_runs import ASKING, text_config
 from toy_runs import running_crew, toy_config
 
+from embodyrl.checkpoint.tensors import load_tensors, save_tensors
+from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
+from embodyrl.plan import memory
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.memory import GIB, engine_share, plan_memory, require_memory
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.actors import Actors
 from embodyrl.scheduler.rollout import Rollout
 
@@ -82,6 +90,46 @@ def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
         require_memory(blueprint, replace(plan, env_worker=10_000 * GIB))
 
 
+def test_a_critic_apart_and_a_teacher_count_by_their_own_size(tmp_path):
+    """Fails where both are taken to be as large as the policy, or not to be there."""
+    cfg = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=4)
+    policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=ASKING, device="cpu", seed=0))
+    for name, more in (("critic", 1_000), ("teacher", 10_000_000)):
+        (tmp_path / name).mkdir()
+        policy.save(tmp_path / name)
+        save_tensors(tmp_path / name / "more.safetensors", {"more": torch.zeros(more)})
+    own = sum(tensor.numel() for tensor in load_tensors(tmp_path / "critic" / "model.safetensors").values())
+
+    def plan(*words):
+        return plan_memory(draw_blueprint(text_config(tmp_path, *words), training=True))
+
+    ppo = ("algorithm=ppo", "algorithm.reward_type=action_level", "actor.fsdp.size=1")
+    alone, apart = plan(*ppo), plan(*ppo, f"critic.path={tmp_path}/critic")
+    assert apart.weights - alone.weights == apart.gradients - alone.gradients == 4 * (own + 1_000)
+    assert apart.optimizer - alone.optimizer == 8 * (own + 1_000)
+    assert apart.activations > alone.activations
+    kl = ("algorithm.kl_beta=0.1", "model.precision=fp32")
+    assert plan(*kl).reference == 4 * policy.spec.num_parameters
+    assert plan(*kl, f"algorithm.reference_path={tmp_path}/teacher").reference == 4 * (own + 10_000_000)
+
+
+def test_a_replay_buffer_lies_on_the_host(tmp_path, monkeypatch):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
+    blueprint = draw_blueprint(load_config("train", words), training=True)
+    on_cpu = plan_memory(blueprint)
+    assert on_cpu.replay > 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    on_gpu = plan_memory(blueprint)
+    assert on_gpu.replay == 0, "of the GPU"
+    assert on_gpu.host(1) >= on_cpu.replay
+
+
+def test_a_driver_that_hangs_is_a_gpu_of_unknown_size(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, "80000; exec sleep 60")
+    monkeypatch.setattr(memory, "_QUERY_S", 0.1)
+    assert memory.gpu_memory() == 0
+
+
 def stub_nvidia_smi(folder, monkeypatch, mib):
     """A host with GPUs of that size, by what its tools say."""
     program = folder / "nvidia-smi"
@@ -121,9 +169,9 @@ def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         drawn = draw_blueprint(toy_config(tmp_path, *words), training=True)
         drawn = replace(drawn, env=replace(drawn.env, on_gpu=True, gpu_bytes=(2 * GIB, GIB)))
-        memory = plan_memory(drawn)
-        assert memory.env_gpu == 4 * GIB, "two slots each"
-        return drawn, replace(memory, gradients=3 * GIB)
+        needed = plan_memory(drawn)
+        assert needed.env_gpu == 4 * GIB, "two slots each"
+        return drawn, replace(needed, gradients=3 * GIB)
 
     require_memory(*plan("0,1"))
     with pytest.raises(ConfigError, match=r"with all that shares its GPU 11\.\d.*launcher.env_workers"):
