@@ -282,3 +282,18 @@ def test_sampled_states_are_new_ones_like_the_stored():
         np.testing.assert_allclose(drawn.mean(0)[:54], stored.mean(0)[:54], atol=0.03)
     finally:
         sims.close()
+
+
+@pytest.mark.parametrize("task", [4, 9], ids=["in a drawer", "on a cabinet"])
+def test_sampled_states_put_objects_on_their_fixtures_after_other_episodes_too(task):
+    """The benchmark's sampler reads where a fixture's sites are, and adds where it stands, to an episode's own places."""
+    cfg = env_of("libero", task_suite_name="libero_spatial", render_profile="lean", sampled_states=8)
+    spec, sims = FACTORY.spec(cfg, EnvContext()), FACTORY.simulators(cfg, EnvContext())
+    try:
+        sims.reset(0, spec.reset_ids_of(task)[0], 7)
+        drawn = np.array([sims.pool.use(0).sample_state(50 + k) for k in range(8)])
+        stored = np.asarray(install.suite_init_states("libero_spatial", task))
+        of_objects = [place + axis for place in range(10, 45, 7) for axis in range(3)]
+        np.testing.assert_allclose(drawn.mean(0)[of_objects], stored.mean(0)[of_objects], atol=0.03)
+    finally:
+        sims.close()

@@ -107,6 +107,7 @@ class TaskSimulator:
         self._hand = self._model.body(self._robot.robot_model.eef_name).id
         self._fingers = np.asarray(self._robot._ref_gripper_joint_pos_indexes)
         self._new_sites = self._model.site_rgba.copy()
+        self._fixtures = [self._model.body(fixture.root_body).id for fixture in self._env.fixtures_dict.values()]
         self._view_qpos, self._view_sites = self._data.qpos.copy(), self._new_sites
         self._gripper_qpos = self._data.qpos[self._fingers]
         front = self._model.camera(FRONT_CAMERA).id
@@ -256,6 +257,10 @@ class TaskSimulator:
         from robosuite.utils.errors import RandomizationError  # pyright: ignore[reportMissingImports]
 
         for _ in range(_PLACEMENT_TRIES):
+            # Where a new model has them. The sampler adds a fixture's place to where it finds the sites of what stands
+            # on it, so that after another episode bowls would hang in the air.
+            self._model.body_pos[self._fixtures] = 0.0
+            self._model.body_quat[self._fixtures] = 1.0, 0.0, 0.0, 0.0
             with contextlib.suppress(RandomizationError):
                 self._env.reset()
                 return
