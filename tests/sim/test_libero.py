@@ -286,7 +286,7 @@ def test_sampled_states_are_new_ones_like_the_stored():
 
 @pytest.mark.parametrize("task", [4, 9], ids=["in a drawer", "on a cabinet"])
 def test_sampled_states_put_objects_on_their_fixtures_after_other_episodes_too(task):
-    """The benchmark's sampler reads where a fixture's sites are, and adds where it stands, to an episode's own places."""
+    """The sampler of the benchmark adds where a fixture stands to where it finds its sites."""
     cfg = env_of("libero", task_suite_name="libero_spatial", render_profile="lean", sampled_states=8)
     spec, sims = FACTORY.spec(cfg, EnvContext()), FACTORY.simulators(cfg, EnvContext())
     try:
