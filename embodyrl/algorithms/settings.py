@@ -286,7 +286,8 @@ class ReplaySettings(AlgorithmSettings, DiscountSettings):
     @property
     def method(self) -> str:
         """What it does, in a line."""
-        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample"
+        hindsight = f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else ""
+        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{hindsight}"
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what policy gradients alone read."""

@@ -145,16 +145,17 @@ class GoesToItsGoal(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_rlpd_learns_to_reach_from_demonstrations(tmp_path):
+def test_rlpd_learns_to_reach_from_demonstrations_and_by_hindsight(tmp_path):
     pytest.importorskip("gymnasium_robotics")
     reach = ("env=gym", "env.id=gymnasium_robotics:FetchReach-v4", "env.wrappers=[test_off_policy_runs:GoesToItsGoal]")
-    demos = ("model=scripted", "launcher=inline", f"collect.out={tmp_path}/demos", "collect.episodes=100")
+    demos = ("model=scripted", "launcher=inline", f"collect.out={tmp_path}/demos", "collect.episodes=20")
     collect(load_config("collect", words_of(tmp_path, *reach, *demos)))
     learner = (
         "model=mlp",
         "algorithm=rlpd",
         f"algorithm.demonstrations=[{tmp_path}/demos]",
         "algorithm.alpha_init=0.1",
+        "algorithm.hindsight_goals=4",
     )
     sizes = ("model.hidden_sizes=[64,64]", "model.normalize_state=true", "algorithm.learning_starts=100")
     rates = (
@@ -168,4 +169,4 @@ def test_rlpd_learns_to_reach_from_demonstrations(tmp_path):
     words = words_of(tmp_path, *reach, *learner, *sizes, *rates, *steps, *looks, *QUIET)
     found = rows(train(load_config("train", words)).run)
     assert found[0]["eval/return"] < -45, "it reaches nothing at first"
-    assert found[-1]["eval/return"] > -25
+    assert found[-1]["eval/return"] > -5

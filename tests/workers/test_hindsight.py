@@ -27,7 +27,7 @@ from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.replay import Frames, ReplayBuffer
 
-GAMMA, SCALE, FACTOR = 0.5, 0.25, 4.0
+GAMMA, SCALE, FACTOR = 0.5, 0.5, 4.0
 DESIRED, ACHIEVED = slice(2, 4), slice(0, 2)
 """Of the state: the space sorts its members by name."""
 
