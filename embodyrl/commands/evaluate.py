@@ -118,8 +118,8 @@ def run_evaluation(
         def note(episode: Episode) -> None:
             env, suite = blueprint.env, suites[episode.spec.task_id]
             known, factor = env.reports_success, env.reward_factor
-            task = env.tasks[episode.spec.task_id]
-            rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite, task=task))
+            task, first = env.tasks[episode.spec.task_id], env.reset_ids_of(suites.index(suite)).start
+            rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite, task=task, first=first))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation goes on with the episodes that it has.
             log.flush()

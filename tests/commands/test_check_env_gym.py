@@ -34,6 +34,7 @@ LEGAL = {
     "ListObs": [],
     "ArrayReward": [],
     "Endless": [],
+    "HalfOpen": [],
     "OneStep": [],
     "GreyStack": [],
     "ArraysOfOne": [],
@@ -47,6 +48,7 @@ LEGAL = {
 """Name -> checks that warn."""
 CHEAP = (
     "FixedStart",
+    "HalfOpen",
     "TupleObs",
     "Switches",
     "FloatPicture",

@@ -150,7 +150,8 @@ def expert(h: Harness) -> None:
 def _play_expert(h: Harness, start: EpisodeStart) -> Trace:
     """Let the expert act to the end, or to the first violation."""
     trace = Trace(start=start, actions=np.zeros((0, h.spec.action_dim), np.float32))
-    low, high = h.bounds()
+    space = h.spec.action_space
+    low, high = h.bounds() if space is None else (np.asarray(bound, np.float32) for bound in space.bounds)
     h.env.reset([0], [start])
     trace.seen.append(h.observe(0))
     while not trace.any("done") and len(trace.results) * CHUNK < start.max_episode_steps:
