@@ -39,6 +39,10 @@ class Says:
     wording: str
 
 
+class NumbersStates:
+    """Marks a key that says which initial state a number stands for."""
+
+
 Count = Annotated[int, Field(ge=1, le=10**6)]
 """How many of something there are."""
 Index = Annotated[int, Field(ge=0, lt=2**63)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,18 +100,13 @@ def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> li
     return found
 
 
-_WORLD = (
-    *("env.env_type", "env.task_suite_name", "env.id", "env.axis", "env.kwargs", "env.wrappers"),
-    *(f"data.{key}" for key in ("path", "subset", "split", "kwargs", "val_path", "val_split", "val_share")),
-    "data.max_prompt_length",
-)
-"""Keys, and groups of them, that say which initial state a number stands for."""
+def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
+    """What says that two runs, by their configs, gave equal numbers to other initial states; None: nothing does.
 
-
-def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
-    """What says that two runs, by their configs, gave equal numbers to other initial states; None: nothing does."""
+    `keys`, and those below them, decide it.
+    """
     one, other = (
-        {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{w}.") for w in _WORLD)}
+        {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{k}.") for k in keys)}
         for config in (first, second)
     )
     # Earlier versions lack keys.
