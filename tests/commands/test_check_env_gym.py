@@ -69,6 +69,15 @@ def test_odd_and_legal_ones_pass(name):
     assert "skip" not in {f.level for f in found}
 
 
+@pytest.mark.parametrize(("name", "level", "said"), [("Walk", "ok", "7 rewards"), ("Drifts", "warn", "step 4 earned")])
+def test_what_it_says_of_goals_is_held_against_its_steps(name, level, said):
+    """Mutations: the goal is compared with the observation before the step, or only the first step is."""
+    found = {f.check: f for f in look(f"env.id=goal_env:{name}")}
+    assert [f.check for f in found.values() if f.level == "FAIL"] == []
+    assert found["goals"].level == level
+    assert said in f"{found['goals'].note} {found['goals'].violations}"
+
+
 ILLEGAL = {
     "OldReset": ("spec", "reset returned one ndarray.*before Gymnasium 0.26. Fix: "),
     "OldSeed": ("spec", "reset takes no seed. This is the API before.*Fix: "),
