@@ -187,6 +187,14 @@ class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
 
     gae_lambda: Share = 1.0
     """GAE lambda."""
+    normalize_per_task: bool = False
+    """Whiten within each task, so that one whose rewards change little is learned from as much as the others."""
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what is about whitening."""
+        yield from super().idle()
+        if not self.normalize_advantages:
+            yield "algorithm.normalize_per_task", "normalize_advantages is false; set it to true"
 
 
 class ReturnSettings(CreditSettings, DiscountSettings):
@@ -228,7 +236,10 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
     )
     if cfg.normalize_advantages:
         # After the value targets are formed: those stay in units of the reward.
-        _whiten([advantage], [credited])
+        tasks = [episode.spec.task_id if cfg.normalize_per_task else 0 for episode in episodes]
+        of_rows = np.repeat(tasks, np.diff(ends, prepend=0))
+        for task in set(tasks):
+            _whiten([advantage], [credited & (of_rows == task)[:, None]])
     advantage, returns = np.where(valid, advantage, 0.0).astype(np.float32), returns.astype(np.float32)
     starts = [0, *ends.tolist()]
     return [Credit(advantage=advantage[a:b], returns=returns[a:b]) for a, b in pairwise(starts)]

@@ -180,6 +180,11 @@ class RewardStep:
         return self.ask()
 
 
+def success(step: RewardStep) -> float:
+    """1 for a step after which the task's goal holds: with reward.mode=add, a bonus of reward.weights.success."""
+    return float(step.success)
+
+
 StepFunction = Callable[[RewardStep], float | Mapping[str, float]]
 """Several numbers are weighted and added; the function's attribute `components` lists their names."""
 

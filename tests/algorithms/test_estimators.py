@@ -118,3 +118,24 @@ def test_advantages_are_clipped_where_asked():
     batch = Algorithm(cfg).prepare(reference_episodes())
     assert batch.advantage.min() == -1.0
     assert batch.advantage.max() == 0.5
+
+
+def test_tasks_with_small_rewards_count_as_much_as_the_others():
+    """One task earns a hundred times as much as the other; whitened together, that other is left next to nothing."""
+    episodes = []
+    for i, (task, scale) in enumerate([(3, 1.0), (5, 100.0), (3, 2.0), (5, 300.0)]):
+        episode = make_episode(
+            [[scale], [0.0], [2 * scale]], episode_id=i, value=[[0.0]] * 3, bootstrap=[0.0], first_record=3 * i
+        )
+        episodes.append(replace(episode, spec=replace(episode.spec, task_id=task)))
+    small = np.repeat([True, False, True, False], 3)
+    together, apart = (
+        Algorithm(algorithm_of(adv_type="gae", group_size=1, gamma=0.9, normalize_per_task=each)).prepare(episodes)
+        for each in (False, True)
+    )
+    assert np.abs(together.advantage[small]).max() < 1
+    assert together.advantage[small].std() < 0.02
+    for own in (small, ~small):
+        np.testing.assert_allclose(apart.advantage[own].mean(), 0, atol=1e-6)
+        np.testing.assert_allclose(apart.advantage[own].std(ddof=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(apart.returns, together.returns)

@@ -45,6 +45,7 @@ COMPOSED = {
     "eval=libero_pro": "2500 episodes of LIBERO; tests/commands/test_evaluation covers several suites",
     "algorithm=rlpd": "needs demonstrations; tests/learning/test_off_policy_runs collects some",
     "env=metaworld": "needs the package; tests/envs/test_metaworld plays it",
+    "mt10": "the same",
     "ppo_trainer --config-dir": "needs the reader's model; tests/cli/test_migrate runs it",
 }
 """Parts of lines that are composed and checked only, with the reason."""

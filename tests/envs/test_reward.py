@@ -98,6 +98,12 @@ def test_what_is_returned_replaces_the_simulators_reward_or_is_added_to_it():
     assert added.components[0] == pytest.approx([3, effort.sum(), 5, 0])
 
 
+def test_success_may_earn_a_bonus():
+    bonus = {"path": "embodyrl.envs.reward:success", "mode": RewardMode.add, "weights": {"success": 5.0}}
+    _, _, result = run(StepRewardSettings.model_validate(bonus), success=[2], terminated=[2])
+    assert result.reward.tolist() == [[0, 2, 8, 0]]
+
+
 def test_a_failed_step_earns_nothing_and_says_where_once_in_an_episode():
     env, actions, result = run(own("moody"), rewards=(1, 1, 1, 1))
     assert result.reward.tolist() == [[1, 0, 0, 1, 0]]

@@ -64,6 +64,10 @@ TRAINED = (
         ("train", "actor.optim.value_clip_grad=1.0", ["algorithm=grpo"], ["algorithm=ppo"]),
         ("train", "env.train.max_steps_per_rollout_epoch=16", ["algorithm=grpo"], ["algorithm=ppo"]),
         ("train", "algorithm.std_unbiased=false", ["algorithm.normalize_advantages=false"], ["algorithm=grpo"]),
+        (
+            *("train", "algorithm.normalize_per_task=true"),
+            *(["algorithm=ppo", "algorithm.normalize_advantages=false"], ["algorithm=ppo"]),
+        ),
         ("train", "algorithm.critic_warmup=3", ["algorithm=ppo", "algorithm.value_coef=0"], ["algorithm=ppo"]),
         ("train", "algorithm.value_clip=0.3", ["algorithm=ppo", "algorithm.value_coef=0"], ["algorithm=ppo"]),
         ("train", "actor.gradient_checkpointing=true", [*GYM], ["model=openvla_oft_tiny"]),

@@ -15,7 +15,7 @@ from settings import model_of
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
-from embodyrl.policies.actor_critic.heads import SquashedHead
+from embodyrl.policies.actor_critic.heads import GaussianHead, SquashedHead
 from embodyrl.policies.actor_critic.policy import RunningMoments
 from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
@@ -313,3 +313,18 @@ def test_the_squashed_density_is_that_of_torch():
     logprob, entropy = head.score(outputs, choice, 1.3)
     torch.testing.assert_close(logprob, squashed.log_prob(choice.tanh()), rtol=1e-4, atol=1e-4)
     assert torch.equal(entropy, -logprob)
+
+
+def test_correlated_noise_is_drawn_and_scored_as_the_gaussian_it_is():
+    """Against torch's Gaussian with covariance deviation^2 r^|i - j| between actions i and j of a chunk."""
+    head, chunk = GaussianHead((-1.0, -2.0), (1.0, 2.0), -0.7, 0.8), 4
+    steps = torch.arange(chunk)
+    apart = 0.8 ** (steps[:, None] - steps).abs()
+    whole = torch.distributions.MultivariateNormal(torch.zeros(chunk), (1.3 * math.exp(-0.7)) ** 2 * apart)
+    mean = torch.randn(20_000, chunk, 2, generator=torch.Generator().manual_seed(0))
+    choice = head.choose(mean, torch.rand(mean.shape, generator=torch.Generator().manual_seed(1)), 1.3)
+    moved = (choice - mean).transpose(1, 2).flatten(0, 1).detach()
+    torch.testing.assert_close(moved.T.cov(), whole.covariance_matrix, rtol=0.03, atol=0.01)
+    logprob, entropy = head.score(mean, choice, 1.3)
+    torch.testing.assert_close(logprob.sum(1).flatten(), whole.log_prob(moved), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropy.sum(1).flatten(), whole.entropy().expand(40_000), rtol=1e-4, atol=1e-4)

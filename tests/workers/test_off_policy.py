@@ -231,6 +231,8 @@ def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
         (["env.id=CartPole-v1"], "carry gradients"),
         (["env.id=CartPole-v1", "model.squashed=true"], "model.squashed has no effect"),
         (["env.id=CartPole-v1", "algorithm=ppo", "model.log_std_init=-1"], "model.log_std_init has no effect"),
+        (["model.noise_correlation=0.5"], "model.noise_correlation has no effect: squashed"),
+        (["algorithm=ppo", "model.noise_correlation=0.5"], "model.noise_correlation has no effect: num_action_chunks"),
         (
             ["env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "model.normalize_state=true"],
             "model.normalize_state has no effect",

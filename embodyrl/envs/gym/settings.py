@@ -1,19 +1,18 @@
 """Keys of Gymnasium environments."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from embodyrl.config.settings import NumbersStates
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 
 
 class GymSettings(EnvSettings, RewardSettings):
     """Any Gymnasium environment."""
 
-    id: Annotated[str | None, NumbersStates] = None
+    id: str | None = None
     """Environment id, or package.module:Class."""
-    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
+    kwargs: dict[str, Any] = {}
     """Passed to the environment's constructor."""
-    wrappers: Annotated[list[str | dict[str, Any]], NumbersStates] = []
+    wrappers: list[str | dict[str, Any]] = []
     """Wrappers, innermost first: package.module:attr of a callable env -> env, or {name: package.module:attr, k: v}."""
 
     @property

@@ -4,9 +4,8 @@ import re
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from embodyrl.config.settings import NumbersStates
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
 
 ObsMode = StrEnum("ObsMode", ["rgb", "state"])
@@ -16,9 +15,9 @@ SimBackend = StrEnum("SimBackend", ["cpu", "gpu"])
 class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     """Any ManiSkill task."""
 
-    id: Annotated[str | None, NumbersStates] = None
+    id: str | None = None
     """Id of a task."""
-    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
+    kwargs: dict[str, Any] = {}
     """Passed to the task's constructor."""
     obs_mode: ObsMode = ObsMode.rgb
     """rgb: camera images and proprioception; state: all that the task observes, no images."""

@@ -24,6 +24,8 @@ class ActorCriticSettings(WeightSettings):
     """Between the hidden layers; default tanh, with images relu."""
     log_std_init: Annotated[float, Field(ge=-20, le=2)] = 0.0
     """Real-valued actions: logarithm of the standard deviation at first, in shares of half the action range."""
+    noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Real-valued actions: correlation of the exploration of one action with that of the next in the same chunk."""
     normalize_state: bool | None = None
     """Shift and scale states by running statistics of training, which the weights keep; default with real actions."""
     squashed: bool = False
@@ -38,7 +40,10 @@ class ActorCriticSettings(WeightSettings):
         """Name what needs real-valued actions, or a state."""
         if env.action_kind != ActionKind.box:
             reason = f"env '{env.name}' takes {env.action_kind} actions"
-            yield from (("model.log_std_init", reason), ("model.squashed", reason))
+            yield from ((f"model.{key}", reason) for key in ("log_std_init", "squashed", "noise_correlation"))
+        elif self.squashed or self.num_action_chunks == 1:
+            reason = "squashed is true" if self.squashed else "num_action_chunks is 1"
+            yield "model.noise_correlation", reason
         if not env.state_dim:
             yield "model.normalize_state", f"env '{env.name}' has no state vector"
 
@@ -86,7 +91,9 @@ class ActorCriticFactory:
 
         spec = self.spec(cfg, request.env, request.value_dim)
         shape = self._shape(cfg, request.env, request.value_dim)
-        return ActorCriticPolicy(spec, shape, request, path=cfg.path, log_std=cfg.log_std_init)
+        return ActorCriticPolicy(
+            spec, shape, request, path=cfg.path, log_std=cfg.log_std_init, correlation=cfg.noise_correlation
+        )
 
     def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
         low, high = (-1.0,) * env.action_dim, (1.0,) * env.action_dim

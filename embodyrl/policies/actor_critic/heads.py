@@ -78,10 +78,17 @@ class GaussianHead(nn.Module):
 
     Temperature multiplies the standard deviation. Choices are not bounded: the environment clips the action. A token
     is the bit pattern of a float32, so that what was sampled is what is scored.
+
+    With a correlation r the noise of a chunk is autoregressive, e_k = r e_(k-1) + sqrt(1 - r^2) n_k (Korenkevych et
+    al., arXiv 1903.11524, order 1): of the same deviation as n, but it moves K actions one way instead of averaging
+    out. Each action is scored given the one before it, so that the sum over a chunk is the chunk's log-probability.
     """
 
-    def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...], log_std: float) -> None:
+    def __init__(
+        self, low: tuple[float | None, ...], high: tuple[float | None, ...], log_std: float, correlation: float = 0.0
+    ) -> None:
         super().__init__()
+        self._correlation, self._fresh = correlation, math.sqrt(1.0 - correlation**2)
         self.log_std = nn.Parameter(torch.full((len(low),), log_std))
         bounds = list(zip(low, high, strict=True))
         # A dimension of one value has no span, and must not divide by it.
@@ -95,16 +102,29 @@ class GaussianHead(nn.Module):
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
         """Sample by the inverse CDF of uniforms [B, K, A], or take the mean."""
         mean, log_std = self.spread(outputs)
-        return mean if noise is None else mean + log_std.exp() * temperature * standard_normal(noise)
+        return mean if noise is None else mean + log_std.exp() * temperature * self._linked(standard_normal(noise))
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log density and entropy of choices, all [B, K, A]."""
         mean, log_std = self.spread(outputs)
         log_std = log_std + math.log(temperature)
         distance = (choice - mean) / log_std.exp()
+        if self._correlation:
+            fresh = (distance[:, 1:] - self._correlation * distance[:, :-1]) / self._fresh
+            distance = torch.cat([distance[:, :1], fresh], 1)
+            log_std = log_std + math.log(self._fresh) * (torch.arange(mean.shape[1]) > 0).to(mean)[:, None]
         logprob = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
         entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
         return logprob, entropy.expand_as(logprob)
+
+    def _linked(self, noise: Tensor) -> Tensor:
+        """Normal noise [B, K, A] whose actions are correlated within each chunk."""
+        if not self._correlation:
+            return noise
+        steps = [noise[:, 0]]
+        for fresh in noise[:, 1:].unbind(1):
+            steps.append(self._correlation * steps[-1] + self._fresh * fresh)
+        return torch.stack(steps, 1)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
         """Store choices [B, K, A] as tokens [B, L], the bit patterns of float32."""
@@ -167,8 +187,10 @@ class SquashedHead(GaussianHead):
         return super().from_actions(actions).clip(-1.0, 1.0)
 
 
-def build_head(shape: NetShape, log_std: float = 0.0) -> CategoricalHead | GaussianHead:
-    """Head for an action space; `log_std`: of real actions, at first."""
+def build_head(shape: NetShape, log_std: float = 0.0, correlation: float = 0.0) -> CategoricalHead | GaussianHead:
+    """Head for an action space; `log_std` of real actions, at first, and `correlation` of their noise."""
     if shape.sizes:
         return CategoricalHead(shape.sizes)
-    return SquashedHead(shape.low, shape.high) if shape.squashed else GaussianHead(shape.low, shape.high, log_std)
+    if shape.squashed:
+        return SquashedHead(shape.low, shape.high)
+    return GaussianHead(shape.low, shape.high, log_std, correlation)

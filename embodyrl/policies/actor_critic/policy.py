@@ -25,7 +25,7 @@ VALUE_HEAD = "value_head"
 class ActorCritic(nn.Module):
     """Networks of their own for policy and value, above convolutions that they share."""
 
-    def __init__(self, shape: NetShape, seed: int, log_std: float = 0.0) -> None:
+    def __init__(self, shape: NetShape, seed: int, log_std: float = 0.0, correlation: float = 0.0) -> None:
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
@@ -38,7 +38,7 @@ class ActorCritic(nn.Module):
             assert isinstance(last, nn.Linear)
             # The second half of the outputs are logarithms of deviations, which begin at `log_std`.
             last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = log_std
-        self.head = build_head(shape, log_std)
+        self.head = build_head(shape, log_std, correlation)
         self.states = RunningMoments(shape.state_dim) if shape.normalized else None
         self.value_head = (
             _dense((*widths, shape.value_dim), shape.activation, generator, gain=1.0) if shape.value_dim else None
@@ -98,14 +98,21 @@ class ActorCriticPolicy:
     frozen = False
 
     def __init__(
-        self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, *, path: str | None, log_std: float
+        self,
+        spec: PolicySpec,
+        shape: NetShape,
+        request: PolicyRequest,
+        *,
+        path: str | None,
+        log_std: float,
+        correlation: float = 0.0,
     ) -> None:
         self.spec = spec
         self._shape = shape
         self._chunk = spec.num_action_chunks, spec.action_dim
         self._device = torch.device(request.device)
         self._temperature = request.temperature
-        self._net = ActorCritic(shape, request.seed, log_std)
+        self._net = ActorCritic(shape, request.seed, log_std, correlation)
         if path is not None:
             self.load_weights(resolve_asset(path))
         self._net.to(self._device).requires_grad_(request.trainable)
