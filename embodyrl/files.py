@@ -86,7 +86,10 @@ def available_bytes() -> int:
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     assert match is not None, "/proc/meminfo without MemAvailable"
     available = int(match[1]) * 1024
-    limit, used = CGROUP / "memory.max", CGROUP / "memory.current"
+    limit, used, stat = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
+        # What files left in memory goes where programs want it, as MemAvailable has it for the host.
+        cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE) if stat.is_file() else None
+        own = int(limit.read_text()) - int(used.read_text()) + (int(cached[1]) if cached else 0)
+        available = min(available, own)
     return max(available, 0)

@@ -16,8 +16,9 @@ NEWER = {
     "flow policies: pi0, pi0.5, SmolVLA, a small one; SDE, FPO, DSRL": ["policies/flow/**/*.py"],
     "migration from six systems (275 lines then)": ["cli/migration/**/*.py", "cli/migrate.py"],
     "policies that run elsewhere, and serving ours": ["policies/remote/*.py", "commands/serve/*.py"],
-    "soft actor-critic, its replay and critics": [
+    "soft actor-critic, its replay, hindsight and critics": [
         *("workers/off_policy.py", "workers/replay.py", "algorithms/sac.py", "policies/actor_critic/critics.py"),
+        *("workers/hindsight.py", "envs/gym/goals.py", "plan/off_policy.py"),
     ],
     "text: games, servers, a critic apart, confined code": [
         *("envs/text/game.py", "policies/causal_lm/server.py", "policies/critic.py", "sandboxed.py"),

@@ -67,6 +67,14 @@ class Otherwise(Walk):
         return seen, reward + 0.5, *rest
 
 
+class Drifts(Walk):
+    """Its first step earns what its function says, later ones less."""
+
+    def step(self, action: Any) -> Any:
+        seen, reward, *rest = super().step(action)
+        return seen, reward - 0.5 * (self.steps > 3), *rest
+
+
 class Told(Walk):
     """Its function reads what only its steps know."""
 

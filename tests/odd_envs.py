@@ -87,6 +87,19 @@ class Endless(Plain):
         return seen, reward, False, False, info
 
 
+class HalfOpen(Plain):
+    """Its actions have one bound, and it takes no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.action_space = spaces.Box(5.0, np.inf, (1,), np.float32)
+
+    def step(self, action):
+        if not self.action_space.contains(action):
+            raise ValueError(f"{action} is below 5")
+        return super().step(action - 6)
+
+
 class OneStep(Plain):
     """A bandit: every episode is one step."""
 

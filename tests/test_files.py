@@ -52,6 +52,15 @@ def test_cores_follow_quotas(case: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert files.available_cores() == expected
 
 
+def test_what_files_left_in_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that read a data set was refused runs that it has room for."""
+    monkeypatch.setattr(files, "CGROUP", tmp_path)
+    lay_out(tmp_path, {"memory.max": str(100 << 20), "memory.current": str(90 << 20)})
+    assert files.available_bytes() == 10 << 20
+    lay_out(tmp_path, {"memory.stat": f"anon 5\ninactive_file {60 << 20}\nactive_file 1\n"})
+    assert files.available_bytes() == 70 << 20
+
+
 def test_cores_follow_the_affinity() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})

@@ -6,7 +6,8 @@ import argparse
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,18 +28,19 @@ _SHOWN = 20
 def report(args: argparse.Namespace) -> int:
     """Run `embodyrl report`."""
     from embodyrl.monitor.report.page import write_report
-    from embodyrl.plan.keys import all_keys
+    from embodyrl.plan.keys import all_keys, state_keys
 
     runs = [find_run(word) for word in args.words] or [latest_run("embodyrl report")]
     name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
     out = args.out or runs[0] / name
+    defaults = {name: key.default for name, key in all_keys().items() if not key.required}
+    write = partial(write_report, runs, defaults=defaults, states=state_keys())
     try:
-        defaults = {name: key.default for name, key in all_keys().items() if not key.required}
-        lines = write_report(runs, out, defaults=defaults)
+        lines = write(out)
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another place with --out FILE.") from error
     if args.watch:
-        return _watch(args, runs, defaults)
+        return _watch(args, runs, write)
     if args.gif:
         from embodyrl.monitor.report.media import animate_changes
 
@@ -70,10 +72,9 @@ def card(args: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(args: argparse.Namespace, runs: Sequence[Path], defaults: Mapping[str, object]) -> int:
+def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
     """Serve the page to this machine; each look sees the run as it stands."""
     from embodyrl.cli.loopback import Answer, Loopback
-    from embodyrl.monitor.report.page import write_report
 
     if args.json or not args.port.isdecimal():
         raise ConfigError("--watch serves a page; leave out --json, and give --port a number.")
@@ -81,7 +82,7 @@ def _watch(args: argparse.Namespace, runs: Sequence[Path], defaults: Mapping[str
     def page() -> Answer:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "report.html"
-            write_report(runs, out, defaults=defaults)
+            write(out)
             text = out.read_text(encoding="utf-8")
         if any(map(is_running, runs)):
             text = text.replace("<head>", f'<head><meta http-equiv="refresh" content="{_REFRESH_S}">', 1)

@@ -12,16 +12,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.channels.channel import PipeChannel
-from embodyrl.clock import RunClock
-from embodyrl.cluster.protocol import ClusterSettings, Event, ProcessSettings, WorkerDied
-from embodyrl.errors import ChannelClosed, ChannelTimeout, WorkerError
+from embodyrl.cluster.open_requests import Handle, OpenRequests
+from embodyrl.cluster.protocol import ClusterSettings, Event
+from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 if TYPE_CHECKING:
     from embodyrl.workers.lifecycle import WorkerSpec
@@ -32,42 +32,26 @@ _JOIN_S = 5.0
 _GUARD = re.compile(rb"^\s*if\s+__name__\s*==", re.MULTILINE)
 
 
-@dataclass
-class _Handle:
-    """One running worker."""
-
+@dataclass(kw_only=True)
+class _Handle(Handle):
     process: BaseProcess
     channel: PipeChannel
-    log: Path
-    since: float
-    """Start of the wait for the oldest open request."""
     ready: bool = False
-    open_limits: deque[float] = field(default_factory=deque)
-    """Allowed seconds of each unanswered request, oldest first."""
-
-    @property
-    def due(self) -> float:
-        return self.since + self.open_limits[0] if self.open_limits else float("inf")
 
     @property
     def descriptors(self) -> tuple[int, int]:
         return self.channel.connection.fileno(), self.process.sentinel
 
 
-class LocalLauncher:
+class LocalLauncher(OpenRequests[_Handle]):
     """Spawned processes; a death or a missed deadline becomes an event within milliseconds."""
 
-    settings = ProcessSettings
     section = None
-    in_process = False
     host = "127.0.0.1"
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
-        self._log_dir = log_dir
-        self._clock = RunClock()
+        super().__init__(log_dir)
         self._context = multiprocessing.get_context("spawn")
-        self._handles: dict[str, _Handle] = {}
-        self._events: deque[Event] = deque()
         # One lasting object: `multiprocessing.connection.wait` registers everything anew at each call.
         self._poll = select.poll()
         self._watched: dict[int, str] = {}
@@ -104,7 +88,8 @@ class LocalLauncher:
                     os.environ[key] = value
         # Ours to close as well, or the end of the child would not be the end of the pipe.
         theirs.close()
-        handle = _Handle(process, PipeChannel(ours), log, self._clock.now(), open_limits=deque([timeout_s]))
+        channel, limits = PipeChannel(ours), deque([timeout_s])
+        handle = _Handle(process=process, channel=channel, log=log, since=self._clock.now(), limits=limits)
         self._handles[spec.name] = handle
         for descriptor in handle.descriptors:
             self._watched[descriptor] = spec.name
@@ -112,13 +97,8 @@ class LocalLauncher:
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """See `Launcher.send`."""
-        handle = self._handles.get(worker)
-        if handle is None:
-            raise WorkerError(f"worker {worker} is not running.")
-        if not handle.open_limits:
-            handle.since = self._clock.now()
         # Also where the pipe is broken already: the death that `wait` reports answers this request too.
-        handle.open_limits.append(timeout_s)
+        handle = self._ask(worker, timeout_s)
         try:
             # Of many slots it may be too long for a pipe whose reader is busy: no longer than that one's own deadline.
             handle.channel.put(request, handle.due - self._clock.now())
@@ -132,16 +112,12 @@ class LocalLauncher:
 
     def wait(self, timeout_s: float) -> list[Event]:
         """See `Launcher.wait`."""
-        now = self._clock.now()
-        due = min((handle.due for handle in self._handles.values()), default=float("inf"))
-        timeout = max(0.0, min(timeout_s, due - now, 1.0)) if not self._events else 0.0
-        for name in sorted({self._watched[descriptor] for descriptor, _ in self._poll.poll(timeout * 1000)}):
+        ready = self._poll.poll(self._patience(timeout_s) * 1000)
+        for name in sorted({self._watched[descriptor] for descriptor, _ in ready}):
             self._drain(name)
-        for name in [n for n, handle in self._handles.items() if handle.due <= self._clock.now()]:
+        for name in self._late():
             self._hung(name)
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return self._take_events()
 
     def _drain(self, name: str) -> None:
         """Take all replies of a worker, then notice whether it is dead."""
@@ -157,9 +133,7 @@ class LocalLauncher:
                 self._reap(name, f"raised {message.error}", message.traceback, message.exit_code)
                 return
             handle.ready = True
-            handle.since = self._clock.now()
-            if handle.open_limits:
-                handle.open_limits.popleft()
+            self._answered(handle)
             self._events.append(Event(worker=name, message=message))
         if not handle.process.is_alive():
             self._reap(name, _exit_reason(handle.process.exitcode))
@@ -167,7 +141,7 @@ class LocalLauncher:
     def _hung(self, name: str) -> None:
         """Dump the stack of a worker that missed its deadline into its log, then kill it."""
         handle = self._handles[name]
-        limit = handle.open_limits[0]
+        limit = handle.limits[0]
         pid = handle.process.pid
         assert pid is not None
         try:
@@ -178,25 +152,17 @@ class LocalLauncher:
         self._reap(name, f"gave no answer for {limit:g} s (stack dump in its log)")
 
     def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
-        from embodyrl.workers.lifecycle import log_tail
-
         handle = self._handles.pop(name)
         handle.process.kill()
         handle.process.join(_JOIN_S)
         self._forget(handle)
-        died = WorkerDied(
-            reason=reason, log=str(handle.log), traceback=traceback or log_tail(handle.log), exit_code=exit_code
-        )
-        self._events.append(Event(worker=name, message=died))
+        self._bury(name, handle, reason, traceback, exit_code)
 
     def _forget(self, handle: _Handle) -> None:
         for descriptor in handle.descriptors:
             self._poll.unregister(descriptor)
             del self._watched[descriptor]
         handle.channel.close()
-
-    def interrupt(self) -> None:
-        """Nothing to do: the driver only waits."""
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """See `Launcher.stop`."""

@@ -15,19 +15,12 @@ import numpy as np
 from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.channel import LOOPBACK
 from embodyrl.channels.layout import SEQUENCE, STATE
-from embodyrl.clock import RunClock
-from embodyrl.cluster.protocol import (
-    ClusterSection,
-    ClusterSettings,
-    Event,
-    ProcessSettings,
-    WorkerDied,
-    parse_placement,
-)
+from embodyrl.cluster.open_requests import Handle, OpenRequests
+from embodyrl.cluster.protocol import ClusterSection, ClusterSettings, Event, parse_placement
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.files import cap_log
-from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, log_tail
+from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure
 from embodyrl.workers.messages import Reply, Request, Use, WorkerFailed
 
 Pools = tuple[Arena, ...]
@@ -145,41 +138,33 @@ class RemoteWorker:
         return _Answer(replies, rows or [], log)
 
 
-@dataclass
-class _Handle:
+@dataclass(kw_only=True)
+class _Handle(Handle):
     actor: Any
     node: str
     pools: Pools
     beside_driver: bool
-    log: Path
-    since: float
-    limits: deque[float]
     open: deque[Any] = field(default_factory=deque)
     """References of unanswered requests, oldest first."""
 
 
-class RayLauncher:
+class RayLauncher(OpenRequests[_Handle]):
     """Joins the running cluster (RAY_ADDRESS, or one on this host) or starts one here; implements `Launcher`."""
 
-    settings = ProcessSettings
     section = ClusterSection
-    in_process = False
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
+        super().__init__(log_dir)
         cluster = cluster or ClusterSettings()
-        self._log_dir = log_dir
         self._ours = not ray.is_initialized()
         if self._ours:
             ray.init(log_to_driver=False, configure_logging=False)
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._nodes = self._find_nodes(cluster.num_nodes)
         self._placement = parse_placement(cluster.component_placement, cluster.num_nodes)
-        self._handles: dict[str, _Handle] = {}
         self._look_at = 0.0
-        self._clock = RunClock()
         self._lost: set[str] = set()
         """Nodes that could not be reached; they are not used again."""
-        self._events: deque[Event] = deque()
 
     def _find_nodes(self, count: int) -> list[str]:
         """Ids of the hosts, that of the driver first."""
@@ -238,24 +223,16 @@ class RayLauncher:
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """See `Launcher.send`."""
-        handle = self._handles.get(worker)
-        if handle is None:
-            raise WorkerError(f"worker {worker} is not running.")
-        if not handle.limits:
-            handle.since = self._clock.now()
-        handle.limits.append(timeout_s)
+        handle = self._ask(worker, timeout_s)
         rows = [] if handle.beside_driver else copy_in(handle.pools, request)
         handle.open.append(handle.actor.handle.remote(request, rows))
 
     def wait(self, timeout_s: float) -> list[Event]:
         """See `Launcher.wait`."""
-        now = self._clock.now()
-        due = min((handle.since + handle.limits[0] for handle in self._handles.values() if handle.limits), default=now)
         oldest = {handle.open[0]: name for name, handle in self._handles.items() if handle.open}
         if oldest and not self._events:
-            limit = max(0.0, min(timeout_s, due - now, 1.0))
             # One reply wakes us up, and whatever else has come by then is taken along.
-            ready, _ = ray.wait(list(oldest), num_returns=1, timeout=limit)
+            ready, _ = ray.wait(list(oldest), num_returns=1, timeout=self._patience(timeout_s))
             if ready:
                 ready, _ = ray.wait(list(oldest), num_returns=len(oldest), timeout=0)
             for reference in ready:
@@ -263,12 +240,9 @@ class RayLauncher:
         elif not self._events:
             time.sleep(min(timeout_s, 0.01))
         self._look_at_nodes()
-        late = [n for n, s in self._handles.items() if s.limits and s.since + s.limits[0] <= self._clock.now()]
-        for name in late:
+        for name in self._late():
             self._reap(name, f"gave no answer for {self._handles[name].limits[0]:g} s")
-        events = list(self._events)
-        self._events.clear()
-        return events
+        return self._take_events()
 
     def _look_at_nodes(self) -> None:
         """Reap the workers of lost hosts, of which Ray does not always tell those who wait for them."""
@@ -297,8 +271,7 @@ class RayLauncher:
             return
         # Only now: a worker that died has its request open still, and `_reap` drops it with everything else.
         handle.open.popleft()
-        handle.limits.popleft()
-        handle.since = self._clock.now()
+        self._answered(handle)
         if answer.log:
             with open(handle.log, "ab") as file:
                 file.write(answer.log)
@@ -314,13 +287,7 @@ class RayLauncher:
         handle = self._handles.pop(name)
         _close(handle.pools)
         ray.kill(handle.actor, no_restart=True)
-        died = WorkerDied(
-            reason=reason, log=str(handle.log), traceback=traceback or log_tail(handle.log), exit_code=exit_code
-        )
-        self._events.append(Event(worker=name, message=died))
-
-    def interrupt(self) -> None:
-        """Nothing to do: the driver only waits."""
+        self._bury(name, handle, reason, traceback, exit_code)
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """See `Launcher.stop`."""

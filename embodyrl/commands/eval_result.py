@@ -249,11 +249,17 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
 
 
 def episode_row(
-    episode: Episode, *, known: bool, reward_factor: float = 1.0, suite: str = "", task: str = ""
+    episode: Episode,
+    *,
+    known: bool,
+    reward_factor: float = 1.0,
+    suite: str = "",
+    task: str = "",
+    first: int | None = None,
 ) -> EpisodeRow:
     """What is kept of an episode; its return without the factor that learning multiplies rewards by.
 
-    `task` names that of a conversation, whose instruction is all that was said.
+    `task` names that of a conversation, whose instruction is all that was said; `first` is the suite's first reset id.
     """
     # What is not announced may come all the same: some environments only speak of success at the end.
     known = known or episode.success_once
@@ -274,6 +280,7 @@ def episode_row(
         seconds=round(episode.duration_s, 3),
         video=episode.video,
         suite=suite,
+        state=None if first is None else episode.spec.reset_id - first,
         conversation=tuple((turn.role, spoken(turn.content)) for turn in turns) if talks else (),
         logprobs=tuple(tokens for row in episode.top for tokens in json.loads(decode_instruction(row) or "[]")),
     )

@@ -36,6 +36,7 @@ from embodyrl.monitor.side_by_side import join_side_by_side
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.held_out import evaluation_facts
+from embodyrl.plan.keys import state_keys
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.roots import EvalConfig
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally, VideoChoice
@@ -118,8 +119,8 @@ def run_evaluation(
         def note(episode: Episode) -> None:
             env, suite = blueprint.env, suites[episode.spec.task_id]
             known, factor = env.reports_success, env.reward_factor
-            task = env.tasks[episode.spec.task_id]
-            rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite, task=task))
+            task, first = env.tasks[episode.spec.task_id], env.reset_ids_of(suites.index(suite)).start
+            rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite, task=task, first=first))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation goes on with the episodes that it has.
             log.flush()
@@ -180,7 +181,7 @@ def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
     history = read_history(run)
     if not history.evaluations:
         raise ConfigError(f"eval.baseline={run}: that run has no evaluation. Fix: name a run of `embodyrl eval`.")
-    if differs := other_worlds(history.config, plain(cfg)):
+    if differs := other_worlds(history.config, plain(cfg), state_keys()):
         raise ConfigError(
             f"eval.baseline={run}: its initial states are others ({differs}), so that nothing can be compared in "
             "pairs. Evaluate both alike, or leave it out."

@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -44,6 +45,8 @@ class RunFolder:
     """File descriptor that holds the lock."""
     began: tuple[float, float]
     """When this attempt began: wall clock and processor time of this process and its children, seconds."""
+    is_new: bool
+    """Nothing was there before."""
 
     @property
     def run_id(self) -> str:
@@ -58,6 +61,11 @@ class RunFolder:
     def eval_folder(self, step: int) -> Path:
         """Where the results of the validation after `step` training steps go."""
         return self.root / "eval" / f"step_{step:06d}"
+
+    def discard(self) -> None:
+        """Remove a run that could not begin, unless it is an older one."""
+        if self.is_new:
+            shutil.rmtree(self.root, ignore_errors=True)
 
     def close(self) -> None:
         """Note what this attempt cost, and let another process use this run."""
@@ -86,6 +94,7 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
         began = _spent()
         # Before anything is written: what lies here may be the files of a run that goes on.
         lock = _take(root / _LOCK_FILE, root)
+        is_new = os.listdir(root) == [_LOCK_FILE]
         # Under the lock, so that no two attempts get one number.
         attempt = 1 + sum(1 for _ in root.glob("logs/attempt_*"))
         logs = root / "logs" / f"attempt_{attempt}"
@@ -98,7 +107,7 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
     base = cfg.video_cfg.base_dir if isinstance(cfg, ActingConfig) else None
     videos = root / VIDEO_FOLDER if base is None else Path(base) / root.name
-    return RunFolder(root=root, videos=videos, logs=logs, lock=lock, began=began)
+    return RunFolder(root=root, videos=videos, logs=logs, lock=lock, began=began, is_new=is_new)
 
 
 def _new_root(cfg: RunConfig, command: str) -> Path:

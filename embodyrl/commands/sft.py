@@ -17,7 +17,7 @@ from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import ENVIRONMENT_PATH
-from embodyrl.errors import Interrupted
+from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.config import ENVIRONMENT_FILE
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
@@ -72,7 +72,11 @@ class _Sft:
     def run(self) -> SftResult:
         session, folder = self.session, self.session.folder
         start = session.find_start()
-        self.material = load_material(self.cfg, folder.root / START_FOLDER)
+        try:
+            self.material = load_material(self.cfg, folder.root / START_FOLDER)
+        except EmbodyError:  # the data or the model are none of these
+            folder.discard()
+            raise
         told = resolve_asset(str(self.cfg.data.path)) / ENVIRONMENT_PATH
         if told.is_file():
             shutil.copyfile(told, folder.root / ENVIRONMENT_FILE)

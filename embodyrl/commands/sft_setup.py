@@ -285,10 +285,10 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
         raise ConfigError(problems)
     info = json.loads((root / "meta" / "info.json").read_text(encoding="utf-8"))
     height, width = card.env.image_size
-    cameras = f"{', '.join(card.env.cameras)} {height}x{width}"
+    cameras = f"{', '.join(card.env.cameras)} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}"
     return [
         ("data", f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {card.env.name}"),
-        ("frames", f"{cameras} · augmentation {'on' if augments(cfg) else 'off'}"),
+        ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no pictures"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         training,
     ]

@@ -39,6 +39,10 @@ class Says:
     wording: str
 
 
+class NumbersStates:
+    """Marks a key that says which initial state a number stands for."""
+
+
 Count = Annotated[int, Field(ge=1, le=10**6)]
 """How many of something there are."""
 Index = Annotated[int, Field(ge=0, lt=2**63)]
@@ -48,7 +52,9 @@ Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0, le=10**9)]
-Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4096), Says("a path")]
+# No system has longer names, and asking for one is an error of its own.
+_short = only(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
+Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Says("a path")]
 Name = Annotated[str, Field(pattern=r"^[^/\s\x00]+$", max_length=100), Says("a name without '/' and blanks")]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Path, Says, Settings
+from embodyrl.config.settings import Count, NumbersStates, Path, Says, Settings
 
 
 def is_function(path: str) -> bool:
@@ -17,12 +17,12 @@ def is_function(path: str) -> bool:
 class DataSettings(Settings):
     """Where data comes from."""
 
-    path: Path | None = None
+    path: Annotated[Path | None, NumbersStates] = None
     """Folder of demonstrations, as `embodyrl collect` writes it; text: a .jsonl or .parquet file, a folder of them, or
     package.module:function."""
-    val_path: Path | None = None
+    val_path: Annotated[Path | None, NumbersStates] = None
     """The same for validation; default: a share of what is in data.path."""
-    val_share: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1
     """Share of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True
     """Draw samples in random order."""
@@ -45,14 +45,14 @@ class DemonstrationSettings(DataSettings):
 class RowSettings(DataSettings):
     """Rows of text."""
 
-    kwargs: dict[str, Any] = {}
+    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Passed to the function of data.path=package.module:function, which returns rows."""
-    subset: str | None = None
+    subset: Annotated[str | None, NumbersStates] = None
     """Of a folder or repository: folder of the rows below it, as data sets of the hub name their configurations."""
-    split: str | None = None
+    split: Annotated[str | None, NumbersStates] = None
     """Of a folder or repository: files whose names begin with this (train-00000-of-00002.parquet), or in a folder of
     this name; default: all files."""
-    val_split: str | None = None
+    val_split: Annotated[str | None, NumbersStates] = None
     """The same for validation; default: a share of the rows."""
     prompt_key: str = "prompt"
     """Column of what is asked: text, or a list of messages with role and content."""
@@ -69,7 +69,7 @@ class RowSettings(DataSettings):
     `<image>` in the prompt says where each stands, without any they come first. Wants model=vision_lm."""
     max_image_edge: Count | None = None
     """Pictures with a longer edge, pixels, are scaled down to this; every sample has room for the largest."""
-    max_prompt_length: Count | None = 512
+    max_prompt_length: Annotated[Count | None, NumbersStates] = 512
     """Longer prompts, in tokens of the model without its chat template and pictures, are left out; null: all stay."""
 
     @property

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Positive, Says, Settings, only
+from embodyrl.config.settings import Count, NumbersStates, Positive, Says, Settings, only
 
 RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 
@@ -58,7 +58,7 @@ class TrainSplit(EnvSplit):
 class EnvSettings(Settings):
     """What every environment has: its name, and the splits that a command adds."""
 
-    env_type: str
+    env_type: Annotated[str, NumbersStates]
     """Which adapter: a registered name or package.module:attr."""
 
     @property

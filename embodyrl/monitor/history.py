@@ -50,6 +50,8 @@ class EpisodeRow:
     video: str | None
     suite: str = ""
     """Suite of the task, where an evaluation covers several."""
+    state: int | None = None
+    """Number of the initial state among those of its suite; earlier versions did not say it."""
     conversation: tuple[tuple[str, str], ...] = ()
     """(role, text) of every turn, the last reply included, of a task in words."""
     logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
@@ -63,7 +65,7 @@ class EpisodeRow:
             raise TypeError(*wrong)
         turns = tuple((str(role), str(text)) for role, text in raw.get("conversation", ()))
         top = tuple([(str(text), float(value)) for text, value in token] for token in raw.get("logprobs", ()))
-        more = {"suite": str(raw.get("suite", "")), "conversation": turns, "logprobs": top}
+        more = {"suite": str(raw.get("suite", "")), "conversation": turns, "logprobs": top, "state": raw.get("state")}
         return cls(episode_return=float(raw["return"]), **more, **values)
 
     @property
@@ -88,7 +90,7 @@ class EpisodeRow:
 _KINDS: Mapping[str, Any] = {
     name: int | float if kind is float else kind
     for name, kind in get_type_hints(EpisodeRow).items()
-    if name not in ("episode_return", "suite", "conversation", "logprobs")
+    if name not in ("episode_return", "suite", "state", "conversation", "logprobs")
 }
 """What is stored as it is."""
 

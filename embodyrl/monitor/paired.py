@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,9 @@ class Paired:
 
 def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
     """Compare episodes where task, initial state and seed agree; of several samples (`eval.samples`) the n-th ones."""
-    before, after = _by_start(first), _by_start(second)
+    # A reset id counts through all suites that are evaluated, a state in its own alone.
+    told = all(e.state is not None for e in (*first, *second))
+    before, after = (_by_start(episodes, lambda e: e.state if told else e.reset_id) for episodes in (first, second))
     pairs = [(before[start], e) for start, e in after.items() if start in before]
     states = len({a.reset_id for a, _ in pairs})
     if pairs and all(e.success_once is None for two in pairs for e in two):
@@ -74,12 +76,14 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
     )
 
 
-def _by_start(episodes: Sequence[EpisodeRow]) -> dict[tuple[str, int, int, int], EpisodeRow]:
+def _by_start(
+    episodes: Sequence[EpisodeRow], state: Callable[[EpisodeRow], int | None]
+) -> dict[tuple[object, ...], EpisodeRow]:
     """By task, initial state, seed, and the number of earlier episodes that began alike."""
-    found: dict[tuple[str, int, int, int], EpisodeRow] = {}
-    seen: Counter[tuple[str, int, int]] = Counter()
+    found: dict[tuple[object, ...], EpisodeRow] = {}
+    seen: Counter[tuple[object, ...]] = Counter()
     for e in sorted(episodes, key=lambda e: e.episode):
-        start = (e.task, e.reset_id, e.seed)
+        start = (e.task, state(e), e.seed)
         found[*start, seen[start]] = e
         seen[start] += 1
     return found
@@ -96,18 +100,13 @@ def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> li
     return found
 
 
-_WORLD = (
-    *("env.env_type", "env.task_suite_name", "env.id", "env.axis", "env.kwargs", "env.wrappers"),
-    *(f"data.{key}" for key in ("path", "subset", "split", "kwargs", "val_path", "val_split", "val_share")),
-    "data.max_prompt_length",
-)
-"""Keys, and groups of them, that say which initial state a number stands for."""
+def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
+    """What says that two runs, by their configs, gave equal numbers to other initial states; None: nothing does.
 
-
-def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
-    """What says that two runs, by their configs, gave equal numbers to other initial states; None: nothing does."""
+    `keys`, and those below them, decide it.
+    """
     one, other = (
-        {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{w}.") for w in _WORLD)}
+        {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{k}.") for k in keys)}
         for config in (first, second)
     )
     # Earlier versions lack keys.

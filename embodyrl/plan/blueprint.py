@@ -17,7 +17,7 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
-from embodyrl.plan.episodes import eval_episodes, groups_per_step, selected_reset_ids
+from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
 from embodyrl.plan.off_policy import replay_problems
 from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
@@ -193,7 +193,7 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     if typed and (env.lockstep or not algorithm.counts_chunk_steps):
         reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
-    problems += _ignored_weights(cfg, algorithm)
+    problems += _weight_problems(cfg, algorithm, env)
     problems += replay_problems(cfg, algorithm, env, policy)
     if algorithm.needs_replay and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
         problems.append(
@@ -214,11 +214,13 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     return problems
 
 
-def _ignored_weights(cfg: TrainConfig, algorithm: Algorithm) -> list[str]:
-    """Keys that choose among initial states, where each slot takes whatever comes next."""
+def _weight_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec) -> list[str]:
+    """Keys that choose among initial states: one weight for each, and none where each slot takes whatever comes."""
     split = cfg.env.train
     if not algorithm.counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
-        return []
+        given, wanted = len(split.task_weights or ()), count_weighed(env, split)
+        few = f"env.train.task_weights names {given} weights for {wanted} tasks; give one for each."
+        return [few] if given not in (0, wanted) else []
     given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
     return [
         f"{key} has no effect: the slots change their initial states freely; set "

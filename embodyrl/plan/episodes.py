@@ -284,6 +284,12 @@ def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
     return len(selected_tasks(env, split)) > 1
 
 
+def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
+    """What weights are about: the selected tasks, or, where it is one, its reset ids."""
+    tasks = selected_tasks(env, split)
+    return len(tasks) if weighs_tasks(env, split) else len(reset_ids_of(env, split, tasks[0]))
+
+
 def _weighted_ids(
     cfg: TrainConfig, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator
 ) -> list[int]:
@@ -296,10 +302,6 @@ def _weighted_ids(
     each = [reset_ids_of(env, split, task) for task in tasks]
     groups, names = (each, tasks) if weighs_tasks(env, split) else ([[i] for i in each[0]], list(each[0]))
     given = np.asarray(split.task_weights or [1.0] * len(groups))
-    if len(given) != len(groups):
-        raise ConfigError(
-            f"env.train.task_weights names {len(given)} weights for {len(groups)} tasks; give one for each."
-        )
     share, wanted = cfg.algorithm.curriculum, given * np.asarray([openness(seen or {}, name) for name in names])
     chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
     drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")

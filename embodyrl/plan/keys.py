@@ -16,7 +16,7 @@ from pydantic import Field, create_model
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSection
-from embodyrl.config.settings import Key, Settings, join, keys_of, parents_of
+from embodyrl.config.settings import Key, NumbersStates, Settings, join, keys_of, parents_of
 from embodyrl.datasets.settings import DemonstrationSettings
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import RewardSection
@@ -49,6 +49,13 @@ def keys_below(group: str) -> Mapping[str, Key]:
         for part in _installed(registry):
             found |= keys_of(part.settings, f"{group}.")
     return found | (keys_of(DemonstrationSettings, "data.") if group == "data" else {})
+
+
+@functools.cache
+def state_keys() -> frozenset[str]:
+    """Keys, and groups of them, that say which initial state a number stands for."""
+    found = {**keys_below("env"), **keys_below("data")}
+    return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
 
 
 _SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), RewardSection, TextTask, ClusterSection)

@@ -72,7 +72,7 @@ class OpenEpisodes:
     """Holds back the beginnings of episodes that go on in the next training step: their future is not known yet."""
 
     def __init__(self) -> None:
-        self._held: dict[int, Frames] = {}
+        self._held: dict[int, list[Frames]] = {}
 
     def whole(self, new: Frames, earlier: Mapping[int, int], going_on: Mapping[int, int]) -> list[Frames]:
         """Join new frames with what was held; returns the episodes that are over, or that nobody goes on with.
@@ -87,28 +87,27 @@ class OpenEpisodes:
         last = np.flatnonzero(np.append(new.episode[1:] != new.episode[:-1], True)) + 1
         for start, stop in zip([0, *last[:-1].tolist()], last.tolist(), strict=True):
             part, number = new.map(lambda array, own=slice(start, stop): array[own]), int(new.episode[start])
-            if (before := held.pop(earlier.get(number, -1), None)) is not None:
-                # What it was cut at is what it goes on from, so it is there once.
-                part = join([before.map(lambda array: array[:-1]), part], [number, number])
+            parts = held.pop(earlier.get(number, -1), [])
+            # What it was cut at is what it goes on from, so it is there once.
+            parts[-1:] = [before.map(lambda array: array[:-1]) for before in parts[-1:]]
+            parts.append(part)
             if number in going_on:
-                self._held[going_on[number]] = part
+                self._held[going_on[number]] = parts
             else:
-                found.append(part)
-        return [*held.values(), *found]
+                found.append(join(parts))
+        return [*map(join, held.values()), *found]
 
     def state(self) -> dict[str, Any]:
         """All of it, for a checkpoint: a resumed run begins new episodes, so these are over."""
-        parts = list(self._held.values())
-        whole = join(parts, range(len(parts))) if parts else None
+        held = [join(parts) for parts in self._held.values()]
+        numbered = [replace(whole, episode=np.full_like(whole.episode, i)) for i, whole in enumerate(held)]
+        whole = join(numbered, one=False) if held else None
         return {item.name: getattr(whole, item.name) for item in fields(Frames)} if whole else {}
 
 
-def join(parts: Sequence[Frames], numbers: Sequence[int]) -> Frames:
-    """Frames of several parts, one after the other, with these numbers of their episodes."""
-    arrays = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ("action", "reward", "acted")}
-    return Frames(
-        seen={name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen},
-        **arrays,
-        terminated=np.concatenate([part.terminated for part in parts]),
-        episode=np.repeat(numbers, [len(part.episode) for part in parts]),
-    )
+def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
+    """Parts one after the other, of `one` episode or each of its own."""
+    names = [item.name for item in fields(Frames) if item.name != "seen"]
+    seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
+    joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+    return replace(joined, episode=np.zeros_like(joined.episode)) if one else joined

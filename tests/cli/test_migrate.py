@@ -181,6 +181,14 @@ def test_a_scheduler_that_steps_once_a_training_step_is_counted_in_ours() -> Non
     assert settings("rlinf_spatial_pi05.yaml")["actor.optim.warmup_steps"] == 0, "there none, flow policies' 10 here"
 
 
+def test_a_silent_file_means_what_the_source_takes_then() -> None:
+    """Not what ours takes: gamma 0.99, lambda 0.95 and no dual clip."""
+    silent = ("~algorithm.gamma", "~algorithm.gae_lambda", "~algorithm.clip_ratio_c", "~algorithm.group_size")
+    found = settings("rlinf_goal_ppo.yaml", *silent)
+    assert [found[f"algorithm.{key}"] for key in ("gamma", "gae_lambda", "clip_ratio_c", "group_size")] == [1, 1, 3, 8]
+    assert settings("rlinf_goal_ppo.yaml", "algorithm.clip_ratio_c=null")["algorithm.clip_ratio_c"] is None
+
+
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [

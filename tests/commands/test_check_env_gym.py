@@ -34,6 +34,7 @@ LEGAL = {
     "ListObs": [],
     "ArrayReward": [],
     "Endless": [],
+    "HalfOpen": [],
     "OneStep": [],
     "GreyStack": [],
     "ArraysOfOne": [],
@@ -47,6 +48,7 @@ LEGAL = {
 """Name -> checks that warn."""
 CHEAP = (
     "FixedStart",
+    "HalfOpen",
     "TupleObs",
     "Switches",
     "FloatPicture",
@@ -65,6 +67,15 @@ def test_odd_and_legal_ones_pass(name):
     assert not failures(found)
     assert [f.check for f in found if f.level == "warn"] == LEGAL[name]
     assert "skip" not in {f.level for f in found}
+
+
+@pytest.mark.parametrize(("name", "level", "said"), [("Walk", "ok", "7 rewards"), ("Drifts", "warn", "step 4 earned")])
+def test_what_it_says_of_goals_is_held_against_its_steps(name, level, said):
+    """Mutations: the goal is compared with the observation before the step, or only the first step is."""
+    found = {f.check: f for f in look(f"env.id=goal_env:{name}")}
+    assert [f.check for f in found.values() if f.level == "FAIL"] == []
+    assert found["goals"].level == level
+    assert said in f"{found['goals'].note} {found['goals'].violations}"
 
 
 ILLEGAL = {

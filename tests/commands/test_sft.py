@@ -19,7 +19,7 @@ from toy_runs import TOY_COLLECT, TOY_EVAL, rows, weights
 from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.sft import SftResult, sft
-from embodyrl.commands.sft_setup import data_statistics, load_samples
+from embodyrl.commands.sft_setup import data_statistics, load_samples, sft_facts
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.plan.checks import check_components
@@ -307,6 +307,29 @@ def test_parts_that_do_not_fit_are_refused_before_training(demos: Path, tmp_path
         train(tmp_path / "images", demos, "model.num_images_in_input=2")
     with pytest.raises(ConfigError, match=r"model_type 'scripted' .* no checkpoint folder"):
         sft(load_config("sft", [f"data.path={demos}", "model=scripted", f"runner.output_dir={tmp_path}"]))
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder_and_an_older_one_stays(demos: Path, tmp_path: Path) -> None:
+    name = ["runner.experiment_name=kept", f"runner.output_dir={tmp_path}"]
+
+    def begin(*more: str) -> None:
+        with pytest.raises(ConfigError, match="no checkpoint folder"):
+            sft(load_config("sft", [f"data.path={demos}", "model=scripted", *name, *more]))
+
+    begin()
+    assert list(tmp_path.iterdir()) == [], "its name is free again"
+    (tmp_path / "kept" / "mine").mkdir(parents=True)
+    begin("runner.on_existing=resume")
+    assert (tmp_path / "kept" / "mine").is_dir()
+
+
+def test_without_pictures_nothing_is_said_of_their_size(demos: Path, tmp_path: Path) -> None:
+    play = ["env=gym", "env.id=CartPole-v1", "model=random", "collect.episodes=2", "collect.filter=all"]
+    quiet = ["launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}/runs"]
+    collect(load_config("collect", [*play, *quiet, f"collect.out={tmp_path}/states"]))
+    facts = dict(sft_facts(load_config("sft", [f"data.path={tmp_path}/states", "model=mlp"])))
+    assert facts["frames"] == "4 numbers of state, no pictures"
+    assert "augmentation on" in dict(sft_facts(load_config("sft", [f"data.path={demos}"])))["frames"]
 
 
 def test_demonstrations_stay_as_they_are(demos: Path) -> None:

@@ -42,13 +42,21 @@ def tensors(run: Path, name: str) -> dict[str, bytes]:
 
 
 @pytest.mark.integration
-def test_a_resumed_run_ends_with_the_weights_and_the_buffer_of_one_that_went_through(tmp_path):
-    words = (*SMALL, "algorithm=sac", "runner.max_steps=4", "runner.save_interval=2", "runner.deterministic=true")
+@pytest.mark.parametrize("more", [(), ("env.id=goal_env:Walk", "algorithm.hindsight_goals=4")])
+def test_a_resumed_run_ends_with_the_weights_and_the_buffer_of_one_that_went_through(tmp_path, more):
+    words = (
+        *SMALL,
+        *more,
+        "algorithm=sac",
+        "runner.max_steps=4",
+        "runner.save_interval=2",
+        "runner.deterministic=true",
+    )
     words = words_of(tmp_path, *words, "env.train.continue_episodes=false", "checkpoint.keep=9")
     whole = train(load_config("train", [*words, "runner.experiment_name=whole"])).run
     started = load_config("train", [*words, "runner.experiment_name=half"])
     half = train(started, on_step=lambda step, _: step == 2).run
-    train(load_saved_config(half, []), resume=half)
+    train(load_saved_config(half, ["trust=true"]), resume=half)
     for name in ("policy/model.safetensors", "critics.safetensors", "replay.safetensors"):
         assert tensors(half, name) == tensors(whole, name), name
     assert [row["actor/optimizer_steps"] for row in rows(whole)] == [16, 16, 16, 16]

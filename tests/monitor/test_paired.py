@@ -11,6 +11,7 @@ from embodyrl.monitor.history import EpisodeRow, Evaluation
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import other_worlds, pair, pair_suites
 from embodyrl.monitor.timing import run_seconds, step_seconds
+from embodyrl.plan.keys import state_keys
 
 
 def row(
@@ -44,11 +45,38 @@ def test_episodes_of_different_suites_are_no_pairs() -> None:
     assert [(one.suite, one.pairs) for one in pair_suites(first, alone)] == [("", 1)]
 
 
+def test_suites_are_paired_in_whatever_order_they_were_evaluated() -> None:
+    """Reset ids count through all suites, so that a suite's own depend on what was evaluated before it."""
+
+    def evaluation(*order: str, won: str) -> list[EpisodeRow]:
+        places = [(name, 10 * place + state, state) for place, name in enumerate(order) for state in (0, 1)]
+        return [
+            replace(row(i, 1.0 if name == won else 0.0, suite=name, task_id=i // 10), state=state)
+            for name, i, state in places
+        ]
+
+    first, second = evaluation("a", "b", "c", won="b"), evaluation("a", "c", "b", won="c")
+    found = {one.suite: (one.pairs, one.only_first, one.only_second) for one in pair_suites(first, second)}
+    assert found == {"a": (2, 0, 0), "c": (2, 0, 2), "b": (2, 2, 0)}
+    older = [replace(e, state=None) for e in second]
+    assert [one.pairs for one in pair_suites(first, older)] == [2, 0, 0], "earlier versions say reset ids alone"
+
+
 def test_numbers_of_other_worlds_stand_for_other_states() -> None:
     one: dict[str, Any] = {"env": {"env_type": "t", "axis": "base", "reward_coef": 1.0}, "data": {"path": "a"}}
-    assert other_worlds(one, one | {"env": {"env_type": "t", "reward_coef": 2.0}}) is None, "an older run lacks a key"
-    assert other_worlds(one, one | {"env": {"env_type": "t", "axis": "colours"}}) == "env.axis=base and colours"
-    assert other_worlds(one, one | {"data": {"path": "b"}}) == "data.path=a and b"
+
+    def differs(**groups: dict[str, Any]) -> str | None:
+        return other_worlds(one, one | groups, state_keys())
+
+    assert differs(env={"env_type": "t", "reward_coef": 2.0}) is None, "an older run lacks a key"
+    assert differs(env={"env_type": "t", "axis": "colours"}) == "env.axis=base and colours"
+    assert differs(data={"path": "b"}) == "data.path=a and b"
+
+
+def test_keys_that_number_initial_states_say_so_where_they_are_declared() -> None:
+    """A list elsewhere forgot the states that LIBERO's sampler adds to each task."""
+    assert {"env.env_type", "env.kwargs", "env.task_suite_name", "env.sampled_states", "data.split"} <= state_keys()
+    assert not {"env.reward_coef", "env.train.total_num_envs", "data.shuffle"} & state_keys()
 
 
 def test_a_gain_in_return_is_second_less_first_and_chance_if_its_interval_holds_zero() -> None:

@@ -34,6 +34,14 @@ def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
         blueprint(*ppo, free, training=True)
 
 
+def test_weights_are_as_many_as_what_is_drawn_by_them():
+    """It was found when the first step was planned, after all workers had started."""
+    words = ("env.train.task_ids=[0,1,2]", "algorithm=grpo")
+    blueprint(*words, "env.train.task_weights=[1,1,2]", training=True)
+    with pytest.raises(ConfigError, match="names 2 weights for 3 tasks"):
+        blueprint(*words, "env.train.task_weights=[1,2]", training=True)
+
+
 @pytest.mark.parametrize("model", ["scripted", "random"])
 def test_rl_refuses_policies_without_probabilities(model):
     with pytest.raises(ConfigError, match=rf"model '{model}' cannot be trained: it has no weights"):

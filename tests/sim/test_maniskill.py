@@ -225,6 +225,22 @@ def test_experts_reach_their_goals(env_id):
     assert succeeded >= 7
 
 
+def test_success_is_the_reward_of_a_task_that_has_no_other():
+    """Its reward mode is "none" unless another one is asked for: every step of a success was worth nothing."""
+    cfg = config("PlugCharger-v1", obs_mode=ObsMode.state)
+    sims = FACTORY.simulators(cfg, EnvContext(num_slots=1))
+    try:
+        sims.reset(0, 0, 0)
+        task = sims._envs[0]
+        assert task.reward_mode == "none"
+        outside = sims.step(0, np.zeros(7, np.float32))
+        task.charger.set_pose(task.goal_pose)
+        inside = sims.step(0, np.zeros(7, np.float32))
+    finally:
+        sims.close()
+    assert [(step.success, step.reward) for step in (outside, inside)] == [(False, 0.0), (True, 1.0)]
+
+
 def test_what_is_wrong_with_a_task_is_said():
     """In this process, which has the simulator already; `spec` asks the same in one of its own."""
     with pytest.raises(UnknownNameError, match="Did you mean 'PushCube-v1'"):

@@ -132,6 +132,19 @@ def test_a_ring_that_has_come_round_mixes_no_episodes(build):
         assert states[source, 4] == states[found.places[row], 4] == states[found.after[row], 4]
 
 
+def test_what_an_older_checkpoint_holds_keeps_its_goals(build):
+    """It does not say where episodes end."""
+    hindsight, buffer = build("Walk"), ReplayBuffer(100, GAMMA, 1)
+    buffer.add(episode(3, 0))
+    kept = buffer.state()
+    del kept["left"]
+    again = ReplayBuffer(100, GAMMA, 1)
+    again.load_state(kept)
+    again.add(episode(3, 1))
+    found = hindsight.relabel(again.transitions(np.tile(again.starts, 20)), np.random.default_rng(0))
+    assert set(found.places[found.moved]) == set(again.starts[3:])
+
+
 def test_episodes_in_pieces_are_joined_once_they_are_over():
     """Mutations: what a piece ends with is there twice; what nobody goes on with is lost; pieces change places."""
     whole = [episode(6, 0), episode(5, 1, terminated=True), episode(4, 2)]

@@ -159,15 +159,14 @@ class Harness:
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
-        """Smallest and largest action [A]; -1 and 1 where nothing is declared."""
-        space, one = self.spec.action_space, np.ones(self.spec.action_dim, np.float32)
+        """Smallest and largest action [A] to try; -1 and 1 where nothing is declared."""
+        space = self.spec.action_space
         if space is None:
-            return -one, one
-        if space.sizes:
-            return 0 * one, np.asarray(space.sizes, np.float32) - 1
-        # An endless box has no largest action; try what a policy would start with.
-        low, high = np.asarray(space.low, np.float32), np.asarray(space.high, np.float32)
-        return np.where(np.isfinite(low), low, -one), np.where(np.isfinite(high), high, one)
+            return -np.ones(self.spec.action_dim, np.float32), np.ones(self.spec.action_dim, np.float32)
+        # An endless box has no largest action; try what a policy would start with, or what is near its only bound.
+        low, high = (np.asarray(bound, np.float32) for bound in space.bounds)
+        low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
+        return low, np.where(np.isfinite(high), high, low + 2)
 
     def actions(self, count: int, stream: int = 0) -> FloatArray:
         """Random actions [count, A] within the bounds, the same for the same stream."""

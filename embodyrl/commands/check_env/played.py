@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from embodyrl.commands.check_env.harness import (
     seen_difference,
     trace_difference,
 )
-from embodyrl.envs.protocol import told
+from embodyrl.envs.protocol import GoalFactory, told
 from embodyrl.errors import EnvError
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 
@@ -150,7 +151,8 @@ def expert(h: Harness) -> None:
 def _play_expert(h: Harness, start: EpisodeStart) -> Trace:
     """Let the expert act to the end, or to the first violation."""
     trace = Trace(start=start, actions=np.zeros((0, h.spec.action_dim), np.float32))
-    low, high = h.bounds()
+    space = h.spec.action_space
+    low, high = h.bounds() if space is None else (np.asarray(bound, np.float32) for bound in space.bounds)
     h.env.reset([0], [start])
     trace.seen.append(h.observe(0))
     while not trace.any("done") and len(trace.results) * CHUNK < start.max_episode_steps:
@@ -308,6 +310,27 @@ def expert_replays(h: Harness) -> None:
         return
     again = h.play(0, h.demo.start, h.demo.actions)
     h.expect_equal(trace_difference(h.demo, again), "expert_chunk: actions", "the actions that were executed")
+
+
+@check("step")
+def goals(h: Harness) -> None:
+    """What is said of other goals is, of the one that was pursued, what was earned."""
+    spec = h.spec
+    if not spec.desired_goal[1] or getattr(h.cfg, "use_rel_reward", False):
+        h.note = "none declared"
+        return
+    trace = h.play(0, h.first_start(), h.actions(LIMIT), chunk=1)
+    seen = np.stack([seen.state for seen in trace.seen[1:]])
+    judge = cast(GoalFactory, h.factory).judge(h.cfg)
+    try:
+        said = judge(seen[:, slice(*spec.achieved_goal)], seen[:, slice(*spec.desired_goal)])[0] * spec.reward_factor
+    finally:
+        judge.close()
+    earned = np.concatenate([result.reward[0] for result in trace.results])
+    for step in np.flatnonzero(~np.isclose(said, earned, rtol=1e-3, atol=1e-5))[:1].tolist():
+        expected = f"{earned[step]:g}, as step {step + 1} earned (or no algorithm.hindsight_goals)"
+        h.prefer(False, "reward of the same goal", expected, f"{said[step]:g}")
+    h.note = f"{len(earned)} rewards compared"
 
 
 @check("step")

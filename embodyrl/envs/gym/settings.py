@@ -1,18 +1,19 @@
 """Keys of Gymnasium environments."""
 
-from typing import Any
+from typing import Annotated, Any
 
+from embodyrl.config.settings import NumbersStates
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 
 
 class GymSettings(EnvSettings, RewardSettings):
     """Any Gymnasium environment."""
 
-    id: str | None = None
+    id: Annotated[str | None, NumbersStates] = None
     """Environment id, or package.module:Class."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Passed to the environment's constructor."""
-    wrappers: list[str | dict[str, Any]] = []
+    wrappers: Annotated[list[str | dict[str, Any]], NumbersStates] = []
     """Wrappers, innermost first: package.module:attr of a callable env -> env, or {name: package.module:attr, k: v}."""
 
     @property

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from embodyrl.config.settings import NumbersStates
 from embodyrl.envs.factory import SimFactory, camera_problems, task_problems, tasks_in_memory
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, stock, variant
@@ -89,13 +90,13 @@ def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of LIBERO."""
 
-    task_suite_name: str | None = None
+    task_suite_name: Annotated[str | None, NumbersStates] = None
     """LIBERO suite, or one of LIBERO-PRO or LIBERO-Plus: libero_spatial_swap, libero_spatial_camera."""
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
     fast_physics: bool | None = None
     """Inner loop without repeated work, equal to the benchmark's up to rounding; null: on with render_profile=lean."""
-    sampled_states: Annotated[int, Field(ge=0, le=10**6)] = 0
+    sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
     """Further initial states of each task, 50 and up, that the benchmark's own sampler draws: nobody has seen them."""
 
 

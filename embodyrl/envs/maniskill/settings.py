@@ -4,8 +4,9 @@ import re
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from embodyrl.config.settings import NumbersStates
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
 
 ObsMode = StrEnum("ObsMode", ["rgb", "state"])
@@ -15,9 +16,9 @@ SimBackend = StrEnum("SimBackend", ["cpu", "gpu"])
 class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     """Any ManiSkill task."""
 
-    id: str | None = None
+    id: Annotated[str | None, NumbersStates] = None
     """Id of a task."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Passed to the task's constructor."""
     obs_mode: ObsMode = ObsMode.rgb
     """rgb: camera images and proprioception; state: all that the task observes, no images."""

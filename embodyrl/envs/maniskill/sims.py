@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.envs.maniskill.settings import BRIDGE_EPISODES, ManiSkillSettings
+from embodyrl.envs.maniskill.settings import ManiSkillSettings
 from embodyrl.envs.maniskill.simulator import build, restart, restart_rows, state
 from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
 from embodyrl.types import ByteArray, DoubleArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
@@ -132,8 +132,6 @@ class ManiSkillSims(SlotSimulators):
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         super().__init__(spec)
         self._cfg = cfg
-        # Tasks on Bridge data have no reward of their own.
-        self._rewarded = cfg.reward_mode != "none" and cfg.id not in BRIDGE_EPISODES
         self._envs: dict[int, Any] = {}
         self._infos: dict[int, dict[str, Any]] = {}
         self._experts: dict[int, Expert] = {}
@@ -148,7 +146,7 @@ class ManiSkillSims(SlotSimulators):
     def step(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A], which ManiSkill clips to its bounds."""
         _, reward, terminated, _, self._infos[slot] = self._envs[slot].step(action)
-        return self._outcomes(reward, terminated, self._infos[slot])[0]
+        return self._outcomes(self._envs[slot], reward, terminated, self._infos[slot])[0]
 
     def expert(self, slot: int) -> FloatArray:
         """Return the action [7] of the slot's expert, who begins with its episode."""
@@ -173,10 +171,11 @@ class ManiSkillSims(SlotSimulators):
         while self._envs:
             self._envs.popitem()[1].close()
 
-    def _outcomes(self, reward: Any, terminated: Any, info: dict[str, Any]) -> list[SimStep]:
+    def _outcomes(self, env: Any, reward: Any, terminated: Any, info: dict[str, Any]) -> list[SimStep]:
         """What a step brought each environment of a batch."""
         success = info.get("success", terminated & False)
-        columns = (reward if self._rewarded else success, terminated, success)
+        # Some tasks know no reward of their own, or have none unless they are asked for one.
+        columns = (success if env.reward_mode == "none" else reward, terminated, success)
         return [
             SimStep(reward=float(earned), terminated=ended, success=reached)
             for earned, ended, reached in zip(*(column.cpu().tolist() for column in columns), strict=True)
@@ -217,7 +216,7 @@ class BatchSims(ManiSkillSims, BatchedSimulators):
             self._actions[slot] = action
         _, reward, terminated, _, self._info = self._env.step(self._actions)
         self._seen = []
-        return dict(enumerate(self._outcomes(reward, terminated, self._info)))
+        return dict(enumerate(self._outcomes(self._env, reward, terminated, self._info)))
 
     def observe(self, slot: int, out: ObservationOut) -> None:
         """Copy the slot's part of what was drawn and read for all slots at once."""

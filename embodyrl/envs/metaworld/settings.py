@@ -2,7 +2,9 @@
 
 import tomllib
 from pathlib import Path
+from typing import Annotated
 
+from embodyrl.config.settings import NumbersStates
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
 
 _GROUPS: dict[str, dict[str, str]] = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
@@ -30,7 +32,7 @@ STATE, PROPRIOCEPTION = 39, 4
 class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
     """MetaWorld."""
 
-    id: str = "MT50"
+    id: Annotated[str, NumbersStates] = "MT50"
     """A task (reach-v3), a benchmark (MT10, MT50, ML45), or a group of MT50: easy, medium, hard, very_hard."""
     pixels: bool = True
     """Camera images, and hand and gripper as the state; false: all 39 numbers, and which of several tasks it is."""

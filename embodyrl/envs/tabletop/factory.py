@@ -1,7 +1,9 @@
 """Checks, description and construction of the tabletop environment."""
 
 from collections.abc import Iterator
+from typing import Annotated
 
+from embodyrl.config.settings import NumbersStates
 from embodyrl.envs.factory import SimFactory, camera_problems, task_problems
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
@@ -22,7 +24,7 @@ SMALLEST_IMAGE = 32
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of the tabletop."""
 
-    axis: Axis = Axis.base
+    axis: Annotated[Axis, NumbersStates] = Axis.base
     """base, or what is changed: colours (other shades), positions (plates in front), phrasings (other words)."""
 
 

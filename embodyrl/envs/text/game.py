@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from embodyrl.config.settings import Index
+from embodyrl.config.settings import Index, NumbersStates
 from embodyrl.conversation import Message, join_messages
 from embodyrl.envs.protocol import AfterStep, EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardFactor
@@ -111,10 +111,10 @@ _COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 class GameSettings(EnvSettings):
     """A Gymnasium environment with categories as actions, told in words."""
 
-    id: str | None = None
+    id: Annotated[str | None, NumbersStates] = None
     """Gymnasium id, for example FrozenLake-v1; or a game of TextWorld, or a folder of them (*.z8, *.ulx), whose replies
     say one of the commands that are allowed; there the reset id chooses the game."""
-    kwargs: dict[str, Any] = {}
+    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Passed to the environment's constructor."""
     words: str | None = None
     """package.module:function of (observation, info) -> text; default the environment's own picture in characters

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -56,9 +56,12 @@ def write_report(
     out: Path,
     *,
     defaults: Mapping[str, Any] | None = None,
+    states: Collection[str] = (),
     embed_bytes: int = EMBED_BYTES,
 ) -> list[str]:
     """Write the page about one or more runs, and return its summary as lines of text.
+
+    `states`: keys that say which initial state a number stands for.
 
     Raises:
         ConfigError: a folder is no run.
@@ -67,7 +70,7 @@ def write_report(
     shelf = Shelf(page=out, budget=embed_bytes)
     cards = [card for history in histories for card in cards_of(history, shelf)]
     tasks = list(dict.fromkeys(e.task for h in histories for v in h.evaluations for e in v.own))
-    lines = _summary(histories)
+    lines = _summary(histories, states)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     template = files("embodyrl.monitor.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     text = environment.from_string(template).render(
@@ -89,7 +92,7 @@ def write_report(
     return lines
 
 
-def _summary(histories: Sequence[History]) -> list[str]:
+def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]:
     lines = []
     for history in histories:
         last = history.evaluations[-1] if history.evaluations else None
@@ -104,7 +107,7 @@ def _summary(histories: Sequence[History]) -> list[str]:
         lines.append(said)
     if len(groups) > 1 and all(history.evaluations for history in histories):
         first, second = histories[0], histories[-1]
-        if differs := other_worlds(first.config, second.config):
+        if differs := other_worlds(first.config, second.config, states):
             return [*lines, f"no paired test of {first.name} and {second.name}, whose initial states differ: {differs}"]
         found = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
