@@ -19,7 +19,7 @@ from embodyrl.config.paths import assets_dir
 from embodyrl.envs import factory as env_factory
 from embodyrl.envs.maniskill import factory as maniskill
 from embodyrl.errors import ConfigError
-from embodyrl.plan import blueprint, memory
+from embodyrl.plan import blueprint, memory, rates
 from embodyrl.plan.config import load_config
 from embodyrl.plan.roots import TrainConfig
 
@@ -37,7 +37,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    for module in (blueprint, memory, command_facts):
+    for module in (blueprint, rates, command_facts):
         monkeypatch.setattr(module, "available_cores", lambda: 96)
     for module in (memory, command_facts, env_factory):
         monkeypatch.setattr(module, "available_bytes", lambda: 900 * 2**30)
