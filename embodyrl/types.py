@@ -91,8 +91,8 @@ class EnvSpec(EnvFootprint):
     desired_goal: tuple[int, int] = (0, 0)
     """Likewise; (0, 0): nobody can tell what other goals would have earned (`envs.protocol.GoalFactory`)."""
     max_episode_steps: int = 0  # the benchmark's own horizon, env steps
-    expert_tasks: tuple[int, ...] = ()
-    """Tasks for which a scripted expert exists."""
+    expert_tasks: tuple[int, ...] = ()  # for which a scripted expert exists
+    expert_reacts: bool = True  # to where things are, whoever chose the actions so far; false: it follows a plan
     action_space: ActionSpace | None = None  # None: real numbers, by convention within -1..1
     may_truncate: bool = False
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""

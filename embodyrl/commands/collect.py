@@ -77,6 +77,12 @@ def draw_collection(cfg: CollectConfig) -> Blueprint:
         raise ConfigError(
             f"env '{base.env.name}' has no scripted expert for tasks {unknown}; set env.train.task_ids=[{known}]."
         )
+    if labelled and not base.policy.scripted and not base.env.expert_reacts:
+        raise ConfigError(
+            f"env '{base.env.name}': its expert follows a plan, whose steps say nothing where another policy chooses "
+            "the actions, so it cannot label them. Let it play: embodyrl collect model=scripted (model.expert_noise "
+            "shows how it recovers), and embodyrl sft with data.more."
+        )
     slots = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
     return replace(
         base,

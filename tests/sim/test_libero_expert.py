@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 from settings import env_of
 
+from embodyrl.commands.collect import draw_collection
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.errors import EnvError
+from embodyrl.errors import ConfigError, EnvError
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart
 
 pytestmark = pytest.mark.sim
@@ -120,3 +123,16 @@ def test_a_task_without_expert_is_refused(goal_harness):
     goal_harness.start(0, 7, 0)
     with pytest.raises(EnvError, match=r"no scripted expert.*\[1, 2, 4, 6, 8, 9\]"):
         goal_harness.env.expert_chunk([0], 1, noise=0.0)
+
+
+@pytest.mark.parametrize(("model", "refused"), [("random", True), ("scripted", False)])
+def test_a_plan_labels_nobody_elses_actions(tmp_path, model, refused):
+    """DAgger with these experts took a policy of libero_spatial from 51 to 4 %: their plans go on whatever is done."""
+    words = ("env=libero_object", f"model={model}", "collect.labels=expert", "collect.filter=all", "collect.episodes=2")
+    cfg = load_config("collect", [*words, f"collect.out={tmp_path}/out", f"runner.output_dir={tmp_path}/runs"])
+    check_components(cfg)
+    if not refused:
+        assert draw_collection(cfg).labelled
+        return
+    with pytest.raises(ConfigError, match="follows a plan"):
+        draw_collection(cfg)

@@ -163,6 +163,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             unnorm_key=f"{base}_no_noops",
             max_episode_steps=HORIZONS[base],
             expert_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(stock(name), ())),
+            expert_reacts=False,
             task_bytes=TASK_BYTES[cfg.render_profile],
             on_gpu=on_gpu,
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
