@@ -20,7 +20,7 @@ from embodyrl.algorithms.aggregation import (
     unit_advantage,
     unit_mask,
 )
-from embodyrl.algorithms.policy_losses import IMPORTANCE_WEIGHTED, MAX_KL, bounded_ratio, kl, value_loss
+from embodyrl.algorithms.policy_losses import IMPORTANCE_WEIGHTED, MAX_KL, bounded_ratio, has_slopes, kl, value_loss
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Measured, Scores, Units
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
@@ -71,6 +71,7 @@ class Algorithm:
         self._estimator = ADVANTAGES.get(cfg.adv_type)
         self.needs_replay = self._estimator.needs_replay
         self._loss = LOSSES.get(cfg.loss_type)
+        self._has_slopes = has_slopes(cfg, self._loss)
         self.needs_groups = self._estimator.needs_groups
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
@@ -242,6 +243,13 @@ class Algorithm:
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
         """Return a micro-batch's share of the optimizer step's loss, and what `metrics_of` computes its metrics of."""
+        if not self._has_slopes or not inputs.whole or inputs.correction is not None:
+            return self._compute(scores, inputs)
+        from embodyrl.algorithms.slopes import loss_and_slopes
+
+        return loss_and_slopes(self._compute, self._loss, self._cfg, scores, inputs)
+
+    def _compute(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
         cfg, valid = self._cfg, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)

@@ -8,14 +8,15 @@ a chunk of actions or a text response, for the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
-from embodyrl.algorithms.settings import RISING
+from embodyrl.algorithms.settings import RISING, AlgorithmSettings, ValueSettings
 from embodyrl.config.settings import Positive, Says, Settings, Weight
 
 if TYPE_CHECKING:
@@ -214,6 +215,17 @@ def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
     return LossTerms(loss=ceiling.where(capped, terms.loss), ratio=terms.ratio, clipped=terms.clipped | capped)
 
 
+def ppo_slope(advantage: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """d(-A r) / d log pi = -A r, and 0 where a bound holds, be it of the ratio, of the loss or of the log-ratio."""
+    # At the lower bound of the log-ratio it is 2e-9 A: nobody tells it from 0.
+    bounded = rows["clipped"] | (rows["ratio"] >= _LARGEST_RATIO)
+    return (rows["ratio"] * -advantage).masked_fill(bounded, 0.0)
+
+
+_LARGEST_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
+"""`bounded_ratio` gives more than this only at its bound, whatever the rounding."""
+
+
 def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
     """PPO clip on the sequence ratio exp(mean d), shared by all units of the sequence (arXiv 2507.18071)."""
     # Bounded upwards only: far below, exp is 0 and does no harm.
@@ -320,7 +332,15 @@ def kl_cov(u: Units, cfg: KlCovSettings) -> LossTerms:
     return _unclipped(-u.advantage * log_ratio.exp() + penalty, log_ratio.exp())
 
 
-PPO_CLIP = PolicyLoss(compute=ppo_clip, settings=DualClipSettings)
+def has_slopes(cfg: AlgorithmSettings, loss: PolicyLoss) -> bool:
+    """Whether a config's loss has no terms but those whose derivatives `slopes.py` knows."""
+    others = cfg.kl_beta or cfg.positive_nll_coef or cfg.off_policy_masking_delta is not None
+    if isinstance(cfg, ValueSettings):
+        others = others or cfg.value_clip is not None or cfg.huber_delta is not None
+    return loss.slope is not None and not others
+
+
+PPO_CLIP = PolicyLoss(compute=ppo_clip, settings=DualClipSettings, slope=ppo_slope)
 GSPO = PolicyLoss(compute=gspo, settings=ClipSettings)
 GMPO = PolicyLoss(compute=gmpo, settings=ClipSettings)
 SAPO = PolicyLoss(compute=sapo, settings=SapoSettings)

@@ -182,6 +182,8 @@ class PolicyLoss:
     """Its own keys below `algorithm`. `compute` is given an instance."""
     needs_all_samples: bool = False
     """Samples without advantage matter as well: for a term that has no advantage in it, or for statistics."""
+    slope: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    """Derivative of units' losses by log-probabilities, from advantages and `Measured.rows`, where it is simple."""
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(

@@ -14,7 +14,7 @@ from types import FrameType
 
 from embodyrl.clock import RunClock
 from embodyrl.cluster.protocol import ClusterSettings, Event, LauncherSettings, WorkerDied
-from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure
+from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 from embodyrl.workers.messages import Request
 
 _TICK_S = 1.0
@@ -95,6 +95,7 @@ class InlineLauncher:
     host = "127.0.0.1"
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
+        keep_freed_memory()
         self._workers: dict[str, Worker] = {}
         self._restartable: set[str] = set()
         self._requests: deque[tuple[str, Request, float]] = deque()

@@ -19,6 +19,10 @@ class _Moments:
     mean: Tensor
     square: Tensor
     steps: int
+    weight: Tensor
+    """Only during a step: whoever writes the tensors (checkpoints, buckets) knows nothing of the vector."""
+    views: list[Tensor]
+    """Parts of `weight` as the tensors."""
 
 
 class FlatAdamW(torch.optim.AdamW):
@@ -68,8 +72,8 @@ class FlatAdamW(torch.optim.AdamW):
         """As torch's `_single_tensor_adam`, operation by operation."""
         group, moments = self.param_groups[index], self._moments[index]
         parameters, (beta1, beta2), lr = group["params"], group["betas"], group["lr"]
-        # From the tensors every time: whoever writes them (checkpoints, buckets) knows nothing of the vector.
-        weight = _flatten_dense_tensors(parameters)
+        weight = moments.weight
+        torch._foreach_copy_(moments.views, parameters)  # type: ignore[reportPrivateImportUsage]
         moments.steps += 1
         if group["weight_decay"]:
             weight.mul_(1 - lr * group["weight_decay"])
@@ -77,7 +81,7 @@ class FlatAdamW(torch.optim.AdamW):
         moments.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         spread = moments.square.sqrt().div_((1 - beta2**moments.steps) ** 0.5).add_(group["eps"])
         weight.addcdiv_(moments.mean, spread, value=-lr / (1 - beta1**moments.steps))
-        torch._foreach_copy_(parameters, _unflatten_dense_tensors(weight, parameters))  # type: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_(parameters, moments.views)  # type: ignore[reportPrivateImportUsage]
 
     def _join(self, index: int) -> _Moments | None:
         """The moments of a group as vectors; None where its weights have not taken as many steps."""
@@ -90,7 +94,9 @@ class FlatAdamW(torch.optim.AdamW):
                 torch.cat([self.state[p].get(name, torch.zeros_like(p)).flatten() for p in parameters])
                 for name in ("exp_avg", "exp_avg_sq")
             )
-            self._moments[index] = _Moments(mean, square, steps.pop())
+            weight = torch.empty_like(mean)
+            views = list(_unflatten_dense_tensors(weight, parameters))
+            self._moments[index] = _Moments(mean, square, steps.pop(), weight, views)
         return self._moments[index]
 
     def _part(self) -> None:

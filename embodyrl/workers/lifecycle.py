@@ -135,12 +135,19 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     libc.prctl(_PR_SET_NAME, f"embodyrl:{spec.name}"[:15].encode(), 0, 0, 0)
     # Two watches on the driver: the kernel's also reaches a worker that is stuck in C with the interpreter lock held.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    keep_freed_memory()
+    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+
+
+def keep_freed_memory() -> None:
+    """Memory that is freed and wanted again in every layer and every frame stays with the process, up to a limit.
+
+    By default glibc gives it back, and the system clears each page anew: a tenth of an update's time.
+    """
+    libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        # Memory that is freed and wanted again in every layer and every frame stays with the process, up to a limit;
-        # by default glibc gives it back, and the system clears each page anew: a tenth of an update's time.
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-    threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
 
 
 def _die_with_parent() -> None:

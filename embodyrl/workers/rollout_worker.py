@@ -56,12 +56,15 @@ def _high(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[n
 def _few_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tokens_per_chunk: int) -> FloatArray:
     philox = np.random.Philox(key=0)
     generator, state = np.random.Generator(philox), cast(Any, philox.state)
+    # Lists: its setter reads number by number, which takes twice as long of arrays.
+    key, counter = [0, 0], [0, 0, 0, 0]
+    state["state"], state["buffer"] = {"key": key, "counter": counter}, [0, 0, 0, 0]
     noise = np.empty((len(seeds), tokens_per_chunk), dtype=np.float32)
-    for row in range(len(seeds)):
+    for row, (seed, chunk) in enumerate(zip(seeds.tolist(), chunks.tolist(), strict=True)):
         # A new Philox asks the system for entropy that nobody uses, which takes longer than all the rest.
-        state["state"]["key"][0], state["state"]["counter"][3] = seeds[row], chunks[row]
+        key[0], counter[3] = seed, chunk
         philox.state = state
-        noise[row] = generator.random(tokens_per_chunk, dtype=np.float32)
+        generator.random(out=noise[row], dtype=np.float32)
     return noise
 
 

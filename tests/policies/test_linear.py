@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from embodyrl.policies import linear as module
-from embodyrl.policies.linear import Dense, Linear, linear
+from embodyrl.policies.linear import Linear, Stack, linear, stacked
 
 faster = pytest.mark.skipif(not module.HAS_PRODUCT, reason="this processor or torch has no faster product")
 
@@ -95,26 +96,41 @@ def test_a_gradient_of_a_gradient_is_refused_and_not_zero():
         gradient.sum().backward()
 
 
-@faster
-@pytest.mark.parametrize("activation", ["tanh", "relu", "none"])
-def test_a_layer_and_its_activation_are_one_operation_where_there_are_many_rows(activation):
-    """Fails where the activation or its gradient is left out, or where few rows and many are different functions."""
-    layer = Dense(4, 64, activation)
-    after = {"tanh": torch.tanh, "relu": torch.relu, "none": lambda x: x}[activation]
-    generator = torch.Generator().manual_seed(2)
-    x, weights = torch.randn(4096, 4, generator=generator), torch.randn(4096, 64, generator=generator)
+def usual(stack: Stack, x: torch.Tensor) -> torch.Tensor:
+    first, second, last = stack
+    after = {"tanh": torch.tanh, "relu": torch.relu}[stack.activation]
+    return last(after(second(after(first(x)))))
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("rows", [1, 8, 4096])
+def test_stacks_have_the_numbers_and_gradients_of_their_layers(activation, rows):
+    """Fails where an activation, a bias or a gradient is left out or goes to another layer; many rows go elsewhere."""
+    torch.manual_seed(2)
+    stacks = [
+        Stack({n: nn.Linear(a, b) for n, a, b in (("0", 5, 64), ("2", 64, 64), ("4", 64, out))}, activation)
+        for out in (3, 1)
+    ]
+    x, weights = torch.randn(rows, 5), [torch.randn(rows, 3), torch.randn(rows, 1)]
     found = []
-    for function in (layer, lambda x: after(F.linear(x, layer.weight, layer.bias))):
+    for function in (stacked, lambda x, *stacks: [usual(stack, x) for stack in stacks]):
         given = x.clone().requires_grad_()
-        out = function(given)
-        layer.zero_grad()
-        (out * weights).sum().backward()
-        found.append([out, given.grad, layer.weight.grad.clone(), layer.bias.grad.clone()])
-    assert "_Linear" in str(found[0][0].grad_fn)
+        outs = function(given, *stacks)
+        leaves = [given, *(p for stack in stacks for p in stack.parameters())]
+        loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
+        found.append([*outs, *torch.autograd.grad(loss, leaves)])
+    assert "_Stacks" in str(found[0][0].grad_fn)
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6 * float(theirs.detach().abs().max()))
-    few = layer(x[:8])
-    assert "_Linear" not in str(few.grad_fn)
-    torch.testing.assert_close(few, found[0][0][:8], rtol=1e-6, atol=1e-6)
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), found[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6 * float(theirs.detach().abs().max()))
+    with torch.no_grad():  # acting and scoring come to the same numbers, together or alone
+        torch.testing.assert_close(stacks[1](x), found[0][1], rtol=0, atol=0)
+
+
+def test_stacks_of_other_types_and_of_nothing_take_the_usual_way():
+    stack = Stack({"0": nn.Linear(5, 64), "2": nn.Linear(64, 64), "4": nn.Linear(64, 3)}, "tanh")
+    assert stack(torch.zeros(0, 5)).shape == (0, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert stack(torch.randn(8, 5)).dtype == torch.bfloat16
+    x = torch.randn(8, 5, dtype=torch.float64)
+    stack = stack.double()
+    torch.testing.assert_close(stack(x), usual(stack, x))

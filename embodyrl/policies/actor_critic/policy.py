@@ -1,6 +1,6 @@
 """The actor-critic policy: acting and scoring are one code path, so that their log-probabilities agree."""
 
-from collections import OrderedDict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead, build_head
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
-from embodyrl.policies.linear import Dense
+from embodyrl.policies.linear import Stack, stacked
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import fill_weights, on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -51,7 +51,8 @@ class ActorCritic(nn.Module):
         if self.encoder is None:
             return state
         pixels = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float().div_(255.0)
-        return torch.cat([self.encoder(pixels), state], dim=1)
+        # A CPU's convolutions take half as long where the planes of a pixel lie side by side.
+        return torch.cat([self.encoder(pixels.contiguous(memory_format=torch.channels_last)), state], dim=1)
 
     def outputs(self, features: Tensor) -> Tensor:
         """[B, K, O] for the head."""
@@ -60,6 +61,13 @@ class ActorCritic(nn.Module):
     def value(self, features: Tensor) -> Tensor:
         """[B, V]"""
         return features[:, :0] if self.value_head is None else self.value_head(features)
+
+    def both(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """`outputs` and `value`."""
+        if self.value_head is None:
+            return self.outputs(features), self.value(features)
+        outputs, value = stacked(features, self.policy, self.value_head)
+        return outputs.view(-1, self.shape.num_actions, self.shape.outputs), value
 
 
 class RunningMoments(nn.Module):
@@ -126,8 +134,7 @@ class ActorCriticPolicy:
 
         Tokens are category ids, or bit patterns of the Gaussian's float32 samples (see `heads.GaussianHead`).
         """
-        features = self.features(obs)
-        outputs = self._net.outputs(features)
+        outputs, value = self._net.both(self.features(obs))
         scale = temperature or self._temperature
         uniform = None
         if noise is not None:
@@ -138,7 +145,7 @@ class ActorCriticPolicy:
             actions=self._net.head.to_actions(choice.cpu().numpy()),
             tokens=self._net.head.to_tokens(choice),
             logprob=logprob.flatten(1).cpu().numpy(),
-            value=self._net.value(features).cpu().numpy(),
+            value=value.cpu().numpy(),
         )
 
     @torch.no_grad()
@@ -148,10 +155,10 @@ class ActorCriticPolicy:
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Score the tokens [B, L] that `act` returned (see `Policy.score`)."""
-        features = self.features(obs)
+        outputs, value = self._net.both(self.features(obs))
         choice = on_device(self._net.head.to_choice(tokens), self._device).view(-1, *self._chunk)
-        logprob, entropy = self._net.head.score(self._net.outputs(features), choice, self._temperature)
-        return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=self._net.value(features))
+        logprob, entropy = self._net.head.score(outputs, choice, self._temperature)
+        return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=value)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Negative log-likelihood and share of right categories of actions [B, K, A] (see `Policy.imitate`)."""
@@ -209,24 +216,12 @@ class ActorCriticPolicy:
         return self._net.features(images, on_device(np.ascontiguousarray(obs.state), self._device))
 
 
-class Layers(nn.Sequential):
-    """Layers without hooks, whose calls would take as long as those of so small layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """As of the layers one after the other."""
-        for layer in self:
-            x = layer.forward(x)
-        return x
-
-
-def _dense(widths: tuple[int, ...], activation: str, generator: torch.Generator, *, gain: float) -> Layers:
+def _dense(widths: tuple[int, ...], activation: str, generator: torch.Generator, *, gain: float) -> Stack:
     pairs = list(pairwise(widths))
-    last = len(pairs) - 1
-    layers = [Dense(a, b, "none" if index == last else activation) for index, (a, b) in enumerate(pairs)]
-    for index, layer in enumerate(layers):
-        _init(layer, gain if index == last else 2.0**0.5, generator)
+    gains = [2.0**0.5] * (len(pairs) - 1) + [gain]
+    layers = (_init(nn.Linear(a, b), own, generator) for (a, b), own in zip(pairs, gains, strict=True))
     # Their names in weights saved when activations were layers of their own.
-    return Layers(OrderedDict((str(2 * index), layer) for index, layer in enumerate(layers)))
+    return Stack({str(2 * index): layer for index, layer in enumerate(layers)}, activation)
 
 
 def _convolutions(shape: NetShape, generator: torch.Generator) -> nn.Sequential:
@@ -237,7 +232,17 @@ def _convolutions(shape: NetShape, generator: torch.Generator) -> nn.Sequential:
         conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1)
         layers += [_init(conv, 2.0**0.5, generator), nn.ReLU()]
     dense = _init(nn.Linear(shape.convolved, IMAGE_FEATURES), 2.0**0.5, generator)
-    return nn.Sequential(*layers, nn.Flatten(), dense, nn.ReLU())
+    return nn.Sequential(*layers, _Flat(), dense, nn.ReLU())
+
+
+class _Flat(nn.Flatten):
+    """Flattens, and brings the gradient into the order in memory that the convolutions have."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Planes [B, P, H, W] to [B, P * H * W]."""
+        if input.requires_grad:
+            input.register_hook(partial(Tensor.contiguous, memory_format=torch.channels_last))
+        return input.flatten(1)
 
 
 def _init(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Generator) -> nn.Module:
