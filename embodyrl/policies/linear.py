@@ -83,7 +83,7 @@ def _tanh(x: Tensor) -> Tensor:
     return x
 
 
-_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
+_ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
     "tanh": (torch.tanh, _tanh, torch.ops.aten.tanh_backward),
     "relu": (torch.relu, torch.relu_, partial(torch.ops.aten.threshold_backward, threshold=0.0)),
 }
