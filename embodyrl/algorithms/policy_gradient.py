@@ -196,10 +196,8 @@ class Algorithm:
         targets = batch.returns.shape[1]
         # A target per action counts where the action ran; one per chunk always does, for empty chunks left the batch.
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
-        value = equal_shares(counted)
-        if not self._cfg.positive_nll_coef:
-            return LossWeights(policy=weight, value=value, positive=np.zeros(valid.shape, np.float32))
-        return LossWeights(policy=weight, value=value, positive=equal_shares(valid & (batch.advantage[rows] > 0)))
+        positive = valid & (batch.advantage[rows] > 0) & (self._cfg.positive_nll_coef > 0)
+        return LossWeights(policy=weight, value=equal_shares(counted), positive=equal_shares(positive))
 
     def weighs_evenly(self, batch: PreparedBatch) -> bool:
         """Whether the weights depend on nothing but how many samples an optimizer step has."""
