@@ -36,7 +36,7 @@ def test_every_estimator_goes_with_every_loss_and_no_two_mean_different_things_b
 
 def test_keys_follow_the_estimator():
     only_gae = {"gamma", "gae_lambda", "reward_type", "value_clip", "huber_delta", "value_coef", "critic_warmup"}
-    only_gae |= {"normalize_returns"}
+    only_gae |= {"normalize_returns", "normalize_per_task"}
     grpo, gae = keys("grpo", "ppo_clip"), keys("gae", "ppo_clip")
     assert gae - grpo == only_gae
     assert grpo - gae == {"filter_rewards", "filter_returns", "filter_refills", "std_unbiased"}
