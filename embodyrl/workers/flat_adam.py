@@ -122,8 +122,21 @@ class FlatAdamW(torch.optim.AdamW):
         self._moments = {}
 
 
+def _leave_compiler_out() -> None:
+    """Call methods of torch's optimizers as they are.
+
+    To keep them out of compiled code torch imports its compiler when the first of them is called: 1.8 s of each start,
+    where no optimizer is ever compiled.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        plain = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if plain is not None and not hasattr(plain, "__dynamo_disable"):
+            plain.__dynamo_disable = plain
+
+
 def build_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
     """AdamW as it suits weights of this size and place."""
+    _leave_compiler_out()
     parameters = [p for group in groups for p in group["params"]]
     plain = all(type(p) in (Tensor, torch.nn.Parameter) and p.dtype == torch.float32 and p.is_cpu for p in parameters)
     if plain and sum(p.numel() for p in parameters) <= SMALL:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from copy import deepcopy
 from itertools import cycle
 
@@ -77,3 +79,14 @@ def test_a_checkpoint_has_the_order_of_the_weights_also_where_one_group_is_a_vec
     weights[0].grad = weights[2].grad = torch.ones(2)
     optimizer.step()
     assert list(optimizer.state_dict()["state"]) == [0, 2]
+
+
+def test_small_networks_start_without_torchs_compiler():
+    """Its import takes longer than all else that a small run waits for."""
+    code = (
+        "import sys, torch; from embodyrl.workers.flat_adam import build_adam; layer = torch.nn.Linear(2, 2); "
+        "adam = build_adam([{'params': list(layer.parameters())}], lr=1e-3); layer(torch.ones(1, 2)).sum().backward(); "
+        "adam.step(); adam.zero_grad(); adam.load_state_dict(adam.state_dict()); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["False"]
