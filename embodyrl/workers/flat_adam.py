@@ -125,8 +125,8 @@ class FlatAdamW(torch.optim.AdamW):
 def _leave_compiler_out() -> None:
     """Call methods of torch's optimizers as they are.
 
-    To keep them out of compiled code torch imports its compiler when the first of them is called: 1.8 s of each start,
-    where no optimizer is ever compiled.
+    To keep them out of compiled code torch imports its compiler when the first of them is called, which takes a second
+    or two; no optimizer is ever compiled here.
     """
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         plain = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
