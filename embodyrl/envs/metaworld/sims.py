@@ -105,7 +105,8 @@ class MetaWorldSims(SlotSimulators):
         env._partially_observable = False
         vars(env).pop("sawyer_observation_space", None)  # computed for hidden goals, which it would clip to 0
         env.max_path_length = 10**9  # the time limit is the run's
-        env.touching_object = lambda _: False  # for the package's `info` alone, which nobody sees here; half of a step of push-v3
+        # Half of a step of push-v3, and only for the `info` of the package, which nobody sees here.
+        env.touching_object = lambda _: False
         env.model.camera("corner2").pos = _CORNER2
         if self._cfg.render_profile is RenderProfile.lean:
             env.model.vis.quality.offsamples = 0
