@@ -24,8 +24,8 @@ import numpy as np
 os.environ |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 EPISODES = 100
-WIDE = {"activation_fn": "ReLU", "net_arch": [256, 256]}
-OURS_WIDE = ("model.hidden_sizes=[256,256]", "model.activation=relu")
+WIDE = {"activation_fn": "ReLU", "net_arch": [256, 256], "log_std_init": -2, "ortho_init": False}
+OURS_WIDE = ("model.hidden_sizes=[256,256]", "model.activation=relu", "model.log_std_init=-2", "model.ortho_init=false")
 REACHING = "gymnasium_robotics:FetchReach-v4"
 REACH = {
     "normalize": True, "her": True, "learning_rate": 1e-3, "gamma": 0.95, "ent_coef": "auto_0.1",
@@ -56,21 +56,21 @@ CASES: dict[str, tuple[str, str, int, dict[str, Any], tuple[str, ...]]] = {
         "Hopper-v5", "ppo", 100 * 512,
         {"normalize": True, "n_steps": 512, "batch_size": 32, "gae_lambda": 0.99, "gamma": 0.999, "n_epochs": 5,
          "ent_coef": 0.00229519, "learning_rate": 9.80828e-05, "max_grad_norm": 0.7, "vf_coef": 0.835671,
-         "policy_kwargs": WIDE | {"log_std_init": -2, "ortho_init": False}},
+         "policy_kwargs": WIDE},
         ("env.train.total_num_envs=1", "env.train.max_steps_per_rollout_epoch=512", "algorithm.gae_lambda=0.99",
          "algorithm.gamma=0.999", "algorithm.update_epoch=5", "algorithm.entropy_bonus=0.00229519",
          "actor.global_batch_size=32", "actor.micro_batch_size=32", "actor.optim.lr=9.80828e-05",
-         "actor.optim.value_lr=9.80828e-05", "model.log_std_init=-2", "actor.optim.clip_grad=0.7", *OURS_WIDE),
+         "actor.optim.value_lr=9.80828e-05", "actor.optim.clip_grad=0.7", *OURS_WIDE),
     ),
     "halfcheetah-ppo": (
         "HalfCheetah-v5", "ppo", 200 * 512,
         {"normalize": True, "n_steps": 512, "batch_size": 64, "gae_lambda": 0.92, "gamma": 0.98, "n_epochs": 20,
          "ent_coef": 0.000401762, "learning_rate": 2.0633e-05, "max_grad_norm": 0.8, "vf_coef": 0.58096,
-         "clip_range": 0.1, "policy_kwargs": WIDE | {"log_std_init": -2, "ortho_init": False}},
+         "clip_range": 0.1, "policy_kwargs": WIDE},
         ("env.train.total_num_envs=1", "env.train.max_steps_per_rollout_epoch=512", "algorithm.gae_lambda=0.92",
          "algorithm.gamma=0.98", "algorithm.update_epoch=20", "algorithm.entropy_bonus=0.000401762",
          "algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio_high=0.1", "actor.optim.lr=2.0633e-05",
-         "actor.optim.value_lr=2.0633e-05", "model.log_std_init=-2", "actor.optim.clip_grad=0.8", *OURS_WIDE),
+         "actor.optim.value_lr=2.0633e-05", "actor.optim.clip_grad=0.8", *OURS_WIDE),
     ),
     "breakout-ppo": (
         "gym_learning:MinBreakout-v0", "ppo", 200 * 8 * 128,

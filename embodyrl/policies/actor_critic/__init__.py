@@ -24,6 +24,8 @@ class ActorCriticSettings(WeightSettings):
     """Between the hidden layers; default tanh, with images relu."""
     log_std_init: Annotated[float, Field(ge=-20, le=2)] = 0.0
     """Real-valued actions: logarithm of the standard deviation at first, in shares of half the action range."""
+    ortho_init: bool = True
+    """Begin with orthogonal weights and the policy's last layer near 0; false: as torch begins layers."""
     noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Real-valued actions: correlation of the exploration of one action with that of the next in the same chunk."""
     normalize_state: bool | None = None
@@ -92,7 +94,13 @@ class ActorCriticFactory:
         spec = self.spec(cfg, request.env, request.value_dim)
         shape = self._shape(cfg, request.env, request.value_dim)
         return ActorCriticPolicy(
-            spec, shape, request, path=cfg.path, log_std=cfg.log_std_init, correlation=cfg.noise_correlation
+            spec,
+            shape,
+            request,
+            path=cfg.path,
+            log_std=cfg.log_std_init,
+            correlation=cfg.noise_correlation,
+            orthogonal=cfg.ortho_init,
         )
 
     def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:

@@ -1,5 +1,6 @@
 """The actor-critic policy: acting and scoring are one code path, so that their log-probabilities agree."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,18 +22,24 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 WEIGHTS_FILE = "model.safetensors"
 VALUE_HEAD = "value_head"
 
+_Init = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
+"""Fills a layer's weights, with a gain."""
+
 
 class ActorCritic(nn.Module):
     """Networks of their own for policy and value, above convolutions that they share."""
 
-    def __init__(self, shape: NetShape, seed: int, log_std: float = 0.0, correlation: float = 0.0) -> None:
+    def __init__(
+        self, shape: NetShape, seed: int, log_std: float = 0.0, correlation: float = 0.0, orthogonal: bool = True
+    ) -> None:
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
-        self.encoder = _convolutions(shape, generator) if shape.num_images else None
+        init = partial(_init, generator=generator, orthogonal=orthogonal)
+        self.encoder = _convolutions(shape, init) if shape.num_images else None
         # Nearly equal probabilities at first; orthogonal weights as in arXiv 2005.12729.
         widths = (shape.features, *shape.hidden)
-        self.policy = _dense((*widths, shape.num_actions * shape.outputs), shape.activation, generator, gain=0.01)
+        self.policy = _dense((*widths, shape.num_actions * shape.outputs), shape.activation, init, gain=0.01)
         if shape.squashed:
             last = self.policy[-1]
             assert isinstance(last, nn.Linear)
@@ -41,7 +48,7 @@ class ActorCritic(nn.Module):
         self.head = build_head(shape, log_std, correlation)
         self.states = RunningMoments(shape.state_dim) if shape.normalized else None
         self.value_head = (
-            _dense((*widths, shape.value_dim), shape.activation, generator, gain=1.0) if shape.value_dim else None
+            _dense((*widths, shape.value_dim), shape.activation, init, gain=1.0) if shape.value_dim else None
         )
 
     def features(self, images: Tensor, state: Tensor) -> Tensor:
@@ -114,13 +121,14 @@ class ActorCriticPolicy:
         path: str | None,
         log_std: float,
         correlation: float = 0.0,
+        orthogonal: bool = True,
     ) -> None:
         self.spec = spec
         self._shape = shape
         self._chunk = spec.num_action_chunks, spec.action_dim
         self._device = torch.device(request.device)
         self._temperature = request.temperature
-        self._net = ActorCritic(shape, request.seed, log_std, correlation)
+        self._net = ActorCritic(shape, request.seed, log_std, correlation, orthogonal)
         if path is not None:
             self.load_weights(resolve_asset(path))
         self._net.to(self._device).requires_grad_(request.trainable)
@@ -216,22 +224,22 @@ class ActorCriticPolicy:
         return self._net.features(images, on_device(np.ascontiguousarray(obs.state), self._device))
 
 
-def _dense(widths: tuple[int, ...], activation: str, generator: torch.Generator, *, gain: float) -> Stack:
+def _dense(widths: tuple[int, ...], activation: str, init: _Init, *, gain: float) -> Stack:
     pairs = list(pairwise(widths))
     gains = [2.0**0.5] * (len(pairs) - 1) + [gain]
-    layers = (_init(nn.Linear(a, b), own, generator) for (a, b), own in zip(pairs, gains, strict=True))
+    layers = (init(nn.Linear(a, b), own) for (a, b), own in zip(pairs, gains, strict=True))
     # Their names in weights saved when activations were layers of their own.
     return Stack({str(2 * index): layer for index, layer in enumerate(layers)}, activation)
 
 
-def _convolutions(shape: NetShape, generator: torch.Generator) -> nn.Sequential:
+def _convolutions(shape: NetShape, init: _Init) -> nn.Sequential:
     """Planes [B, P, H, W] to [B, IMAGE_FEATURES]."""
     planes = (shape.planes, *CHANNELS)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(planes):
         conv = nn.Conv2d(inputs, outputs, kernel_size=3, stride=2, padding=1)
-        layers += [_init(conv, 2.0**0.5, generator), nn.ReLU()]
-    dense = _init(nn.Linear(shape.convolved, IMAGE_FEATURES), 2.0**0.5, generator)
+        layers += [init(conv, 2.0**0.5), nn.ReLU()]
+    dense = init(nn.Linear(shape.convolved, IMAGE_FEATURES), 2.0**0.5)
     return nn.Sequential(*layers, _Flat(), dense, nn.ReLU())
 
 
@@ -245,8 +253,14 @@ class _Flat(nn.Flatten):
         return input.flatten(1)
 
 
-def _init(layer: nn.Linear | nn.Conv2d, gain: float, generator: torch.Generator) -> nn.Module:
-    nn.init.orthogonal_(layer.weight, gain, generator=generator)
+def _init(layer: nn.Linear | nn.Conv2d, gain: float, *, generator: torch.Generator, orthogonal: bool) -> nn.Module:
     assert layer.bias is not None
-    nn.init.zeros_(layer.bias)
+    if orthogonal:
+        nn.init.orthogonal_(layer.weight, gain, generator=generator)
+        nn.init.zeros_(layer.bias)
+        return layer
+    # As torch begins layers, but from the policy's own seed.
+    bound = layer.weight[0].numel() ** -0.5
+    for tensor in (layer.weight, layer.bias):
+        nn.init.uniform_(tensor, -bound, bound, generator=generator)
     return layer
