@@ -4,6 +4,7 @@ Closed loop: every action follows from the current state, a missed or lost objec
 grasp. So an expert tolerates noise on its actions.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -130,6 +131,8 @@ _PALM = 0.1
 _DROP = {"on": 0.012, "in": 0.03}
 """Height above the target's top from which an object is released."""
 _CLOSE_STEPS, _OPEN_STEPS = 12, 15
+_REST_STEPS, _RESTS = 5, 0.001
+"""An object that sinks less than this, metres, in so many steps lies on something: pressing on would help nothing."""
 _SLIP = 0.04
 """A carried object that moved this far in the hand is lost."""
 
@@ -142,8 +145,10 @@ class Expert:
     It holds no part of the simulator, so it outlives a swap or reload of the model that carries its slot.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, nearest: bool = False) -> None:
+        """`nearest`: the variant does not; of free grasps the one that turns the hand least comes first."""
         self._seed = seed
+        self._nearest = nearest
         self._attempts: dict[Goal, int] = {}
         self._scene: Scene | None = None
         self._plan = self._episode()
@@ -198,6 +203,7 @@ class Expert:
             tolerance=0.012,
             limit=40,
             speed=0.6,
+            to_rest=True,
         )
         if not self._lost(goal.subject, held):
             for _ in range(_OPEN_STEPS):
@@ -218,7 +224,14 @@ class Expert:
         attempt = self._attempts.get(goal, 0)
         self._attempts[goal] = attempt + 1
         grasps = order_grasps(find_grasps(self._now, goal.subject, target, shift), np.random.default_rng(self._seed))
+        if self._nearest:
+            grasps.sort(key=self._effort)
         return grasps[attempt % len(grasps)]
+
+    def _effort(self, grasp: Grasp) -> tuple[float, float, float]:
+        """Free ones first; then by the turn, to the eighth of a circle between grasps; then by the way."""
+        way = float(np.linalg.norm(grasp.point[:2] - self._now.hand[:2]))
+        return max(0.0, -grasp.clearance), round(abs(self._turn(grasp.axis)) / (np.pi / 4)), way
 
     def _approach(self, subject: str, grasp: Grasp, hover: float) -> Actions:
         base, point = self._now.hand[:2].copy(), grasp.point
@@ -238,16 +251,21 @@ class Expert:
         tolerance: float,
         limit: int,
         speed: float = 1.0,
+        to_rest: bool = False,
     ) -> Actions:
-        """Move the held object above its target; stop where it is lost."""
+        """Move the held object above its target; stop where it is lost, and with `to_rest` where it sinks no more."""
 
         def hand() -> DoubleArray:
             return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])
 
         moves = self._move(hand, CLOSED, tolerance=tolerance, limit=limit, speed=speed)
+        heights: deque[float] = deque(maxlen=_REST_STEPS)
         for action in moves:
             yield action
             if self._lost(goal.subject, held):
+                return
+            heights.append(self._now.box(goal.subject).bottom)
+            if to_rest and len(heights) == _REST_STEPS and heights[0] - heights[-1] < _RESTS:
                 return
 
     def _offset(self, subject: str) -> DoubleArray:

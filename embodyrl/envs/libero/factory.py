@@ -1,6 +1,7 @@
 """Checks, description and construction of the LIBERO environment; light until `make` is called."""
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -87,6 +88,13 @@ def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[
     return tuple((change and change.words) or usual for change, usual in changes)
 
 
+class ExpertGrasps(StrEnum):
+    """Which of the free grasps a scripted expert takes."""
+
+    varied = "varied"
+    nearest = "nearest"
+
+
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of LIBERO."""
 
@@ -98,6 +106,9 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Inner loop without repeated work, equal to the benchmark's up to rounding; null: on with render_profile=lean."""
     sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
     """Further initial states of each task, 50 and up, that the benchmark's own sampler draws: nobody has seen them."""
+    expert_grasps: ExpertGrasps = ExpertGrasps.varied
+    """Scripted expert: varied, each episode another of the free grasps; nearest: what turns the hand least, which
+    policies that choose the numbers of a chunk independently of each other imitate better."""
 
 
 class LiberoFactory(SimFactory[LiberoSettings]):
@@ -182,7 +193,9 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         held = tasks_in_memory(spec.task_bytes, context.num_workers)
         # Models that no slot needs now would only fill the GPU.
         kept = min(held, context.num_slots) if spec.on_gpu else held
-        return LiberoSims(spec, max_models=kept, lean=lean, fast=fast)
+        return LiberoSims(
+            spec, max_models=kept, lean=lean, fast=fast, nearest=cfg.expert_grasps is ExpertGrasps.nearest
+        )
 
 
 FACTORY = LiberoFactory()

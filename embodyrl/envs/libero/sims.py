@@ -109,8 +109,11 @@ class SimPool:
 class LiberoSims(SlotSimulators):
     """Slots of a LIBERO suite, and of those that are evaluated beside it."""
 
-    def __init__(self, spec: EnvSpec, *, max_models: int, lean: bool = False, fast: bool = False) -> None:
+    def __init__(
+        self, spec: EnvSpec, *, max_models: int, lean: bool = False, fast: bool = False, nearest: bool = False
+    ) -> None:
         super().__init__(spec)
+        self._nearest = nearest
         self._kinds = {"lean": lean, "fast": fast}
         self.task_limit = max_models
         names = dict.fromkeys(spec.suite_of(task) for task in range(len(spec.tasks)))
@@ -133,7 +136,7 @@ class LiberoSims(SlotSimulators):
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
                 f"{install.STATES_PER_TASK} expected. Fix: {install.INSTALL}"
             )
-        self._experts[slot] = Expert(seed)
+        self._experts[slot] = Expert(seed, nearest=self._nearest)
         simulator = self.pool.begin(slot, task)
         state = states[stored] if index < install.STATES_PER_TASK else simulator.sample_state(index)
         simulator.reset(state, seed, change)
