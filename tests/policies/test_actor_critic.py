@@ -49,6 +49,7 @@ def build(name: str = "mlp", space: str = "discrete", **request: Any) -> Policy:
         precision=Precision.fp32,
         num_action_chunks=request.pop("chunk", 1),
         hidden_sizes=[16, 8],
+        ortho_init=request.pop("ortho_init", True),
         path=request.pop("path", None),
     )
     defaults: dict[str, Any] = {"value_dim": 1, "temperature": 1.0, "device": "cpu", "seed": 3}
@@ -206,6 +207,29 @@ def test_the_seed_decides_the_start():
     first, again, other = (build(seed=seed).module.state_dict() for seed in (3, 3, 4))
     assert all(torch.equal(first[k], again[k]) for k in first)
     assert not torch.equal(first["policy.0.weight"], other["policy.0.weight"])
+
+
+@pytest.mark.parametrize("cameras", [0, 1])
+def test_layers_begin_orthogonal_or_as_torch_begins_them(cameras):
+    kind, env = ("cnn" if cameras else "mlp"), env_spec("box", cameras=cameras)
+    orthogonal, plain = (build(kind, env=env, ortho_init=ortho).module for ortho in (True, False))
+    seen = torch.randn(200, plain.shape.features, generator=torch.Generator().manual_seed(0))
+    assert orthogonal.outputs(seen).abs().max() < 0.1 < plain.outputs(seen).abs().max()
+    again = build(kind, env=env, ortho_init=False).module
+    for (name, weight), same in zip(plain.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(weight, same), "from the policy's seed alone"
+        layer = plain.get_submodule(name.rpartition(".")[0])
+        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d):
+            bound = layer.weight[0].numel() ** -0.5
+            # Of few numbers all may be small by chance.
+            least = 0.6 * bound if weight.numel() > 30 else 0.0
+            assert least < weight.abs().max() <= bound, f"{name}: uniform, the bias too"
+    for layer in orthogonal.modules():
+        if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d):
+            rows = layer.weight.flatten(1)
+            product = rows @ rows.T if len(rows) <= rows.shape[1] else rows.T @ rows
+            torch.testing.assert_close(product, product[0, 0] * torch.eye(len(product)), atol=1e-5, rtol=0)
+            assert not layer.bias.any()
 
 
 def test_saved_weights_come_back(tmp_path):

@@ -20,12 +20,12 @@ pytestmark = pytest.mark.sim
 
 
 class Harness:
-    def __init__(self, suite, *, slots=1, max_models=1):
+    def __init__(self, suite, *, slots=1, max_models=1, nearest=False):
         from embodyrl.envs.libero.sims import LiberoSims
 
         self.spec = FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext())
         install.prepare_process()
-        self.sims = LiberoSims(self.spec, max_models=max_models, lean=True, fast=True)
+        self.sims = LiberoSims(self.spec, max_models=max_models, lean=True, fast=True, nearest=nearest)
         self.env = ChunkedEnv(self.sims, slots, use_rel_reward=True, reward_coef=1.0)
 
     def start(self, slot, task, index, seed=5):
@@ -117,6 +117,23 @@ def test_seeds_choose_different_grasps(goal_harness):
         assert success
         heights.append(actions[:24, :2].sum(axis=0).round(2).tolist())
     assert len({tuple(h) for h in heights}) > 1
+
+
+def test_the_nearest_grasp_is_the_same_for_every_seed():
+    harness = Harness("libero_spatial", nearest=True)
+    taken = []
+    for seed in range(3):
+        harness.start(0, 2, 5, seed=seed)
+        success, _, actions = harness.play(0)
+        assert success
+        taken.append(actions)
+    np.testing.assert_array_equal(taken[0], taken[1])
+    np.testing.assert_array_equal(taken[0], taken[2])
+    # A rim is round: some grasp needs hardly a turn.
+    assert np.abs(taken[0][:40, 5]).max() < 0.5
+    lowers = (taken[0][:, 6] > 0) & (taken[0][:, 2] < -0.1)
+    assert lowers.sum() < 21, "of 26 steps ten would press on a bowl that lies on the plate"
+    harness.env.close()
 
 
 def test_a_task_without_expert_is_refused(goal_harness):
