@@ -34,6 +34,8 @@ def test_the_preset_is_sound_and_keeps_train_and_eval_seeds_apart():
     [
         ({"id": None}, "env.id is not set"),
         ({"kwargs": {"control_mode": "pd_joint_pos"}}, "see env.control_mode"),
+        ({"kwargs": {"sensor_configs": {"width": 64}}}, "env.kwargs.sensor_configs.width: set env.init_params"),
+        ({"kwargs": {"sensor_configs": {"base_camera": {"height": 64}}}}, "sensor_configs.base_camera.height: set"),
         ({"init_params": InitParams(camera_names=["base_camera", "base_camera"])}, "names a camera twice"),
     ],
 )

@@ -241,6 +241,19 @@ def test_success_is_the_reward_of_a_task_that_has_no_other():
     assert [(step.success, step.reward) for step in (outside, inside)] == [(False, 0.0), (True, 1.0)]
 
 
+def test_what_cameras_are_told_beside_their_size_leaves_it():
+    def picture(**kwargs):
+        env = make(config(kwargs=kwargs))
+        env.reset([0], [start(3)])
+        images, _ = look(env)
+        env.close()
+        return images
+
+    own, narrow = picture(), picture(sensor_configs={"base_camera": {"fov": 0.4}})
+    assert not np.array_equal(own[0], narrow[0])
+    np.testing.assert_array_equal(own[1], narrow[1])
+
+
 def test_what_is_wrong_with_a_task_is_said():
     """In this process, which has the simulator already; `spec` asks the same in one of its own."""
     with pytest.raises(UnknownNameError, match="Did you mean 'PushCube-v1'"):

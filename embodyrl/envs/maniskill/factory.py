@@ -44,6 +44,8 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         }
         for key in sorted(reserved):
             yield f"env.kwargs.{key}={cfg.kwargs[key]}: this is decided elsewhere; see env.{key} and env.train."
+        if sized := _sizes(cfg.kwargs.get("sensor_configs"), "env.kwargs.sensor_configs"):
+            yield f"{', '.join(sized)}: set env.init_params.camera_heights and camera_widths, which all cameras have."
 
     def describe(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
         """Describe the task; it is built once in another process, which takes some seconds.
@@ -61,6 +63,13 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
 
         spec = _spec(cfg, describe(cfg))
         return BatchSims(spec, cfg, context.num_slots) if spec.lockstep else ManiSkillSims(spec, cfg)
+
+
+def _sizes(sensors: object, where: str) -> list[str]:
+    """Where sizes of pictures are given, for all cameras or for one."""
+    inner = sensors if isinstance(sensors, dict) else {}
+    here = [f"{where}.{key}" for key in ("height", "width") if key in inner]
+    return here + [name for key, value in inner.items() for name in _sizes(value, f"{where}.{key}")]
 
 
 def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:

@@ -100,13 +100,13 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
         "obs_mode": rgb if obs_mode is ObsMode.rgb else "state",
         "control_mode": cfg.control_mode,
         "reward_mode": cfg.reward_mode,
-        "sensor_configs": {**size, "shader_pack": "minimal"},
         "human_render_camera_configs": {"height": _FRAME_PIXELS, "width": _FRAME_PIXELS, "shader_pack": "minimal"},
     }
     try:
         with _quiet(), _lean(cfg):
             # The user's own arguments last: they may replace everything but what `problems` reserves.
-            return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs})
+            sensors = {**size, "shader_pack": "minimal", **cfg.kwargs.get("sensor_configs", {})}
+            return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs, "sensor_configs": sensors})
     except (EOFError, SystemExit) as error:
         raise MissingDependencyError(
             f"env.id={cfg.id}: files of its robot are missing. Fix: python -m mani_skill.utils.download_asset {cfg.id}"
