@@ -24,13 +24,16 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
 
     >>> closest("libero_11", ["libero_10", "tabletop"])
     " Did you mean 'libero_10'?"
+    >>> closest("PPO", ["grpo", "ppo"])
+    " Did you mean 'ppo'?"
     """
-    matches = difflib.get_close_matches(name, list(options), n=3, cutoff=cutoff)
+    typed, spelled = name.casefold(), {option.casefold(): option for option in options}
+    matches = difflib.get_close_matches(typed, spelled, n=3, cutoff=cutoff)
     if not matches:
         return ""
     # Among names that look equally close, swapped letters are the likeliest slip.
-    best = next((match for match in matches if sorted(match) == sorted(name)), matches[0])
-    return f" Did you mean '{best}'?"
+    best = next((match for match in matches if sorted(match) == sorted(typed)), matches[0])
+    return f" Did you mean '{spelled[best]}'?"
 
 
 def has(*names: str) -> Callable[[Any], bool]:

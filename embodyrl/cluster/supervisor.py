@@ -144,15 +144,15 @@ class Supervisor:
     def _on_worker_death(self, name: str, died: WorkerDied) -> None:
         """Plan a restart, or raise what ends the run."""
         spec = self._specs[name]
-        where = f" Log: {died.log}" if died.log else ""
+        where, reason = f" Log: {died.log}" if died.log else "", died.reason.removesuffix(".")
         # What has never worked will not work the second time: a missing package, a scene that does not load.
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
         if not spec.restartable or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
-            raise _fatal(f"worker {name} {died.reason}.{where}", died)
+            raise _fatal(f"worker {name} {reason}.{where}", died)
         count = self._restarts.get(name, 0)
         if count >= self._faults.max_restarts_per_worker:
             raise WorkerError(
-                f"worker {name} {died.reason}; it was restarted {count} times already "
+                f"worker {name} {reason}; it was restarted {count} times already "
                 f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
             )
         # The first restart at once, as most deaths are accidents; then 0.5, 1, 2 ... s, at most 8.
@@ -161,7 +161,7 @@ class Supervisor:
         self.starting.add(name)
         self._restart_at[name] = time.monotonic() + delay
         self.say(
-            f"worker {name} {died.reason}; restarting it ({count + 1} of "
+            f"worker {name} {reason}; restarting it ({count + 1} of "
             f"{self._faults.max_restarts_per_worker}), its running episodes are played again.{where}"
         )
 

@@ -26,7 +26,7 @@ from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.settings import plain
 from embodyrl.config.trust import resume_word
-from embodyrl.errors import ConfigError, EmbodyError, Interrupted, WorkerError
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history, read_table
@@ -79,6 +79,8 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
             with workers.running():
                 result = run_evaluation(blueprint, workers, folder, monitor, step, resume=resume is not None)
         except (Interrupted, WorkerError) as error:
+            if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
+                raise  # another try would end like this one
             said, *details = str(error).splitlines()
             said += f"; go on with: embodyrl eval --resume {folder.root}{resume_word(cfg)}"
             error.args = ("\n".join([said, *details]),)

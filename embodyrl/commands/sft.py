@@ -16,6 +16,7 @@ from embodyrl.commands.run_folder import RunFolder, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
 from embodyrl.config.paths import resolve_asset
+from embodyrl.config.trust import resume_word
 from embodyrl.datasets.layout import ENVIRONMENT_PATH
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.config import ENVIRONMENT_FILE
@@ -127,12 +128,13 @@ class _Sft:
         except Interrupted as interruption:
             raise self.session.stop_message(interruption, self._save(actors)) from None
         root = self.session.folder.root
+        trusted = f"{root}{resume_word(self.cfg)}"
         for line in (
             f"run        {root}",
             f"checkpoint {checkpoint}",
             f"next       embodyrl train reward.path={checkpoint / POLICY_FOLDER} · embodyrl report {root}"
             if self.cfg.objective.rates
-            else f"next       embodyrl eval ckpt={root} · embodyrl train ckpt={root} · embodyrl report {root}",
+            else f"next       embodyrl eval ckpt={trusted} · embodyrl train ckpt={trusted} · embodyrl report {root}",
         ):
             self.monitor.text(line)
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)

@@ -19,6 +19,7 @@ from embodyrl.commands.facts import facts, require_disk
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
 from embodyrl.commands.session import OnStep, Session
+from embodyrl.config.trust import resume_word
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import weighs_tasks
@@ -290,7 +291,8 @@ class _Training:
         self.monitor.text(f"run        {self.session.folder.root}")
         self.monitor.text(f"checkpoint {checkpoint}")
         root = self.session.folder.root
-        lines = [("next", f"report {root} --open"), ("", f"eval ckpt={root}"), ("", f"play {root}")]
+        trusted = f"{root}{resume_word(self.cfg)}"
+        lines = [("next", f"report {root} --open"), ("", f"eval ckpt={trusted}"), ("", f"play {trusted}")]
         for name, line in lines[:2] if isinstance(self.cfg, TextTask) else lines:
             self.monitor.text(f"{name:<10} embodyrl {line}")
         for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):

@@ -13,12 +13,15 @@ import pytest
 import yaml
 from run_files import write_run
 from settings import model_of
+from toy_runs import train_toy
 
 from embodyrl import files
 from embodyrl.cli.main import main
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.train import train
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
-from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, UnknownNameError
 from embodyrl.monitor.history import newest_values, read_history
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
@@ -100,6 +103,30 @@ def test_whoever_types_it_gets_it(tmp_path):
     assert load_saved_config(run, ["env.env_type=toy_env:FACTORY"]).env.env_type == "toy_env:FACTORY"
     with pytest.raises(ConfigError, match="add trust=true"):
         load_saved_config(run, ["trust=false"])
+
+
+def test_the_commands_at_the_end_of_a_run_are_those_that_work_with_it(tmp_path):
+    told = (train_toy(tmp_path) / "logs" / "events.log").read_text()
+    for command in ("embodyrl eval ckpt=", "embodyrl play "):
+        (line,) = [line for line in told.splitlines() if command in line]
+        assert line.endswith(f"{command}{tmp_path / 'run'} trust=true")
+
+
+def test_weights_that_do_not_fit_are_no_evaluation_to_go_on_with(tmp_path):
+    words = ("env=gym", "env.id=CartPole-v1", "model=mlp", "launcher=inline", f"runner.output_dir={tmp_path}")
+    short = (
+        "algorithm=ppo",
+        "env.train.max_steps_per_rollout_epoch=8",
+        "runner.max_steps=1",
+        "runner.val_check_interval=-1",
+    )
+    run = train(load_config("train", [*words, *short])).run
+    cfg = load_config("eval", [*words, f"ckpt={run}", "model.hidden_sizes=[8]"])
+    with pytest.raises(EmbodyError) as caught:
+        evaluate(cfg)
+    assert caught.value.exit_code == CheckpointError.exit_code
+    assert "go on with" not in str(caught.value)
+    assert ".." not in str(caught.value).replace("...", "")
 
 
 def test_what_is_registered_or_shipped_needs_no_trust(tmp_path):
