@@ -73,7 +73,12 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
 
 
 def _compose_with_ckpt(args: argparse.Namespace) -> Any:
-    """Compose the config of a command that uses weights; the run that `ckpt=` names says which parts these fit."""
+    """Compose the config of a command that uses weights; the run that `ckpt=` names says which parts these fit.
+
+    A first word without a key is that run, as commands about a run take it.
+    """
+    if args.words and "=" not in args.words[0]:
+        args.words[0] = f"ckpt={args.words[0]}"
     return load_config(args.command, args.words, config_dirs=args.config_dir, base=_config_of_ckpt(args.words))
 
 
@@ -139,8 +144,6 @@ def serve(args: argparse.Namespace) -> int:
     """Run `embodyrl serve`; with `--json` the address is all that goes to standard output."""
     if args.json and args.dry_run:
         raise ConfigError("--json goes with --print-config or with a server; leave out --dry-run.")
-    if args.words and "=" not in args.words[0]:
-        args.words[0] = f"ckpt={args.words[0]}"
     cfg = _compose_with_ckpt(args)
     if _only_look(args, cfg):
         return 0

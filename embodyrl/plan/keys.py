@@ -45,9 +45,8 @@ def keys_below(group: str) -> Mapping[str, Key]:
     found: dict[str, Key] = {}
     for section in _SECTIONS:
         found |= {name: key for name, key in keys_of(section).items() if name.partition(".")[0] == group}
-    for registry in _PARTS.get(group, ()):
-        for part in _installed(registry):
-            found |= keys_of(part.settings, f"{group}.")
+    for _, settings in _settings_of(group):
+        found |= keys_of(settings, f"{group}.")
     return found | (keys_of(DemonstrationSettings, "data.") if group == "data" else {})
 
 
@@ -62,11 +61,13 @@ _SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), RewardSection, TextTas
 _PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
 
 
-def _installed(registry: Registry[Any]) -> Iterator[Any]:
-    for name in registry.names():
-        # A part may need a package that is not there, or is damaged.
-        with contextlib.suppress(ConfigError, ImportError):
-            yield registry.get(name)
+def _settings_of(group: str) -> Iterator[tuple[str, type[Settings]]]:
+    """The parts of a group by their names."""
+    for registry in _PARTS.get(group, ()):
+        for name in registry.names():
+            # A part may need a package that is not there, or is damaged.
+            with contextlib.suppress(ConfigError, ImportError):
+                yield name, registry.get(name).settings
 
 
 _RETIRED = frozenset(
@@ -166,4 +167,6 @@ class CommandKeys:
         if selected(root, group) is None:
             return f"`embodyrl {self.command}`"
         keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
-        return " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
+        chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
+        others = [part for part, settings in _settings_of(group) if name in keys_of(settings, f"{group}.")]
+        return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")

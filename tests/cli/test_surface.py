@@ -187,3 +187,14 @@ def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["list", "evals"], ["list", "algorithms"], ["show", "eval"], ["train", "--print-config"]):
         assert main([*words, "--json"]) == 0
         json.loads(capsys.readouterr().out)
+
+
+def test_a_run_is_named_with_or_without_its_key(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    told = []
+    for word in ("ckpt=runs/mine", "runs/mine"):
+        assert main(["eval", word, "--print-config"]) == 0
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert "ckpt: runs/mine" in told[1]
