@@ -1,5 +1,6 @@
 """What the runs in an output folder tell about themselves, read from their files only."""
 
+import contextlib
 import re
 import socket
 from datetime import datetime
@@ -16,9 +17,14 @@ NEWEST = "newest"
 
 def describe_run(folder: Path) -> dict[str, Any]:
     """Name, place, local start time, last step, newest success rate (0 to 1) and return; None before the first."""
-    from embodyrl.monitor.history import METRICS_FILE, newest_values
+    from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
 
     step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
+    if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"))):
+        with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):  # damaged: it is listed without
+            overall = read_table(tables[-1].parent)["overall"]
+            success, earned = overall["success_once"], overall["mean_return"]
+            step = int(tables[-1].parent.name.removeprefix("step_"))
     started = datetime.fromtimestamp((folder / "config.yaml").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
     names = {"id": folder.name, "path": str(folder), "started": started}
     return names | {"step": step, "success": success, "return": earned}

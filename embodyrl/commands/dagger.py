@@ -8,6 +8,7 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.collect import collect
 from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.commands.sft import sft
+from embodyrl.errors import Interrupted
 from embodyrl.plan.roots import DaggerConfig
 from embodyrl.plan.settings import EpisodeFilter, Labels, OnExisting
 
@@ -42,13 +43,16 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
             cfg = cfg.updated({"model.path": str(resolve_weights(cfg.ckpt))})
         if not _is_over(run, cfg.runner.max_steps):
             played = {"collect.out": str(folder), "collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}
-            collect(cfg.updated({**played, "seed": cfg.seed + number, "runner.experiment_name": f"{run.name}_acting"}))
-            learned = [*cfg.data.more, *map(str, data[:number])]
-            sft(
-                cfg.updated({"data.more": learned, "runner.experiment_name": run.name}),
-                overrides=overrides,
-                resume=run if run.exists() else None,
+            acting = cfg.updated({**played, "seed": cfg.seed + number, "runner.experiment_name": f"{run.name}_acting"})
+            learned = cfg.updated(
+                {"data.more": [*cfg.data.more, *map(str, data[:number])], "runner.experiment_name": run.name}
             )
+            try:
+                collect(acting)
+                sft(learned, overrides=overrides, resume=run if run.exists() else None)
+            except Interrupted as error:
+                error.args = (f"{error}; or with all rounds: the same embodyrl dagger again",)
+                raise
         cfg = cfg.updated({"ckpt": str(run)})
     return DaggerResult(run=runs[-1], data=tuple(data))
 

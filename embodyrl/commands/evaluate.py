@@ -69,7 +69,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
         lines = [
             *facts(blueprint),
             *evaluation_facts(blueprint),
-            ("weights", str(cfg.ckpt or cfg.model.weights)),
+            *(("weights", str(w)) for w in (cfg.ckpt or cfg.model.weights,) if w),
             ("output", str(folder.root)),
         ]
         announce(monitor, cfg, folder, "eval", lines)

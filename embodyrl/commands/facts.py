@@ -101,7 +101,7 @@ def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int
 def _sight(env: EnvSpec) -> str:
     """What the policy can see."""
     if not env.cameras:
-        return f"state [{env.state_dim}]"
+        return f"state [{env.state_dim}]" if env.state_dim else "words"
     return f"{', '.join(env.cameras)} {env.image_size[0]}x{env.image_size[1]}"
 
 

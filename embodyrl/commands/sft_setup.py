@@ -14,7 +14,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, RecordLayout, encode_instruction, encode_reply, record_layout
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import TextRow, join_messages, join_pair
-from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.layout import INFO_PATH, read_card
 from embodyrl.datasets.reader import Demonstrations, check_layout, join_demonstrations, load_demonstrations
 from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.datasets.statistics import vector_stats
@@ -283,15 +283,21 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     problems = check_layout(root)
     if problems:
         raise ConfigError(problems)
-    info = json.loads((root / "meta" / "info.json").read_text(encoding="utf-8"))
     height, width = card.env.image_size
     cameras = f"{', '.join(card.env.cameras)} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}"
     return [
-        ("data", f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {card.env.name}"),
+        *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (cfg.data.path, *cfg.data.more)), strict=True),
         ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no pictures"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         training,
     ]
+
+
+def _counted(folder: str) -> str:
+    root = resolve_asset(folder)
+    shown = read_card(root).env.name
+    info = json.loads((root / INFO_PATH).read_text(encoding="utf-8"))
+    return f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {shown}"
 
 
 def _text(cfg: SftConfig) -> Material:

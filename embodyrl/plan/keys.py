@@ -23,7 +23,7 @@ from embodyrl.envs.reward import RewardSection
 from embodyrl.errors import ConfigError
 from embodyrl.plan.roots import ROOTS, SELECTORS, ActingConfig, Root, TextTask, name_of, selected
 from embodyrl.policies import POLICIES
-from embodyrl.registry import Registry, closest
+from embodyrl.registry import closest
 
 
 @functools.cache
@@ -168,5 +168,8 @@ class CommandKeys:
             return f"`embodyrl {self.command}`"
         keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
         chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
-        others = [part for part, settings in _settings_of(group) if name in keys_of(settings, f"{group}.")]
+        inside = {name, *parents_of(name)}
+        others = [part for part, settings in _settings_of(group) if inside & keys_of(settings, f"{group}.").keys()]
+        if not others and name.startswith(f"{group}."):  # no part has it, so it is another command's
+            return f"`embodyrl {self.command}`"
         return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")

@@ -1,5 +1,6 @@
 """What memory a run will need, derived before anything starts."""
 
+import json
 import shutil
 import subprocess
 from collections import Counter
@@ -7,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.layout import OBSERVATION, Record
+from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.layout import INFO_PATH
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
@@ -51,7 +54,7 @@ class MemoryPlan:
     keeps_acting: bool
     """It is kept while training: recordings of forward passes hold their memory."""
     building: int
-    """Whole float32 weights before they are sharded or halved, where that is more."""
+    """Whole float32 weights before they are sharded or halved, or loading demonstrations, where that is more."""
     engine: int
     """What vLLM takes at least."""
     sleeps: bool
@@ -153,7 +156,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
         gradients = max(0, gradients - (activations - _whole_at_a_time(policy)))
     offloaded = fsdp.cpu_offload and on_gpu
     vllm = cfg.rollout.backend == "vllm"
-    replay = _replay(blueprint, cfg)
+    replay, loading = _replay(blueprint, cfg)
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
     acting_batch = _acting_batch(blueprint, cfg, policy) if on_gpu else 0
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
@@ -168,11 +171,11 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
         in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
         acting_batch=0 if apart else acting_batch,
         keeps_acting=cfg.model.recorded and on_gpu,
-        building=kept if adapters or not on_gpu else 4 * trained,
+        building=kept + loading if adapters or not on_gpu else 4 * trained,
         engine=0 if apart else engine,
         sleeps=sleeps and engine > 0 and not apart,
         process=process,
-        saving=max(kept if sharded else 0, 8 * trained) + replay if on_gpu else 0,
+        saving=max(kept if sharded else 0, 8 * trained, loading) + replay if on_gpu else 0,
         offloaded=(kept + 12 * trained) // shards if offloaded else 0,
         acting=process + max(kept, whole + acting_batch + engine) if apart else 0,  # it is built like an actor
         on_gpu=on_gpu,
@@ -213,14 +216,20 @@ def _reference(blueprint: Blueprint, cfg: TrainConfig, own: int) -> int:
     return own if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
 
 
-def _replay(blueprint: Blueprint, cfg: TrainConfig) -> int:
-    """What is seen and drawn of each record that the run will see, as far as the buffer holds them."""
+def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
+    """What is seen and drawn of each record that the run will see, as far as the buffer holds them, and of each chunk
+    of its demonstrations; and what loading these takes beside that: all their frames, and the chunks once more.
+    """
     if not isinstance(cfg.algorithm, ReplaySettings):
-        return 0
+        return 0, 0
     features = 4 * blueprint.policy.steering_features
     names = (Record.tokens,) if features else (*OBSERVATION, Record.action)  # noise: two numbers to a token
     kept = features + sum(f.record_bytes for f in blueprint.layout.fields if f.name in names)
-    return kept * min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
+    shown = [json.loads((resolve_asset(str(f)) / INFO_PATH).read_text("utf-8")) for f in cfg.algorithm.demonstrations]
+    frames, length = sum(info["total_frames"] for info in shown), blueprint.policy.num_action_chunks
+    chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
+    seen = min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
+    return kept * (seen + chunks), kept * (frames * min(len(shown), 2) + chunks)
 
 
 def _micro_batches(blueprint: Blueprint) -> int:

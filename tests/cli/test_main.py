@@ -163,6 +163,13 @@ def test_list_runs_reads_their_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["list", "runs", f"runner.output_dir={tmp_path}", "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)
     assert [(r["id"], r["step"], r["success"]) for r in runs] == [("b", 2, 0.25), ("a", None, None)]
+    table = old / "eval" / "step_000004" / "eval.json"
+    for text, found in [('{"overall": {"success_once": 0.5, "mean_return": 2}}', (4, 0.5)), ("{", (None, None))]:
+        table.parent.mkdir(parents=True, exist_ok=True)
+        table.write_text(text)
+        assert main(["list", "runs", f"runner.output_dir={tmp_path}", "--json"]) == 0
+        _, evaluated = json.loads(capsys.readouterr().out)
+        assert (evaluated["step"], evaluated["success"]) == found
 
 
 def test_a_run_whose_process_was_killed_is_not_running(tmp_path: Path) -> None:

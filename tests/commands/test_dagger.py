@@ -12,7 +12,7 @@ from embodyrl.commands.collect import collect
 from embodyrl.commands.dagger import dagger
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.datasets.writer import read_episodes
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, Interrupted
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
@@ -38,16 +38,42 @@ def test_the_policy_acts_and_the_expert_labels(tmp_path: Path) -> None:
         assert np.ptp(np.diff(demos.state[start:stop, 0])) > 0.1
 
 
+INTERRUPTING = """
+import os, signal
+from embodyrl.monitor import Monitor
+
+class Interrupting(Monitor):
+    prompt = True
+
+    def log(self, step, metrics):
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def learning(folder: Path, *words: str):
+    few = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "runner.max_steps=3", "collect.episodes=4")
+    model = ("model=flow_small", "model.num_action_chunks=2", "model.num_images_in_input=0", "data.image_aug=false")
+    places = (f"data.path={folder}/demos", f"collect.out={folder}/rounds", "runner.experiment_name=learner")
+    return configure("dagger", folder, *few, *model, *places, *words)
+
+
+def test_what_was_interrupted_goes_on_with_the_same_command(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "interrupting.py").write_text(INTERRUPTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    collect(configure("collect", tmp_path, f"collect.out={tmp_path}/demos", "collect.episodes=4"))
+    loggers = "runner.logger.backends=[console,interrupting:Interrupting]"
+    with pytest.raises(Interrupted, match=r"after step 10; .*; or with all rounds: the same embodyrl dagger again"):
+        dagger(learning(tmp_path, "dagger.rounds=1", "runner.max_steps=11", loggers))
+    said = capsys.readouterr().out
+    assert f"{tmp_path}/demos: 4 episodes, " in said
+    assert f"{tmp_path}/rounds/round_1: 4 episodes, " in said
+    assert dagger(learning(tmp_path, "dagger.rounds=1", "runner.max_steps=11")).run.name == "learner_round_1"
+
+
 @pytest.mark.integration
 def test_each_round_learns_from_all_labels_so_far(tmp_path: Path) -> None:
     collect(configure("collect", tmp_path, f"collect.out={tmp_path}/demos", "collect.episodes=4"))
-    words = (
-        *("model=flow_small", "model.num_action_chunks=2", "model.num_images_in_input=0", "data.image_aug=false"),
-        *("actor.global_batch_size=8", "actor.micro_batch_size=8", "runner.max_steps=3", "dagger.rounds=2"),
-        *(f"data.path={tmp_path}/demos", f"collect.out={tmp_path}/rounds", "collect.episodes=4"),
-        "runner.experiment_name=learner",
-    )
-    result = dagger(configure("dagger", tmp_path, *words))
+    result = dagger(learning(tmp_path, "dagger.rounds=2"))
     rounds = [read_episodes(folder) for folder in result.data]
     assert [len(rows) for rows in rounds] == [4, 4]
     seeds = [{row["embodyrl/seed"] for row in rows} for rows in rounds]
@@ -56,7 +82,7 @@ def test_each_round_learns_from_all_labels_so_far(tmp_path: Path) -> None:
     assert all(str(folder) in learned for folder in result.data)
     assert str(tmp_path / "runs" / "learner_round_1" / "checkpoints" / "step_000003") in learned
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
-    assert dagger(configure("dagger", tmp_path, *words)) == result
+    assert dagger(learning(tmp_path, "dagger.rounds=2")) == result
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == before
 
 

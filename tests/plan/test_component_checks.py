@@ -20,6 +20,11 @@ def problems_of(*overrides: str) -> list[str]:
     return caught.value.problems
 
 
+def test_a_key_of_another_command_is_not_laid_to_the_part() -> None:
+    with pytest.raises(ConfigError, match=r"^env\.train\.task_ids=\[0\]: `embodyrl eval` does not read env.train"):
+        load_config("eval", ["env.train.task_ids=[0]"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "fragments"),
     [
@@ -28,12 +33,7 @@ def problems_of(*overrides: str) -> list[str]:
         (["algorithm.adv_type=gpro"], ["gpro", "Did you mean 'grpo'?"]),
         (["algorithm.loss_type=ppo"], ["'ppo'", "ppo_clip"]),
         (["env.task_suite_name=libero_11"], ["libero_11"]),
-        (
-            ["env.id=CartPole-v1"],
-            [
-                "env.id=CartPole-v1: env_type 'tabletop' (unlike gym, maniskill, metaworld, text_game) does not read env.id; leave it out."
-            ],
-        ),
+        (["env.id=CartPole-v1"], ["env_type 'tabletop' (unlike gym, maniskill, metaworld, text_game) does not read"]),
         (["env.kwargs.speed=2"], ["env.kwargs.speed=2", "does not read env.kwargs.speed"]),
         (["algorithm.gae_lambda=0.9"], ["adv_type 'grpo' with loss_type 'ppo_clip'", "does not read"]),
         (["algorithm.group_size=1"], ["group_size"]),

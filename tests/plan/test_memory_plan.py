@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -16,6 +17,8 @@ from toy_runs import running_crew, toy_config
 
 from embodyrl.checkpoint.tensors import load_tensors, save_tensors
 from embodyrl.config.shared import Precision
+from embodyrl.datasets.layout import Card, info_of
+from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.errors import ConfigError
 from embodyrl.plan import memory
 from embodyrl.plan.blueprint import draw_blueprint
@@ -122,6 +125,25 @@ def test_a_replay_buffer_lies_on_the_host(tmp_path, monkeypatch):
     on_gpu = plan_memory(blueprint)
     assert on_gpu.replay == 0, "of the GPU"
     assert on_gpu.host(1) >= on_cpu.replay
+
+
+def test_demonstrations_are_kept_and_read_before_that(tmp_path):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=rlpd"]
+
+    def plan(frames):
+        card = Card(env=alone.env, fps=20, video=False, collected={})
+        DatasetWriter(tmp_path / "demos", card).close()
+        info = info_of(card, episodes=1, frames=frames, tasks=1)
+        (tmp_path / "demos" / "meta" / "info.json").write_text(json.dumps(info))
+        cfg = load_config("train", [*words, f"algorithm.demonstrations=[{tmp_path}/demos]"])
+        return plan_memory(draw_blueprint(cfg, training=True))
+
+    alone = draw_blueprint(load_config("train", words), training=True)
+    without, some, many = plan_memory(alone), plan(1000), plan(2000)
+    each = 4 * (alone.env.state_dim + alone.env.action_dim)
+    assert some.replay - without.replay >= 1000 * each
+    assert many.replay - without.replay == 2 * (some.replay - without.replay)
+    assert many.building - without.building == 2 * (many.replay - without.replay), "frames, and chunks of one each"
 
 
 def test_a_driver_that_hangs_is_a_gpu_of_unknown_size(tmp_path, monkeypatch):
