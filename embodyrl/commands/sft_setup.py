@@ -278,6 +278,7 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
             ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
             training,
         ]
+    assert isinstance(cfg.data, DemonstrationSettings)
     root = resolve_asset(cfg.data.path)
     card = read_card(root)
     problems = check_layout(root)

@@ -365,7 +365,7 @@ class RolloutScheduler(EventLoop):
             self._supervisor.say(
                 f"warning: episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed {spec.seed}) "
                 f"is given up: {self._max_attempts} times the env worker died at it "
-                "(faults.max_restarts_per_worker); the workers' logs say how."
+                "(faults.max_restarts_per_worker); the workers' logs say how. Fix for slow ones: faults.step_timeout_s."
             )
 
     def _bootstrap(self, out: RolloutResult) -> None:
