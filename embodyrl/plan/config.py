@@ -138,11 +138,18 @@ def load_config(
     else:
         # What suits an environment and a shipped model says nothing about the weights of a run.
         alone = {"start": "none"} if "model" not in groups and tree.follows(command, "start") else {}
-        composed = compose_groups(command, {**groups, **alone}, config_dirs, problems)
         wanted = ["model"] if command == "train" else ["env", "model", "algorithm"]
         if command == "eval" and "env" not in groups:
             wanted.append("eval")  # measured as the run measured itself
-        inherited = _inherit(base, [section for section in wanted if section not in groups], composed, problems)
+        wanted = [section for section in wanted if section not in groups]
+        saved, shown = read_saved(base), list[Setting]()
+        if "env" in wanted and not any(s.key.startswith("env.") for s in saved):  # supervised training played none
+            shown = _shown_environment(base.parent, problems)
+            alone |= _option_like(command, shown, config_dirs)
+        composed = compose_groups(command, {**groups, **alone}, config_dirs, problems)
+        if shown and "env" not in alone:  # what holds for another environment's episodes does not for its own
+            composed = [setting for setting in composed if not setting.key.startswith("env.")]
+        inherited = _inherit([*saved, *shown], wanted, composed)
         _trust(inherited, typed, base, problems)
     if not composed:
         raise ConfigError(problems)
@@ -280,15 +287,30 @@ def _command_of(saved: Sequence[Setting]) -> str:
     return "train" if "checkpoint" in sections else "collect" if "collect" in sections else "eval"
 
 
-def _inherit(base: Path, sections: list[str], composed: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    saved = read_saved(base)
-    if "env" in sections and not any(s.key.startswith("env.") for s in saved):  # supervised training plays no episodes
-        if (told := base.parent / ENVIRONMENT_FILE).is_file():
-            saved += read_saved(told)
-        else:
-            problems.append(
-                f"{base.parent} learned from data that do not say what they come from; name it with env=..."
-            )
+def _shown_environment(run: Path, problems: list[str]) -> list[Setting]:
+    """Where the demonstrations of a supervised run come from: it is evaluated on those tasks, and for as long."""
+    if not (run / ENVIRONMENT_FILE).is_file():
+        problems.append(f"{run} learned from data that do not say what they come from; name it with env=...")
+        return []
+    shown = read_saved(run / ENVIRONMENT_FILE)
+    alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
+    if any(setting.key == "env.train.state_ids" and setting.value is None for setting in shown):
+        alike["env.train.state_ids"] = "env.eval.state_ids"  # all of them: others may not exist
+    return shown + [replace(setting, key=alike[setting.key]) for setting in shown if setting.key in alike]
+
+
+def _option_like(command: str, shown: Sequence[Setting], config_dirs: Sequence[Path]) -> dict[str, str]:
+    """The option of an environment that is most like one that was shown; it knows states to evaluate on."""
+    wanted, found = {setting.key: setting.value for setting in shown}, {}
+    for option in tree.options("env", config_dirs):
+        known = {s.key: s.value for s in compose_groups(command, {"env": option}, config_dirs, [])}
+        same = [key for key in ("env.env_type", "env.task_suite_name", "env.id") if known.get(key) is not None]
+        if same and known["env.env_type"] == wanted.get("env.env_type"):
+            found[option] = sum(1 if known[key] == wanted.get(key) else -1 for key in same)
+    return {"env": max(found, key=found.__getitem__)} if found else {}
+
+
+def _inherit(saved: Sequence[Setting], sections: list[str], composed: Sequence[Setting]) -> list[Setting]:
     if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
         sections += ["data", "reward"]  # they are a part of the text task that the run was about
     kinds = [next((s.value for s in reversed(some) if s.key == "env.env_type"), None) for some in (saved, composed)]

@@ -106,12 +106,8 @@ def test_own_suite_and_all():
     assert chosen == ("base", "object", "swap", "task")
     varied = env_context(load_config("eval", ["env=libero_plus_goal_noise", "eval=libero_plus"])).suites
     assert varied == ("base", "camera", "robot", "language")
-    assert (
-        env_context(
-            load_config("train", ["env=libero_10", "runner.val_suites=[all]", "runner.val_check_interval=1"])
-        ).suites
-        == ALL_AXES
-    )
+    every = ["env=libero_10", "runner.val_suites=[all]", "runner.val_check_interval=1"]
+    assert env_context(load_config("train", every)).suites == ALL_AXES
 
 
 def test_checks_import_no_simulator():

@@ -17,7 +17,7 @@ from embodyrl.config.tree import read_plain_yaml
 from embodyrl.datasets.layout import Card
 from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.plan.blueprint import draw_blueprint
-from embodyrl.plan.config import load_config, save_config
+from embodyrl.plan.config import ENVIRONMENT_FILE, dump_config, load_config, save_config
 from embodyrl.plan.held_out import EXPORTED_CONFIG, evaluation_facts
 
 SPLITS = ("env.train.state_ids=[2,3]", "env.eval.state_ids=[0,0]")
@@ -71,6 +71,26 @@ def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
     exported = export(run, 2, tmp_path / "exported", overrides=["trust=true"])
     told = lines(tmp_path, f"ckpt={exported}", "env.eval.state_ids=[0,2]", command="eval")
     assert f"of these 3 initial states training of {exported} uses 1, validation of {exported} uses 1;" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "states", "horizon"),
+    [
+        ("env=gym env.id=Pendulum-v1 env.train.max_episode_steps=200", [90_000, 94_999], 200),
+        ("env=maniskill_bridge env.id=StackGreenCubeOnYellowCubeBakedTexInScene-v1", None, 60),
+        ("env=libero_pro_object_task env.train.task_ids=[3]", [0, 9], 240),
+        ("env.env_type=toy_env:FACTORY env.train.max_episode_steps=9 env.train.state_ids=null", None, 9),
+    ],
+)
+def test_what_learned_from_demonstrations_is_evaluated_on_other_states_of_them(words, states, horizon, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    save_config(load_config("sft", ["data.path=demos"]), tmp_path / "config.yaml")
+    shown = load_config("collect", [*words.split(), "collect.out=demos"])
+    (tmp_path / ENVIRONMENT_FILE).write_text(dump_config(shown, only="env"))
+    env = load_config("eval", [f"ckpt={tmp_path}", "trust=true"], base=tmp_path / "config.yaml").env
+    assert (env.eval.state_ids, env.eval.max_episode_steps) == (states, horizon)
+    assert env.eval.task_ids == shown.env.train.task_ids
+    assert env.env_type == shown.env.env_type
 
 
 def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
