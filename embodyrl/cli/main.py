@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+_ERROR = "embodyrl: error: "
+
+
 def _run(arguments: list[str]) -> int:
     try:
         code = _dispatch(arguments)
@@ -72,7 +75,9 @@ def _run(arguments: list[str]) -> int:
         _tell(f"embodyrl: {error}.")
         return error.exit_code
     except EmbodyError as error:
-        _report(str(error).splitlines() or [type(error).__name__], arguments)
+        mark = _ERROR if isinstance(error, ConfigError) else ""  # others go on with a worker's traceback
+        first, *more = str(error).splitlines() or [type(error).__name__]
+        _report([first, *(mark + line for line in more)], arguments)
         return error.exit_code
     except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
@@ -136,8 +141,7 @@ def _report(lines: list[str], arguments: list[str]) -> None:
         return  # nobody reads
     if "--traceback" in arguments:
         _tell(traceback.format_exc().rstrip())
-    for line in lines:
-        _tell(f"embodyrl: error: {line}")
+    _tell("\n".join([_ERROR + lines[0], *lines[1:]]))
 
 
 def _tell(line: str) -> None:

@@ -271,6 +271,8 @@ def test_newest_run_of_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("errors.Interrupted(15)", 143, "embodyrl: stopped by SIGTERM."),
         ("errors.NonFiniteError('loss is nan')", 5, "embodyrl: error: loss is nan"),
         ("errors.EmbodyError('first')", 1, "embodyrl: error: first"),
+        ("errors.EmbodyError('first\\n  File x')", 1, "embodyrl: error: first\n  File x"),
+        ("errors.ConfigError(['a', 'b'])", 2, "embodyrl: error: a\nembodyrl: error: b"),
         ("RuntimeError('bug')", 1, "embodyrl: error: unexpected RuntimeError: bug. Run it again with --traceback"),
     ],
 )
