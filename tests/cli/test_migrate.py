@@ -175,6 +175,19 @@ def test_the_loss_of_the_bypass_is_no_other_loss() -> None:
     assert [result.counts[state] for state in ("unsupported", "unknown")] == [0, 0]
 
 
+def test_what_is_weighed_against_rewards_of_twice_the_span_is_halved() -> None:
+    """verl's dapo manager: -1 and 1; KL and penalty are there in these units."""
+    long = "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True"
+    for manager, span in (("dapo", 2), ("naive", 1)):
+        found = settings("verl_ray_submit.sh", long, f"reward_model.reward_manager={manager}")
+        assert found["algorithm.kl_beta"] == 0.005 / span
+        assert (found["reward.overlong_buffer"], found["reward.overlong_penalty"]) == (1024, 1 / span)
+    newer = ("reward.reward_kwargs.overlong_buffer_cfg.enable=True", "reward.reward_kwargs.overlong_buffer_cfg.len=8")
+    factor = "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=3"
+    found = settings("verl_rloo.sh", *newer, factor, "reward.reward_manager.name=dapo")
+    assert (found["algorithm.kl_beta"], found["reward.overlong_penalty"]) == (0.001, 1.5)
+
+
 def test_a_scheduler_that_steps_once_a_training_step_is_counted_in_ours() -> None:
     """RLinf: 2 minibatches a training step, so 7 of its warm-up steps are 14 optimizer steps."""
     assert settings("rlinf_stop.yaml", "+actor.optim.lr_warmup_steps=7")["actor.optim.warmup_steps"] == 14
