@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodyrl.errors import UnknownNameError
@@ -72,6 +73,15 @@ def _entry_points(path: tuple[str, ...]) -> Any:
     from importlib.metadata import entry_points
 
     return entry_points()
+
+
+def _found_here(module: str) -> str:
+    """What to type for a module in the working folder, or in one of its own there, as `embodyrl new` writes them."""
+    name = module.partition(".")[0]
+    for folder in (Path.cwd(), Path.cwd() / name):
+        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
+            return f" It lies in {folder}, where Python does not look: export PYTHONPATH=$PYTHONPATH:{folder}"
+    return ""
 
 
 class Registry(Generic[T]):
@@ -146,7 +156,10 @@ class Registry(Generic[T]):
             # The plugin is there and lacks something else: that is its author's error, and its traceback says where.
             if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
                 raise
-            raise UnknownNameError(f"Cannot import '{module_name}' for {self.kind} '{target}': {error}.") from error
+            hint = _found_here(module_name) if error.name == module_name.partition(".")[0] else ""
+            raise UnknownNameError(
+                f"Cannot import '{module_name}' for {self.kind} '{target}': {error}.{hint}"
+            ) from error
         for part in attribute.split("."):
             if not hasattr(found, part):
                 raise UnknownNameError(

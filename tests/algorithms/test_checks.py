@@ -124,3 +124,17 @@ def test_value_dim():
     assert Algorithm(algorithm_of()).value_dim(8) == 0
     assert Algorithm(algorithm_of(adv_type="gae")).value_dim(8) == 1
     assert Algorithm(algorithm_of(adv_type="gae", reward_type=RewardLevel.action_level)).value_dim(8) == 8
+
+
+@pytest.mark.parametrize("file", ["lonely_part.py", "lonely_part/lonely_part/__init__.py"])
+def test_a_module_that_python_does_not_look_for_is_found_in_the_working_folder(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnknownNameError, match=r"No module named 'lonely_part'\.$"):
+        ADVANTAGES.get("lonely_part:FACTORY")
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    home = path.parent if path.name == "lonely_part.py" else path.parent.parent
+    with pytest.raises(UnknownNameError) as caught:
+        ADVANTAGES.get("lonely_part:FACTORY")
+    assert str(caught.value).endswith(f"export PYTHONPATH=$PYTHONPATH:{home}")
