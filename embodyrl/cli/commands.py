@@ -39,7 +39,7 @@ class Command:
 def _read(raw: dict[str, Any]) -> Command:
     flags = {f"--{name}": dict(_SURFACE["flags"][name]) for name in raw.get("flags", ())}
     for options in flags.values():
-        if options.get("metavar") in ("DIR", "FILE"):
+        if options.get("metavar") in ("DIR", "FILE", "PATH"):
             options["type"] = Path
     return Command(**raw | {"flags": flags, "examples": tuple(raw["examples"])})
 
