@@ -129,13 +129,10 @@ class _Sft:
             raise self.session.stop_message(interruption, self._save(actors)) from None
         root = self.session.folder.root
         trusted = f"{root}{resume_word(self.cfg)}"
-        for line in (
-            f"run        {root}",
-            f"checkpoint {checkpoint}",
-            f"next       embodyrl train reward.path={checkpoint / POLICY_FOLDER} · embodyrl report {root}"
-            if self.cfg.objective.rates
-            else f"next       embodyrl eval ckpt={trusted} · embodyrl train ckpt={trusted} · embodyrl report {root}",
-        ):
+        uses = [f"eval ckpt={trusted}", f"train ckpt={trusted}"]
+        uses = [f"train reward.path={checkpoint / POLICY_FOLDER}"] if self.cfg.objective.rates else uses
+        next_lines = (f"{'' if n else 'next':<10} embodyrl {use}" for n, use in enumerate([*uses, f"report {root}"]))
+        for line in (f"run        {root}", f"checkpoint {checkpoint}", *next_lines):
             self.monitor.text(line)
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)
 

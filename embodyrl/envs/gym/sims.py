@@ -85,7 +85,7 @@ class GymSims(SlotSimulators):
         if frame is None and not self.spec.cameras:
             raise EnvError(
                 f"env '{self.spec.name}' has no picture to record: no render mode 'rgb_array', no image observation. "
-                "Set video=none."
+                "Give it one to watch it, or set video=none."
             )
         seen = self._observations[slot]
         return self._writer.image(seen) if frame is None else np.asarray(frame, dtype=np.uint8)
