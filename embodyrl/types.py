@@ -188,8 +188,8 @@ class PolicySpec(Footprint):
     """Drawn actions depend on the weights as a differentiable function (`policies.protocol.SoftActor`)."""
     steers: str = ""
     """Key and value by which frozen weights act and only what steers them is trained; empty: not so."""
-    steering_features: int = 0
-    """F: numbers that are kept of an observation where it steers."""
+    corrects: bool = False  # what steers is a difference of actions, which demonstrations tell too
+    steering_features: int = 0  # F: numbers that are kept of an observation where it steers
     reply_bytes: int = 0
     """UTF-8 bytes kept of what a chunk says in words; 0: it says nothing."""
     rates: bool = False

@@ -13,7 +13,9 @@ import tokenize
 from pathlib import Path
 
 NEWER = {
-    "flow policies: pi0, pi0.5, SmolVLA, a small one; SDE, FPO, DSRL": ["policies/flow/**/*.py"],
+    "flow policies: pi0, pi0.5, SmolVLA, a small one; SDE, FPO, DSRL": [
+        *("policies/flow/**/*.py", "policies/steering/*.py"),
+    ],
     "migration from six systems (275 lines then)": ["cli/migration/**/*.py", "cli/migrate.py"],
     "policies that run elsewhere, and serving ours": ["policies/remote/*.py", "commands/serve/*.py"],
     "soft actor-critic, its replay, hindsight and critics": [
@@ -25,8 +27,8 @@ NEWER = {
     ],
     "rewards of the user's for any simulator, learned ones": ["envs/reward.py"],
     "simulators that step as arrays; MetaWorld": ["envs/arrays.py", "envs/metaworld/*.py"],
-    "OpenVLA-OFT: diffusion and L1 heads that learn, CUDA graphs": [
-        *("policies/openvla_oft/continuous.py", "policies/openvla_oft/graphs.py"),
+    "OpenVLA-OFT: diffusion and L1 heads that learn, corrections, CUDA graphs": [
+        *(f"policies/openvla_oft/{name}.py" for name in ("continuous", "residual", "graphs")),
     ],
     "small networks' optimizer as one vector": ["workers/flat_adam.py"],
     "a policy in a program of the user's; playing in a browser": [

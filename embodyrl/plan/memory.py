@@ -185,6 +185,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
         arena=blueprint.layout.offsets(blueprint.capacity)[1],
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained
+        + (whole if policy.steers else 0)  # frozen weights are saved beside what steers them
         + (replay if isinstance(cfg.algorithm, ReplaySettings) and cfg.algorithm.save_replay else 0),
     )
 
@@ -223,7 +224,8 @@ def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
     if not isinstance(cfg.algorithm, ReplaySettings):
         return 0, 0
     features = 4 * blueprint.policy.steering_features
-    names = (Record.tokens,) if features else (*OBSERVATION, Record.action)  # noise: two numbers to a token
+    names = (Record.action,) if blueprint.policy.corrects else (Record.tokens,)  # noise: two numbers to a token
+    names = names if features else (*OBSERVATION, Record.action)
     kept = features + sum(f.record_bytes for f in blueprint.layout.fields if f.name in names)
     shown = [json.loads((resolve_asset(str(f)) / INFO_PATH).read_text("utf-8")) for f in cfg.algorithm.demonstrations]
     frames, length = sum(info["total_frames"] for info in shown), blueprint.policy.num_action_chunks
@@ -248,7 +250,8 @@ def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: 
     `whole` gradients are there since an earlier micro-batch, and shards take their place; else beside the shards there
     are those of a layer and of the output matrix. The embeddings' come last.
     """
-    samples = float(cfg.actor.micro_batch_size)
+    replays = isinstance(cfg.algorithm, ReplaySettings)
+    samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / policy.sample_tokens)
     apart = 0 if whole else _whole_at_a_time(policy)

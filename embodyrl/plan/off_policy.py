@@ -23,8 +23,8 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
-            "with real-valued actions, or a flow policy with model.likelihood=dsrl or residual; for others "
-            "algorithm=ppo."
+            "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
+            "model.likelihood=dsrl or residual; for others algorithm=ppo."
         )
     once = f"{policy.steers} sees each picture once" if policy.steers else ""
     blind = once if policy.num_images else f"model '{policy.name}' reads no image"
@@ -32,10 +32,8 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
         problems.append(f"algorithm.image_shift has no effect: {blind}; leave it out.")
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = rules.demonstrations if rules else []
-    if folders and policy.steers:
-        problems.append(
-            f"algorithm.demonstrations hold actions, {policy.steers} chooses something else; leave them out."
-        )
+    if folders and policy.steers and not policy.corrects:
+        problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
     return problems + [line for folder in folders for line in _demonstration_problems(folder, env)]

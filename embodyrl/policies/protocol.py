@@ -169,11 +169,14 @@ class SoftActor(Policy, Protocol):
         ...
 
     def chosen(self, tokens: IntArray) -> torch.Tensor:
-        """Chunks [B, L], within -1..1, of tokens that `act` returned."""
+        """Chunks [B, L], within -1..1, of tokens that `act` returned; all corrections of one that is repeated."""
         ...
 
-    def normalise(self, actions: FloatArray) -> torch.Tensor:
-        """Chunks [B, L], within -1..1, of actions [B, K, A] in the units that `act` returns."""
+    def normalise(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
+        """Chunks like those of `chosen`, of actions [B, K, A] in the units that `act` returns.
+
+        `obs` is what they answered, for a `frozen` policy, whose corrections of far actions lie beyond -1..1.
+        """
         ...
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:

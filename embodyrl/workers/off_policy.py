@@ -14,10 +14,11 @@ from torch import Tensor
 
 from embodyrl.algorithms.sac import actor_loss, critic_loss, soft_target, temperature_loss
 from embodyrl.algorithms.settings import ReplaySettings
-from embodyrl.channels.arena import Arena
+from embodyrl.channels.arena import Arena, Fields
 from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
@@ -28,7 +29,7 @@ from embodyrl.workers.flat_adam import build_adam
 from embodyrl.workers.hindsight import Hindsight, OpenEpisodes
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer, Transitions
-from embodyrl.workers.rollout_worker import read_observation
+from embodyrl.workers.rollout_worker import convert_gripper, read_observation
 from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, mean_metrics
 
@@ -229,13 +230,23 @@ class OffPolicyWorker:
         """What the buffer keeps of the observations of some records."""
         if not self._policy.frozen:
             return {str(name): self._arena[name][records] for name in OBSERVATION}
-        parts = np.array_split(records, max(1, -(-len(records) // self._batch_size)))
+        return self._kept(self._arena, records)
+
+    def _kept(self, fields: Fields, records: IntArray) -> dict[str, np.ndarray]:
+        """Features of the observations of some records."""
         with torch.no_grad():
-            features = [self._policy.features(read_observation(self._arena, part)) for part in parts]
+            features = [self._policy.features(read_observation(fields, part)) for part in self._parts_of(records)]
         return {FEATURES: torch.cat(features).cpu().numpy()}
 
+    def _parts_of(self, records: IntArray) -> list[IntArray]:
+        """As many as a forward pass takes at a time."""
+        return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
+
     def _load_demonstrations(self) -> ReplayBuffer:
-        """All chunks of the data sets; a demonstration that ends with its first success is over with it."""
+        """All chunks of the data sets; a demonstration that ends with its first success is over with it.
+
+        Of a frozen policy features are kept and corrections of what it proposes, which takes two passes for each chunk.
+        """
         demos = join_demonstrations(
             [load_demonstrations(resolve_asset(folder)) for folder in self._rules.demonstrations]
         )
@@ -250,11 +261,16 @@ class OffPolicyWorker:
         first = (wins[stop] - wins[demos.start[episode]] == 1) & demos.success[stop - 1]
         buffer = ReplayBuffer(len(steps), self._rules.gamma, self._rules.n_step)
         words = [encode_instruction(str(text), width) for text in demos.instruction[steps]]
-        seen = (demos.images[steps], demos.state[steps], np.stack(words))
+        arrays = (demos.images[steps], demos.state[steps], np.stack(words))
+        seen = {str(name): array for name, array in zip(OBSERVATION, arrays, strict=True)}
+        actions, every = demos.chunks(steps, length), np.arange(len(steps))
+        written_for = read_card(resolve_asset(self._rules.demonstrations[0])).env
+        convert_gripper(actions, written_for.gripper, self._policy.spec.gripper)
+        chosen = [self._policy.normalise(actions[p], read_observation(seen, p)).cpu() for p in self._parts_of(every)]
         buffer.add(
             Frames(
-                seen={str(name): array for name, array in zip(OBSERVATION, seen, strict=True)},
-                action=self._policy.normalise(demos.chunks(steps, length)).cpu().numpy(),
+                seen=self._kept(seen, every) if self._policy.frozen else seen,
+                action=torch.cat(chosen).numpy(),
                 reward=(self._rules.reward_scale * (earned[stop] - earned[steps])).astype(np.float32),
                 acted=np.ones(len(steps), np.bool_),
                 terminated=first & (stop == demos.stop[episode]),
@@ -293,7 +309,7 @@ class OffPolicyWorker:
         if (folder / f"{REPLAY}.json").is_file():
             kept = load_state(folder, REPLAY)
             if "action" in kept and kept["action"].ndim == 3:  # older checkpoints: in the environment's units
-                kept["action"] = self._policy.normalise(kept["action"]).cpu().numpy()
+                kept["action"] = self._policy.normalise(kept["action"], None).cpu().numpy()
             begun = kept.pop(OPEN, None)
             self._replay.load_state(kept)
             if begun:

@@ -61,7 +61,7 @@ class PolicyHost:
         self._trainer: Trainer | None = None
         self._actor: ActorWorker | OffPolicyWorker | ImitationWorker | None = None
         half = init.model.half
-        if init.bucket_arena is not None and not init.trains and half and not init.model.adapted:
+        if init.bucket_arena is not None and not init.trains and half and self._trains_all:
             # It only acts, on copies of what the actors keep: in their compute precision that is the same function.
             halve(self.policy.module, sharded=init.sharded)
         self._update: InParts[dict[str, float]] | None = None
@@ -127,7 +127,7 @@ class PolicyHost:
         if path is None:
             whole = self._build()
             reference = getattr(whole, "alone", whole)  # values are nobody's reference
-            if self._init.model.half and not self._init.model.adapted:
+            if self._init.model.half and self._trains_all:
                 halve(reference.module, sharded=self._is_sharded)
             return reference
         alone = {"is_lora": False} if self._init.model.adapted else {}
@@ -142,6 +142,11 @@ class PolicyHost:
                 "are not the policy's: its probabilities are of other tokens. Use a model of the same family and data."
             )
         return reference
+
+    @property
+    def _trains_all(self) -> bool:
+        """Weights are float32; beside adapters, or steered, they are in half already, and what is trained stays."""
+        return not self._init.model.adapted and not self.policy.spec.steers
 
     @property
     def _is_sharded(self) -> bool:

@@ -22,10 +22,11 @@ from embodyrl.types import EnvSpec, GripperConvention, Observation
 pytestmark = pytest.mark.integration
 L1 = ("model.action_head=l1", "model.action_std=0.2")
 DIFFUSION = ("model.action_head=diffusion", "model.num_diffusion_steps_inference=3")
-HEADS = {"l1": L1, "one": DIFFUSION, "all": (*DIFFUSION, "model.stochastic_steps=all")}
+RESIDUAL = ("model.likelihood=residual", "model.precision=bf16")
+HEADS = {"l1": L1, "one": DIFFUSION, "all": (*DIFFUSION, "model.stochastic_steps=all"), "residual": RESIDUAL}
 
 
-@pytest.mark.parametrize(("head", "algorithm"), [("l1", "ppo"), ("one", "grpo")])
+@pytest.mark.parametrize(("head", "algorithm"), [("l1", "ppo"), ("one", "grpo"), ("residual", "ppo")])
 def test_a_run_trains_and_goes_on(head: str, algorithm: str, tmp_path: Path) -> None:
     """What acting and training say of the first step is the same, though their batches are not."""
     words = [*HEADS[head], f"algorithm={algorithm}", "actor.micro_batch_size=4"]
@@ -34,7 +35,7 @@ def test_a_run_trains_and_goes_on(head: str, algorithm: str, tmp_path: Path) -> 
     run = train_toy(tmp_path, *words)
     found = rows(run)
     assert [row["step"] for row in found] == [1, 2]
-    assert (found[1]["actor/lr"] > found[0]["actor/lr"]) == (head == "one"), "diffusion warms up by default"
+    assert (found[1]["actor/lr"] > found[0]["actor/lr"]) == (head != "l1"), "the others warm up by default"
     learned = [row for row in found if row["actor/grad_norm"]]
     assert learned, "no step had a signal"
     assert learned[0]["actor/logprob_gap"] < 1e-5

@@ -1,4 +1,4 @@
-"""A corrected flow through the whole loop."""
+"""A corrected flow, and a corrected OpenVLA-OFT, through the whole loop."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from embodyrl.commands.train import train
 from embodyrl.plan.config import load_config, load_saved_config
 
 SAME = (
-    *("env=gym", "env.id=Pendulum-v1", "model=flow_small", "model.likelihood=residual", "model.num_images_in_input=0"),
-    *("model.num_action_chunks=4", "launcher=inline", "runner.deterministic=true", "runner.logger.backends=[jsonl]"),
-    *("eval.episodes=4", "env.eval.total_num_envs=2"),
+    *("model.likelihood=residual", "model.num_action_chunks=4", "launcher=inline", "runner.deterministic=true"),
+    *("runner.logger.backends=[jsonl]", "env.eval.total_num_envs=2", "video=none"),
 )
+MODELS = {
+    "flow": ("env=gym", "env.id=Pendulum-v1", "model=flow_small", "model.num_images_in_input=0", "eval.episodes=4"),
+    "openvla_oft": ("env=tabletop", "model=openvla_oft_tiny", "model.residual_scale=1", "eval.episodes=16"),
+}
 SMALL = (
     *("algorithm=sac", "env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=40"),
     *("actor.global_batch_size=16", "algorithm.learning_starts=16", "algorithm.updates_per_sample=0.5"),
     *("runner.max_steps=4", "runner.save_interval=2", "runner.val_check_interval=4", "checkpoint.keep=9"),
-    *("env.train.continue_episodes=false", "actor.optim.lr=1e-3", "env.train.max_episode_steps=40"),
+    *("env.train.continue_episodes=false", "actor.optim.lr=3e-3", "env.train.max_episode_steps=40"),
 )
 
 
-def returns(folder: Path) -> list[float]:
+def played(folder: Path) -> list[tuple[float, int]]:
     rows = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
-    return [row["return"] for row in sorted(rows, key=lambda row: row["episode"])]
+    return [(row["return"], row["steps"]) for row in sorted(rows, key=lambda row: row["episode"])]
 
 
 def tensors(run: Path, name: str) -> dict[str, bytes]:
@@ -36,19 +39,23 @@ def tensors(run: Path, name: str) -> dict[str, bytes]:
 
 
 @pytest.mark.integration
-def test_validation_eval_export_and_a_resumed_run_act_alike(tmp_path):
+@pytest.mark.parametrize("model", MODELS)
+def test_validation_eval_export_and_a_resumed_run_act_alike(model, tmp_path):
+    same = (*MODELS[model], *SAME)
     where = f"runner.output_dir={tmp_path}"
-    whole = train(load_config("train", [*SAME, *SMALL, where, "runner.experiment_name=whole"])).run
-    at_first, validated = (returns(whole / "eval" / f"step_00000{step}") for step in (0, 4))
+    whole = train(load_config("train", [*same, *SMALL, where, "runner.experiment_name=whole"])).run
+    at_first, validated = (played(whole / "eval" / f"step_00000{step}") for step in (0, 4))
     assert at_first != validated, "it learned nothing that changes an action"
-    alone = evaluate(load_config("eval", [*SAME, where, f"ckpt={whole}"]))
-    assert returns(alone.folder) == validated
+    alone = evaluate(load_config("eval", [*same, where, f"ckpt={whole}"]))
+    assert played(alone.folder) == validated
     out = export(whole, 4, tmp_path / "exported")
-    exported = evaluate(load_config("eval", [*SAME, where, f"model.path={out}"]))
-    assert returns(exported.folder) == validated
-    started = load_config("train", [*SAME, *SMALL, where, "runner.experiment_name=half"])
+    exported = evaluate(load_config("eval", [*same, where, f"model.path={out}"]))
+    assert played(exported.folder) == validated
+    started = load_config("train", [*same, *SMALL, where, "runner.experiment_name=half"])
     half = train(started, on_step=lambda step, _: step == 2).run
     train(load_saved_config(half, []), resume=half)
-    assert returns(half / "eval" / "step_000004") == validated
-    for name in ("policy/model.safetensors", "critics.safetensors", "replay.safetensors"):
+    assert played(half / "eval" / "step_000004") == validated
+    saved = whole / "checkpoints/step_000004"
+    names = [str(path.relative_to(saved)) for path in saved.glob("policy/*.safetensors")]
+    for name in (*names, "critics.safetensors", "replay.safetensors"):
         assert tensors(half, name) == tensors(whole, name), name

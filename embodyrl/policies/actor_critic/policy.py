@@ -191,7 +191,7 @@ class ActorCriticPolicy:
         """Chunks [B, L] within -1..1 (see `SoftActor.chosen`)."""
         return on_device(self._net.head.to_choice(tokens), self._device).tanh()
 
-    def normalise(self, actions: FloatArray) -> Tensor:
+    def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
         """Chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
         assert isinstance(self._net.head, SquashedHead)
         return on_device(self._net.head.normalise(actions), self._device).flatten(1)

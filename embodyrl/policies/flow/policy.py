@@ -25,9 +25,9 @@ from embodyrl.policies.flow.likelihood import (
     seeds_of,
     uniforms,
 )
-from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, GreedyStart, Likelihood, SteeringShape, ValueFrom
-from embodyrl.policies.flow.steering import SteeringActor
+from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
@@ -158,11 +158,11 @@ class FlowModule(nn.Module):
         if cfg.likelihood is Likelihood.flow_noise:
             low, high = cfg.noise_range
             self.noise_head = NoiseHead(network.hidden_width, network.shape.width, low, high)
-        steering = SteeringShape.of(cfg, network.shape, network.hidden_width)
-        if cfg.likelihood is Likelihood.dsrl:
-            self.noise_actor = SteeringActor(steering, gain=0.01)
-        elif cfg.likelihood is Likelihood.residual:
+        steering = steering_shape(cfg, network.shape, network.hidden_width)
+        if cfg.corrects:
             self.residual_actor = SteeringActor(steering, gain=0.0)
+        elif cfg.steers:
+            self.noise_actor = SteeringActor(steering, gain=0.01)
 
     @property
     def steering_actor(self) -> SteeringActor | None:

@@ -4,20 +4,16 @@ The latter are tokens: int64 numbers that nobody above the policy interprets.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from typing import Annotated
 
-import numpy as np
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Says, Share, only
-from embodyrl.policies.settings import WeightSettings
-from embodyrl.types import FloatArray, IntArray, PolicySpec
+from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, TokenLayout, steered
+from embodyrl.types import PolicySpec
 
-STEERING_WIDTHS = (256, 256)
-"""Hidden layers of the actor and the critics around a frozen flow."""
 Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl", "residual"])
 Stochastic = StrEnum("Stochastic", ["one", "all"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
@@ -29,7 +25,7 @@ GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
 _RISING = only(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 
 
-class FlowSettings(WeightSettings):
+class FlowSettings(ResidualSettings):
     """How a flow acts, and what its log-probabilities are."""
 
     num_steps: Count = 10
@@ -62,11 +58,6 @@ class FlowSettings(WeightSettings):
     steered_noise: Share = 0.0
     """dsrl: a of flow_sde for the frozen flow's own steps while sampling, which nothing is credited for; 0: its ODE.
     A flow that was trained briefly may sample far better so."""
-    residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
-    """residual: a correction lies within -residual_scale..residual_scale, where the flow's own actions span about
-    -1..1."""
-    residual_repeated: bool = False
-    """residual: one row of corrections is chosen for all actions of a chunk, instead of each."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
     """fpo: (noise, time) pairs per chunk, fixed when it is chosen."""
     fpo_ratio: FpoRatio = FpoRatio.mean
@@ -87,7 +78,7 @@ class FlowSettings(WeightSettings):
     @property
     def steers(self) -> bool:
         """The flow is frozen, and an actor around it learns."""
-        return self.likelihood in (Likelihood.dsrl, Likelihood.residual)
+        return self.corrects or self.likelihood is Likelihood.dsrl
 
     @property
     def every_step(self) -> bool:
@@ -127,7 +118,6 @@ class FlowSettings(WeightSettings):
             (self.steers or chosen is Likelihood.fpo, other, ("joint_logprob",)),
             (chosen is not Likelihood.dsrl, other, ("noise_bound", "noise_repeated", "steered_noise")),
             (chosen is Likelihood.dsrl, other, ("greedy_start",)),
-            (chosen is not Likelihood.residual, other, ("residual_scale", "residual_repeated")),
             (levelled and not self.every_step, "stochastic_steps is one", ("joint_logprob",)),
             (chosen is not Likelihood.fpo, other, ("fpo_pairs", "fpo_ratio")),
         ):
@@ -148,63 +138,23 @@ class ChunkShape:
     """A <= D: numbers of a row that mean something."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SteeringShape:
-    """What the actor around a frozen flow reads and chooses."""
-
-    features: int
-    """F"""
-    rows: int
-    """Of chosen numbers; their log-probabilities stand at as many first actions of a chunk."""
-    numbers: int
-    """Of a row."""
-
-    @classmethod
-    def of(cls, cfg: FlowSettings, shape: ChunkShape, hidden_width: int) -> "SteeringShape":
-        """The shape that the settings ask for."""
-        if cfg.likelihood is Likelihood.residual:
-            rows, seen = (
-                1 if cfg.residual_repeated else shape.executed,
-                hidden_width + shape.executed * shape.action_dim,
-            )
-            return cls(features=seen, rows=rows, numbers=shape.action_dim)
-        return cls(features=hidden_width, rows=1, numbers=shape.width * (1 if cfg.noise_repeated else shape.horizon))
+def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
+    """What the actor beside the frozen flow reads, with `hidden` numbers of the expert, and chooses."""
+    if cfg.corrects:
+        return SteeringShape.correcting(cfg, hidden, shape.action_dim)
+    return SteeringShape(
+        features=hidden,
+        rows=1,
+        numbers=shape.width * (1 if cfg.noise_repeated else shape.horizon),
+        actions=shape.executed,
+        bound=cfg.noise_bound,
+        proposes=False,
+    )
 
 
-def steered(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden_width: int) -> PolicySpec:
+def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicySpec:
     """The spec of a flow policy, with what changes where its flow is frozen."""
-    if not cfg.steers:
-        return spec
-    chosen = SteeringShape.of(cfg, shape, hidden_width)
-    widths = (chosen.features, *STEERING_WIDTHS, 2 * chosen.rows * chosen.numbers)
-    trained = sum((a + 1) * b for a, b in pairwise(widths))
-    spec = replace(spec, draws_with_gradients=True, num_trained=trained)
-    return replace(spec, steers=f"model.likelihood={cfg.likelihood}", steering_features=chosen.features)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLayout:
-    """So many whole numbers, then so many float32, two to a token: bit patterns, so that nothing is rounded."""
-
-    whole: int
-    floats: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that they fill."""
-        return self.whole + -(-self.floats // 2)
-
-    def pack(self, whole: IntArray, floats: FloatArray) -> IntArray:
-        """Tokens [B, tokens] of whole numbers [B, whole] and floats [B, floats]."""
-        assert whole.shape[1:] == (self.whole,) and floats.shape[1:] == (self.floats,), (whole.shape, floats.shape)
-        padded = np.zeros((len(floats), 2 * (self.tokens - self.whole)), np.float32)
-        padded[:, : self.floats] = floats
-        return np.concatenate([whole, padded.view(np.int64)], axis=1)
-
-    def unpack(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
-        """Whole numbers and floats of tokens [B, at least `tokens`]."""
-        bits = np.ascontiguousarray(tokens[:, self.whole : self.tokens])
-        return tokens[:, : self.whole], bits.view(np.float32)[:, : self.floats]
+    return steered(spec, steering_shape(cfg, shape, hidden), cfg.likelihood) if cfg.steers else spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +180,7 @@ class ChunkRecord:
             kept = shape.executed * cfg.fpo_pairs if each else 0
             per_action, floats = cfg.fpo_pairs if each else 1, state + kept
         elif cfg.steers:
-            chosen = SteeringShape.of(cfg, shape, 0)
-            per_action, floats = 1, chosen.rows * chosen.numbers
+            return cls(shape=shape, layout=steering_shape(cfg, shape, 0).layout, per_action=1)
         else:
             return cls.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)
         return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=per_action)

@@ -9,43 +9,14 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.actor_critic.critics import Critics
-from embodyrl.policies.actor_critic.heads import SquashedHead
-from embodyrl.policies.flow.likelihood import START, STEP, Chosen, Velocity, flow_sde, follow_ode, normals, times
-from embodyrl.policies.flow.settings import STEERING_WIDTHS, ChunkRecord, ChunkShape, FlowSettings, SteeringShape
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.flow.likelihood import STEP, Chosen, Velocity, flow_sde, follow_ode, normals, times
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings
+from embodyrl.policies.steering.actor import SteeringActor, executed
 from embodyrl.types import IntArray
 
 
-class SteeringActor(nn.Module):
-    """A squashed Gaussian over rows of chosen numbers, from features of the frozen flow.
-
-    At first its mean is near 0 (`gain` 0: exactly), where greedy acting is that of the flow alone.
-    """
-
-    def __init__(self, shape: SteeringShape, gain: float) -> None:
-        super().__init__()
-        first, second = STEERING_WIDTHS
-        last = nn.Linear(second, 2 * shape.rows * shape.numbers)
-        nn.init.orthogonal_(last.weight, gain)
-        nn.init.zeros_(last.bias)
-        self.layers = nn.Sequential(
-            nn.Linear(shape.features, first), nn.ReLU(), nn.Linear(first, second), nn.ReLU(), last
-        )
-        self.head = SquashedHead((None,) * shape.numbers, (None,) * shape.numbers)
-        self.shape = shape
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Outputs [B, rows, 2n] for the head, of features [B, F]."""
-        return self.layers(features).unflatten(1, (self.shape.rows, -1))
-
-
 class Steering(ABC):
-    """Chunks of a frozen flow that an actor has a say in; implements `ChunkLikelihood`.
-
-    The log-probability of a chunk is that of what the actor chose; what is chosen for the whole chunk stands at its
-    first action. Kept are the seed, and the Gaussian's sample before it is squashed to -1..1.
-    """
+    """Chunks of a frozen flow that an actor has a say in; implements `ChunkLikelihood`."""
 
     def __init__(self, cfg: FlowSettings, shape: ChunkShape, actor: SteeringActor) -> None:
         self._cfg, self._shape, self._actor = cfg, shape, actor
@@ -64,36 +35,19 @@ class Steering(ABC):
     def greedy(self, velocity: Velocity, count: int, device: torch.device) -> Tensor:
         """Chunks [B, H, D] at the Gaussian's mean."""
         features = self.features(velocity, count, device)
-        mean, _ = self._actor.head.spread(self._actor(features))
-        return self._chunk(velocity, features, mean, None, 0.0)
+        return self._chunk(velocity, features, self._actor.greedy(features), None, 0.0)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
         """Choose by the seeds (see `ChunkLikelihood`)."""
         features = self.features(velocity, len(seeds), device)
-        outputs = self._actor(features)
-        mean, log_std = self._actor.head.spread(outputs)
-        choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], device)
-        logprob, _ = self._score(outputs, choice, temperature)
-        return Chosen(
-            state=self._chunk(velocity, features, choice, seeds, temperature),
-            tokens=self.record.layout.pack(seeds[:, None], choice.flatten(1).cpu().numpy()),
-            logprob=logprob,
-        )
+        choice, tokens, logprob = self._actor.sample(features, seeds, temperature)
+        return Chosen(state=self._chunk(velocity, features, choice, seeds, temperature), tokens=tokens, logprob=logprob)
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Score what was kept (see `ChunkLikelihood`)."""
-        outputs = self._actor(self.features(velocity, len(tokens), device))
-        choice = on_device(self.record.layout.unpack(tokens)[1], device)
-        return self._score(outputs, choice.unflatten(1, (self._actor.shape.rows, -1)), temperature)
-
-    def _score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """[B, K, 1] each."""
-        pair = self._actor.head.score(outputs, choice, temperature)
-        rest = (0, 0, 0, self._shape.executed - self._actor.shape.rows)
-        logprob, entropy = (nn.functional.pad(part.sum(2, keepdim=True), rest) for part in pair)
-        return logprob, entropy
+        return self._actor.score(self.features(velocity, len(tokens), device), tokens, temperature)
 
 
 class SteeredStart(Steering):
@@ -149,35 +103,6 @@ class Correction(Steering):
     def _chunk(
         self, velocity: Velocity, features: Tensor, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> Tensor:
-        shape = self._shape
-        rows = executed(features, choice.tanh().flatten(1), shape, self._cfg.residual_scale)
+        shape, rows = self._shape, executed(features, choice.tanh().flatten(1), self._actor.shape)
         # Nobody looks at the rest.
         return nn.functional.pad(rows, (0, shape.width - shape.action_dim, 0, shape.horizon - shape.executed))
-
-
-def executed(features: Tensor, corrections: Tensor, shape: ChunkShape, scale: float) -> Tensor:
-    """Chunks [B, K, A] of features [B, F], whose last numbers are the proposal, and corrections [B, L] in -1..1."""
-    proposed = features[:, -shape.executed * shape.action_dim :].unflatten(1, (-1, shape.action_dim))
-    return proposed + scale * corrections.unflatten(1, (-1, shape.action_dim))
-
-
-class CriticsOfExecuted(Critics):
-    """Critics that see features, the proposal among them, and what is executed (arXiv 2412.13630)."""
-
-    def __init__(
-        self,
-        count: int,
-        shape: ChunkShape,
-        scale: float,
-        features: int,
-        generator: torch.Generator,
-        *,
-        layer_norm: bool,
-    ) -> None:
-        widths = (features + shape.executed * shape.action_dim, *STEERING_WIDTHS)
-        super().__init__(count, widths, generator, layer_norm=layer_norm)
-        self._shape, self._scale = shape, scale
-
-    def forward(self, features: Tensor, actions: Tensor) -> Tensor:
-        """[count, B] of features [B, F] and corrections [B, L] in -1..1."""
-        return super().forward(features, executed(features, actions, self._shape, self._scale).flatten(1))

@@ -19,9 +19,10 @@ from embodyrl.policies.openvla_oft.config import (
     OftOptions,
     read_config,
 )
-from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft, record_of
+from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft, correction_of, record_of
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
+from embodyrl.policies.steering.settings import steered
 from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
 
 PROMPT_TOKENS = 40
@@ -103,9 +104,15 @@ def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
         yield from (Linear(1, 1, width), Linear(1, width, width))
     if options.cfg.action_head == "l1":
         yield Linear(1, 1, options.cfg.action_dim, bias=False)  # the deviations
+    yield from value_layers(config, values)
+
+
+def value_layers(config: OftConfig, values: int) -> Iterator[Linear]:
+    """Layers of the value head; without values none."""
     if values:
         first, second = VALUE_HIDDEN
-        yield from (Linear(1, width, first), Linear(1, first, second), Linear(1, second, values, bias=False))
+        yield Linear(1, config.llama.hidden_size, first)
+        yield from (Linear(1, first, second), Linear(1, second, values, bias=False))
 
 
 def head_parameters(config: OftConfig, options: OftOptions) -> int:
@@ -233,28 +240,33 @@ class OpenVlaOftFactory:
         options = self._options(cfg, env, value_dim)
         tokens, images = options.num_action_tokens, cfg.num_images_in_input
         diffuses = cfg.action_head == "diffusion"
-        passes = cfg.num_diffusion_steps_inference if diffuses and cfg.every_step else 1
+        passes = cfg.num_diffusion_steps_inference if diffuses and (cfg.every_step or cfg.corrects) else 1
         size = sample_size(config, images=images, tokens_per_chunk=tokens, half=cfg.half, adapters=cfg.is_lora)
-        return PolicySpec(
+        spec = PolicySpec(
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
-            tokens_per_chunk=record_of(cfg).tokens if diffuses else tokens,
+            tokens_per_chunk=record_of(cfg).tokens if diffuses or cfg.corrects else tokens,
             value_dim=value_dim,
             num_images=images,
             uses_state=cfg.use_proprio,
             gripper=GripperConvention(open=1.0, closed=0.0),
             num_parameters=count_parameters(config, options),
             num_trained=_trained(config, options) if cfg.is_lora else None,
-            activation_bytes=passes * size.kept,
-            recomputed_bytes=passes * size.recomputed,
+            # Nothing of a frozen model is kept for the way back.
+            activation_bytes=size.acting if cfg.corrects else passes * size.kept,
+            recomputed_bytes=size.acting if cfg.corrects else passes * size.recomputed,
             largest_layer=(layer_parameters(config), size.layer),
             outside_layers=outside_parameters(config, options),
             acting_bytes=size.acting,
             forward_flops=passes * size.flops,
             act_passes=cfg.action_dim if self.autoregressive else passes,
-            warmup_steps=WARMUP_STEPS if diffuses else 0,
+            warmup_steps=WARMUP_STEPS if diffuses or cfg.corrects else 0,
         )
+        if not cfg.corrects:
+            return spec
+        learns = sum(layer.parameters for layer in value_layers(config, value_dim))
+        return steered(spec, correction_of(cfg, config.llama.hidden_size), cfg.likelihood, beside=learns)
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
@@ -267,6 +279,10 @@ class OpenVlaOftFactory:
         cfg = as_oft(cfg)
         spec = self.spec(cfg, request.env, request.value_dim)
         options = self._options(cfg, request.env, request.value_dim)
+        if cfg.corrects:
+            from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
+
+            return ResidualOftPolicy(read_config(_folder(cfg)), spec, options, request)
         return OpenVlaOftPolicy(read_config(_folder(cfg)), spec, options, request)
 
     def _options(self, cfg: OftSettings, env: EnvSpec, value_dim: int) -> OftOptions:

@@ -16,7 +16,8 @@ from embodyrl.policies.openvla_oft.config import CONFIG_FILE, INDEX_FILE, RANDOM
 
 VALUE_HEAD = "value_head"
 ACTION_SCALE = "action_scale"
-OF_RL = (VALUE_HEAD, ACTION_SCALE)
+RESIDUAL_ACTOR = "residual_actor"
+OF_RL = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
 """What RL adds to a model: a checkpoint may lack it, or have it for nothing."""
 FRESH = ("proprio_projector", "action_head", "noisy_action_projector")
 """Supervised training may start them at random."""
@@ -280,6 +281,8 @@ def _check_keys(
                 hint = "config.json does not belong to these weights; take both from one repository."
                 if of_values:
                     hint = "The value head is of a run with another reward_type; use that one, or remove the head."
+                elif component_of(key) == RESIDUAL_ACTOR:
+                    hint = "Use the model.num_action_chunks and model.residual_repeated that it was trained with."
                 raise CheckpointError(
                     f"{path}: weight '{key}' has shape {list(tensor.shape)}, this model needs "
                     f"{list(target[key].shape)}. {hint}"

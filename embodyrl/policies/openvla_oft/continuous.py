@@ -33,6 +33,10 @@ class ContinuousHead(Protocol):
         """Normalised actions [B, K, A] without noise, and values [B, V]."""
         ...
 
+    def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """Hidden rows [B, L, D] that actions are read from, and what `greedy` gives [B, K, A]."""
+        ...
+
     def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
         """Draw a chunk of normalised actions for each row from uniforms [B, L]; with values [B, V]."""
         ...
@@ -63,6 +67,11 @@ class L1Gaussian:
     def greedy(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """The mean (see `ContinuousHead`)."""
         return self._forward(inputs)
+
+    def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """See `ContinuousHead`."""
+        hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
+        return hidden, self._model.regress(hidden)
 
     def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
         """Mean plus noise by the inverse CDF (see `ContinuousHead`)."""
@@ -121,13 +130,24 @@ class Diffusion:
 
     def greedy(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
         """Without noise from one fixed start for every observation (see `ContinuousHead`)."""
+        prefix = self._model.prefix(inputs)
+        steps = self._cfg.num_diffusion_steps_inference
+        return denoise(self._model, inputs, self._start(inputs), steps, prefix), self._value(inputs, prefix)
+
+    def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """See `ContinuousHead`; the hidden rows are those of the first step."""
+        prefix, start = self._model.prefix(inputs), self._start(inputs)
+        steps = self._cfg.num_diffusion_steps_inference
+        level = torch.full((len(prefix),), ddim_steps(steps)[0], device=prefix.device)
+        hidden = noisy_hidden(self._model, inputs, prefix, start, level)
+        return hidden, denoise(self._model, inputs, start, steps, prefix)
+
+    def _start(self, inputs: ModelInputs) -> Tensor:
+        """[B, K, A]"""
         shape = self._cfg.num_action_chunks, self._cfg.action_dim
         drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0)).flatten()
         start = on_device(standard_normal(drawn).view(shape), inputs.prompt_ids.device)
-        start = start.expand(len(inputs.prompt_ids), *shape)
-        prefix = self._model.prefix(inputs)
-        steps = self._cfg.num_diffusion_steps_inference
-        return denoise(self._model, inputs, start, steps, prefix), self._value(inputs, prefix)
+        return start.expand(len(inputs.prompt_ids), *shape)
 
     def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
         """Denoise from drawn noise (see `ContinuousHead`)."""

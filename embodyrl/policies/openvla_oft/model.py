@@ -23,7 +23,9 @@ from embodyrl.policies.openvla_oft.heads import (
     time_embedding,
 )
 from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, RmsNorm
+from embodyrl.policies.openvla_oft.settings import correction_of
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
+from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
 
 BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
@@ -80,6 +82,7 @@ class OpenVlaOft(nn.Module):
         self.language_model = LanguageModel(config.llama, rope_bf16_table=options.cfg.rope_bf16_table)
         self.proprio_projector = Mlp(options.state_dim, width, width) if options.state_dim else None
         self.value_head = ValueHead(width, options.value_dim) if options.value_dim else None
+        self.residual_actor: SteeringActor | None = None
         self.action_head: nn.Module | None = None
         self.action_scale: ActionScale | None = None
         self.noisy_action_projector: nn.Module | None = None
@@ -110,12 +113,17 @@ class OpenVlaOft(nn.Module):
             slots = self.language_model.model.embed_tokens(tokens)
         hidden = self.action_hidden(self.prefix(inputs), inputs, slots, more_rows=int(whole_vocabulary))
         if isinstance(self.action_head, L1Head):
-            return self.action_head(hidden).float(), self.value(hidden)
+            return self.regress(hidden), self.value(hidden)
         return self.read_out(hidden, slice(None) if whole_vocabulary else self.action_columns)
 
     def read_out(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """Turn rows [B, n, D] into float32 logits [B, n, columns] and the value [B, V] of the first row."""
         return sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
+
+    def regress(self, hidden: Tensor) -> Tensor:
+        """The L1 head's normalised actions [B, K, A] of rows [B, L, D]."""
+        assert self.action_head is not None
+        return self.action_head(hidden).float()
 
     def value(self, hidden: Tensor) -> Tensor:
         """Value [B, V] of the first of rows [B, n, D]."""
@@ -196,6 +204,14 @@ class OpenVlaOft(nn.Module):
         """Mean [B, D] of the embeddings of the prompt and STOP."""
         count = inputs.prompt_lengths[:, None] + int(self.append_stop)
         return self._embed_text(inputs, 0).sum(dim=1) / count
+
+    def add_residual_actor(self, seed: int) -> None:
+        """Add the actor that corrects what the model proposes; a new one corrects nothing."""
+        width = self.language_model.lm_head.in_features
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            actor = SteeringActor(correction_of(self.options.cfg, width), gain=0.0)
+        self.residual_actor = actor.to(self.language_model.lm_head.weight.device)
 
     def recompute_activations(self) -> None:
         """Store only the layers' inputs in the forward pass, and recompute the rest in the backward pass."""

@@ -294,6 +294,8 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     module.to_empty(device=request.device)
     # Always, because a checkpoint may lack it; one that it has comes in its place.
     module.init_weights(request.seed, (VALUE_HEAD,))
+    if cfg.corrects:
+        module.add_residual_actor(request.seed)
     if module.action_scale is not None:
         nn.init.constant_(module.action_scale.log_std, math.log(cfg.action_std))
     if config.random_init:

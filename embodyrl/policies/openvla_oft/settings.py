@@ -9,10 +9,12 @@ from pydantic import Field
 from embodyrl.config.settings import Count, Positive, Share
 from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, Stochastic
 from embodyrl.policies.settings import AdapterSettings
+from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
 
 Normalization = StrEnum("Normalization", ["bounds_q99", "bounds"])
 ImagePipeline = StrEnum("ImagePipeline", ["rlinf", "official"])
 ActionHead = StrEnum("ActionHead", ["discrete", "l1", "diffusion"])
+Likelihood = StrEnum("Likelihood", ["head", "residual"])
 
 
 class OpenVlaSettings(AdapterSettings):
@@ -44,7 +46,7 @@ class OpenVlaSettings(AdapterSettings):
             yield "model.compile=true and model.cuda_graphs=true: one of them; a compiled model is not recorded."
 
 
-class OftSettings(OpenVlaSettings):
+class OftSettings(OpenVlaSettings, ResidualSettings):
     """OpenVLA-OFT: a whole chunk at once."""
 
     use_proprio: bool = False
@@ -53,6 +55,9 @@ class OftSettings(OpenVlaSettings):
     """Put the STOP token after the action placeholders, as the original training did."""
     action_head: ActionHead = ActionHead.discrete
     """discrete tokens, or the continuous heads l1 and diffusion."""
+    likelihood: Likelihood = Likelihood.head
+    """Where log-probabilities for RL come from: the action head (head). Or the model is frozen, and an actor learns to
+    correct the chunk that it would choose greedily (residual)."""
     action_std: Positive = 0.1
     """l1: standard deviation of normalised actions (-1..1) with which RL starts; it is learned."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
@@ -72,8 +77,11 @@ class OftSettings(OpenVlaSettings):
         return self.stochastic_steps is Stochastic.all
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Name the keys of the other heads."""
+        """Name the keys of the other heads, and of what a frozen model does not do."""
         yield from super().idle()
+        if self.corrects:
+            unused = "freeze", "compile", "cuda_graphs", "action_std", "stochastic_steps", "diffusion_eta"
+            yield from ((f"model.{key}", "likelihood is residual") for key in (*unused, "diffusion_min_std"))
         if self.action_head is not ActionHead.discrete:
             yield "model.cuda_graphs", "it records the discrete head; set model.action_head=discrete"
         if self.action_head is not ActionHead.l1:
@@ -91,7 +99,14 @@ def as_oft(cfg: OpenVlaSettings) -> OftSettings:
 
 
 def record_of(cfg: OftSettings) -> ChunkRecord:
-    """What is kept of a chunk of the diffusion head: the states around its stochastic steps."""
+    """What is kept of a chunk: of the diffusion head the states around its stochastic steps, of a correction itself."""
     chunk = cfg.num_action_chunks, cfg.action_dim
     shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])
+    if cfg.corrects:
+        return ChunkRecord(shape=shape, layout=correction_of(cfg, 0).layout, per_action=1)
     return ChunkRecord.chain(shape, cfg.num_diffusion_steps_inference - 1 if cfg.every_step else 1)
+
+
+def correction_of(cfg: OftSettings, hidden: int) -> SteeringShape:
+    """What the actor beside the frozen model reads, with a mean hidden row of `hidden` numbers, and chooses."""
+    return SteeringShape.correcting(cfg, hidden, cfg.action_dim)

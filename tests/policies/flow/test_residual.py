@@ -54,7 +54,8 @@ def test_what_is_kept_says_what_was_executed(folder, start, repeated):  # noqa: 
     obs = observe(6)
     out = policy.act(obs, noise=noise_for(policy, 6))
     chosen, proposed = policy.chosen(out.tokens), policy.features(obs)[:, -12:]
-    assert chosen.shape == (6, policy.width) == (6, 4 if repeated else 12)
+    assert (chosen.shape, policy.width) == ((6, 12), 4 if repeated else 12)
+    assert not repeated or torch.equal(chosen[:, :4], chosen[:, 8:])
     assert 0.3 < chosen.abs().max() < 1
     theirs = alone.act(obs, noise=None).actions
     moved = HALF_SPAN * 0.3 * chosen.detach().numpy().reshape(6, -1, 4)
@@ -116,7 +117,6 @@ def test_the_actor_comes_back_with_the_weights_and_others_find_the_flow_alone(fo
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("algorithm.demonstrations=[assets]",), "hold actions, model.likelihood=residual chooses something else"),
         (("algorithm.image_shift=2",), "model.likelihood=residual sees each picture once"),
         (("model.noise_bound=2",), "likelihood is residual"),
         (("model.steered_noise=0.5",), "likelihood is residual"),

@@ -125,13 +125,13 @@ def test_demonstrations_say_nothing_of_noise(folder):  # noqa: F811
     with pytest.raises(ConfigError, match=r"leave model\.likelihood out"):
         policy.imitate(observe(2), np.zeros((2, 3, 4), np.float32))
     with pytest.raises(ConfigError, match="demonstrations hold actions"):
-        policy.normalise(np.zeros((2, 3, 4), np.float32))
+        policy.normalise(np.zeros((2, 3, 4), np.float32), observe(2))
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("algorithm.demonstrations=[assets]",), "hold actions, model.likelihood=dsrl chooses something else"),
+        (("algorithm.demonstrations=[assets]",), "hold actions, model.likelihood=dsrl chooses noise"),
         (("algorithm.image_shift=2",), "model.likelihood=dsrl sees each picture once"),
         (("model.greedy_start=zero",), "likelihood is dsrl"),
         (("model.likelihood=flow_sde",), "or a flow policy with model.likelihood=dsrl"),

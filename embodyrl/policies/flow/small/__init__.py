@@ -8,7 +8,7 @@ from pydantic import Field
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, steered
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, described
 from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import WARMUP_STEPS
@@ -72,7 +72,7 @@ class SmallFlowFactory:
             warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
-        return steered(spec, cfg, plan.shape, plan.config.width)
+        return described(spec, cfg, plan.shape, plan.config.width)
 
     def build(self, cfg: SmallFlowSettings, request: PolicyRequest) -> Policy:
         """Build the policy with fresh weights from the seed, or with those in `cfg.path`.

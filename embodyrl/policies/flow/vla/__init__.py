@@ -6,7 +6,7 @@ from typing import Self
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, steered
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, described
 from embodyrl.policies.flow.specs import CONFIG_FILE, FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.folder import (
     TOKENIZER_FILE,
@@ -160,7 +160,7 @@ class VlaFactory:
             warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
-        return steered(spec, cfg, shape, model.expert.width)
+        return described(spec, cfg, shape, model.expert.width)
 
     def build(self, cfg: VlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.

@@ -34,11 +34,6 @@ class VlaSettings(FlowSettings, AdapterSettings):
     def problems(self) -> Iterator[str]:
         """No more actions are executed than there are."""
         yield from super().problems()
-        if self.is_lora and self.steers:
-            yield (
-                f"model.is_lora=true: model.likelihood={self.likelihood} freezes the flow, adapters with it; set it to "
-                "false."
-            )
         if self.horizon is not None and self.num_action_chunks > self.horizon:
             yield (
                 f"model.num_action_chunks={self.num_action_chunks} executes more than the model.horizon={self.horizon} "

@@ -1,0 +1,137 @@
+"""What an actor beside a frozen model chooses: its keys and sizes, and what is kept of it. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from embodyrl.policies.settings import WeightSettings
+from embodyrl.types import FloatArray, IntArray, PolicySpec
+
+WIDTHS = (256, 256)
+"""Hidden layers of the actor, and of the critics."""
+
+
+class ResidualSettings(WeightSettings):
+    """A model that may be frozen and corrected: its own settings have a key `likelihood`."""
+
+    residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
+    """residual: a correction lies within -residual_scale..residual_scale, where the model's own actions span about
+    -1..1."""
+    residual_repeated: bool = False
+    """residual: one row of corrections is chosen for all actions of a chunk, instead of each."""
+
+    @property
+    def corrects(self) -> bool:
+        """The model is frozen, and what it proposes is corrected."""
+        return self._chosen == "residual"
+
+    @property
+    def steers(self) -> bool:
+        """The model is frozen, and an actor beside it learns."""
+        return self.corrects
+
+    @property
+    def _chosen(self) -> str:
+        likelihood: Any = getattr(self, "likelihood")  # noqa: B009  (each model has its own kinds)
+        return str(likelihood)
+
+    def problems(self) -> Iterator[str]:
+        """What is frozen has no adapters."""
+        yield from super().problems()
+        if self.adapted and self.steers:
+            yield (
+                f"model.is_lora=true: model.likelihood={self._chosen} freezes the model, adapters with it; set it to "
+                "false."
+            )
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name the keys of corrections."""
+        yield from super().idle()
+        if not self.corrects:
+            other = f"likelihood is {self._chosen}"
+            yield from ((f"model.{key}", other) for key in ("residual_scale", "residual_repeated"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLayout:
+    """So many whole numbers, then so many float32, two to a token: bit patterns, so that nothing is rounded."""
+
+    whole: int
+    floats: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that they fill."""
+        return self.whole + -(-self.floats // 2)
+
+    def pack(self, whole: IntArray, floats: FloatArray) -> IntArray:
+        """Tokens [B, tokens] of whole numbers [B, whole] and floats [B, floats]."""
+        assert whole.shape[1:] == (self.whole,) and floats.shape[1:] == (self.floats,), (whole.shape, floats.shape)
+        padded = np.zeros((len(floats), 2 * (self.tokens - self.whole)), np.float32)
+        padded[:, : self.floats] = floats
+        return np.concatenate([whole, padded.view(np.int64)], axis=1)
+
+    def unpack(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
+        """Whole numbers and floats of tokens [B, at least `tokens`]."""
+        bits = np.ascontiguousarray(tokens[:, self.whole : self.tokens])
+        return tokens[:, : self.whole], bits.view(np.float32)[:, : self.floats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteeringShape:
+    """What the actor beside a frozen model reads and chooses."""
+
+    features: int
+    """F"""
+    rows: int
+    """Of chosen numbers; their log-probabilities stand at as many first actions of a chunk."""
+    numbers: int
+    """Of a row."""
+    actions: int
+    """K: executed actions of a chunk."""
+    bound: float
+    """What is chosen lies within -bound..bound."""
+    proposes: bool
+    """The last K A features are actions, and what is chosen is added to them."""
+
+    @classmethod
+    def correcting(cls, cfg: ResidualSettings, hidden: int, action_dim: int) -> "SteeringShape":
+        """Corrections of proposed actions of A numbers, by an actor that reads `hidden` numbers beside them."""
+        actions = cfg.num_action_chunks
+        return cls(
+            features=hidden + actions * action_dim,
+            rows=1 if cfg.residual_repeated else actions,
+            numbers=action_dim,
+            actions=actions,
+            bound=cfg.residual_scale,
+            proposes=True,
+        )
+
+    @property
+    def width(self) -> int:
+        """L: numbers that are chosen for a chunk."""
+        return self.rows * self.numbers
+
+    @property
+    def layout(self) -> TokenLayout:
+        """What is kept of a chunk: a seed, and what was chosen, before it is squashed."""
+        return TokenLayout(whole=1, floats=self.width)
+
+
+def steered(spec: PolicySpec, shape: SteeringShape, likelihood: str, *, beside: int = 0) -> PolicySpec:
+    """The spec of a policy, with what changes where its model is frozen; `beside` the actor so many weights learn."""
+    widths = (shape.features, *WIDTHS, 2 * shape.width)
+    actor = sum((a + 1) * b for a, b in pairwise(widths))
+    return replace(
+        spec,
+        draws_with_gradients=True,
+        num_parameters=spec.num_parameters + actor,
+        num_trained=actor + beside,
+        steers=f"model.likelihood={likelihood}",
+        corrects=shape.proposes,
+        steering_features=shape.features,
+    )
