@@ -223,15 +223,15 @@ def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
     """
     if not isinstance(cfg.algorithm, ReplaySettings):
         return 0, 0
-    features = 4 * blueprint.policy.steering_features
-    names = (Record.action,) if blueprint.policy.corrects else (Record.tokens,)  # noise: two numbers to a token
-    names = names if features else (*OBSERVATION, Record.action)
-    kept = features + sum(f.record_bytes for f in blueprint.layout.fields if f.name in names)
+    policy, size = blueprint.policy, {f.name: f.record_bytes for f in blueprint.layout.fields}
+    kept = whole = sum(size[name] for name in (*OBSERVATION, Record.action))
+    if policy.steers:  # noise: two numbers to a token
+        kept = 4 * policy.steering_features + size[Record.action if policy.corrects else Record.tokens]
     shown = [json.loads((resolve_asset(str(f)) / INFO_PATH).read_text("utf-8")) for f in cfg.algorithm.demonstrations]
-    frames, length = sum(info["total_frames"] for info in shown), blueprint.policy.num_action_chunks
+    frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
     chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
     seen = min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
-    return kept * (seen + chunks), kept * (frames * min(len(shown), 2) + chunks)
+    return kept * (seen + chunks), whole * (frames * min(len(shown), 2) + chunks)
 
 
 def _micro_batches(blueprint: Blueprint) -> int:
