@@ -87,7 +87,7 @@ class OffPolicyWorker:
             self._policy.take_statistics(read_observation(self._arena, new))
             weights_changed(self._policy.module)
         starts = self._replay.starts
-        result = {"replay_size": float(len(starts)), "loss": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0}
+        result = {"replay_size": float(len(starts)), "optimizer_steps": 0.0}
         if len(starts) < max(self._rules.learning_starts, 1):
             return result
         rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x0FF]))

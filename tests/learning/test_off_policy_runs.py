@@ -70,6 +70,7 @@ def test_without_a_saved_buffer_a_resumed_run_fills_a_new_one_first(tmp_path):
     run = train(started, on_step=lambda step, _: step == 2).run
     train(load_saved_config(run, []), resume=run)
     assert [row["actor/optimizer_steps"] for row in rows(run)] == [0, 16, 0, 16]
+    assert ["actor/loss" in row for row in rows(run)] == [False, True, False, True], "nothing learned is no loss of 0"
 
 
 SCALED = ("algorithm.reward_scale=0.25",)
