@@ -192,8 +192,9 @@ def _ratio(u: Units) -> torch.Tensor:
 
 def _surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) -> LossTerms:
     """max(-A r, -A clip(r, 1 - low, 1 + high)); `clipped` marks entries without a gradient."""
-    plain = -advantage * ratio
-    bounded = -advantage * ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
+    slope = -advantage
+    plain = slope * ratio
+    bounded = slope * ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
     return LossTerms(loss=plain.maximum(bounded), ratio=ratio, clipped=bounded > plain)
 
 

@@ -235,6 +235,5 @@ def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[s
     """The instructions [n] of some records."""
     words = fields[Record.instruction][records]
     # Mostly one task for all: one comparison is a hundred times cheaper than as many texts.
-    eights = words.view(np.int64)
-    same = len(words) > 0 and bool((eights == eights[0]).all())
+    same = len(words) > 0 and words.tobytes() == words[0].tobytes() * len(words)
     return (decode_instruction(words[0]),) * len(words) if same else tuple(map(decode_instruction, words))

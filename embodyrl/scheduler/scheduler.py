@@ -149,16 +149,15 @@ class RolloutScheduler(EventLoop):
 
     def _dispatch_env(self) -> None:
         """Send each idle stage its work: a stage steps as a whole, but resets do not wait for inference."""
-        may_act = self._may_act
         for key, rows in self._stages.items():
             if key in self._busy or key[0] in self._supervisor.starting:
                 continue
             phase = self._slots.phase[rows]
-            acted = rows[phase == Phase.ACTED]
-            # Some actions of this stage are still to come: a step of half the stage would split it for good.
-            if len(acted) and ((phase == Phase.INFERRING) | may_act[rows]).any():
-                acted = acted[:0]
-            resets = self._reset_requests(key[0], rows[phase == Phase.IDLE])
+            found = phase.tobytes()  # looked through several times, which arrays take long for
+            # Some actions of this stage may be still to come: a step of half the stage would split it for good.
+            waits = Phase.INFERRING in found or (Phase.READY in found and self._may_act[rows].any())
+            acted = rows[phase == Phase.ACTED] if Phase.ACTED in found and not waits else rows[:0]
+            resets = self._reset_requests(key[0], rows[phase == Phase.IDLE]) if Phase.IDLE in found else ()
             if not len(acted) and not resets:
                 continue
             # Before the request is made: this allocates the records that it names as targets.

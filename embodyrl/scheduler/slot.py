@@ -84,6 +84,8 @@ class Slots:
 
     def may_act(self, version: int) -> BoolArray:
         """[N] the policy may look at the slot's observation with these weights."""
+        if Phase.READY not in self.phase.tobytes():  # as mostly, and quicker than to compare arrays
+            return np.zeros(len(self.phase), np.bool_)
         return (self.phase == Phase.READY) & (self.not_before <= version)
 
     def assign(self, row: int, rollout: Rollout) -> None:

@@ -100,10 +100,12 @@ class EnvWorker:
             result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=film)
         rest = arena[Record.valid].shape[1] - length
         for name in STEP_RESULT:
-            arena[name][records, :length] = getattr(result, name)
             if rest:
                 # The record may have been another chunk's before: what was not executed must not look like a result.
                 arena[name][records, length:] = 0
+                arena[name][records, :length] = getattr(result, name)
+            else:
+                arena[name][records] = getattr(result, name)
         self._unjudged = result.unjudged
         arena[Record.components][records] = 0 if result.components is None else result.components
         # Also of episodes that have just ended: a truncated one is bootstrapped from its last observation.
@@ -159,7 +161,8 @@ class EnvWorker:
             outs = [ObservationOut(images=images[record], state=state[record]) for record in records.tolist()]
             self._env.observe(slots, outs)
             seen = state[records]
-            for row in np.flatnonzero(~np.isfinite(seen).all(axis=1)).tolist():
+            if not np.isfinite(seen).all():
+                row = int(np.flatnonzero(~np.isfinite(seen).all(axis=1))[0])
                 raise EnvError(_not_finite(self._env, slots[row], seen[row]))
             for slot, record in zip(slots, records.tolist(), strict=True):
                 words[record] = encode_instruction(self._env.instruction(slot), words.shape[1])

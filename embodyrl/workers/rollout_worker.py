@@ -1,7 +1,9 @@
 """The rollout worker: reads observations in place and writes actions, log-probabilities and values beside them."""
 
 import math
+import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -54,18 +56,24 @@ def _high(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[n
 
 
 def _few_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tokens_per_chunk: int) -> FloatArray:
-    philox = np.random.Philox(key=0)
-    generator, state = np.random.Generator(philox), cast(Any, philox.state)
-    # Lists: its setter reads number by number, which takes twice as long of arrays.
-    key, counter = [0, 0], [0, 0, 0, 0]
-    state["state"], state["buffer"] = {"key": key, "counter": counter}, [0, 0, 0, 0]
+    philox, generator, state = _stream(threading.get_ident())
+    key, counter = state["state"]["key"], state["state"]["counter"]
     noise = np.empty((len(seeds), tokens_per_chunk), dtype=np.float32)
     for row, (seed, chunk) in enumerate(zip(seeds.tolist(), chunks.tolist(), strict=True)):
-        # A new Philox asks the system for entropy that nobody uses, which takes longer than all the rest.
         key[0], counter[3] = seed, chunk
         philox.state = state
         generator.random(out=noise[row], dtype=np.float32)
     return noise
+
+
+@lru_cache(maxsize=8)
+def _stream(thread: int) -> tuple[np.random.Philox, np.random.Generator, Any]:
+    """A generator for one thread, and the state to set: a new one asks the system for entropy that nobody uses."""
+    philox = np.random.Philox(key=0)
+    state = cast(Any, philox.state)
+    # Lists: its setter reads number by number, which takes twice as long of arrays.
+    state["state"], state["buffer"] = {"key": [0, 0], "counter": [0, 0, 0, 0]}, [0, 0, 0, 0]
+    return philox, np.random.Generator(philox), state
 
 
 def convert_gripper(actions: FloatArray, source: GripperConvention | None, target: GripperConvention | None) -> None:
@@ -114,8 +122,9 @@ class RolloutWorker:
         # Filling rows are copies of a real observation: whatever the policy does with them, it is numerically harmless.
         observation = read_observation(arena, _pad(records, rows, request.padded_size))
         out = policy.act(observation, noise=noise, temperature=request.temperature)
-        actions = out.actions[rows]
-        for what, values in (("action", actions), ("log-probability", out.logprob[rows]), ("value", out.value[rows])):
+        own = rows if request.padded_size else slice(None)
+        actions, logprob, value = np.array(out.actions[own]), out.logprob[own], out.value[own]
+        for what, values in (("action", actions), ("log-probability", logprob), ("value", value)):
             if not np.isfinite(values).all():
                 raise NonFiniteError(
                     f"The policy produced a non-finite {what}. Likely cause: weights that diverged (lower "
@@ -125,11 +134,11 @@ class RolloutWorker:
         # After the check: a NaN would become a closed or an open gripper without a trace.
         convert_gripper(actions, policy.spec.gripper, self._gripper)
         arena[Record.action][records] = actions
-        arena[Record.tokens][records] = out.tokens[rows]
-        arena[Record.logprob][records] = out.logprob[rows]
-        arena[Record.value][records] = out.value[rows]
+        arena[Record.tokens][records] = out.tokens[own]
+        arena[Record.logprob][records] = logprob
+        arena[Record.value][records] = value
         arena[Record.version][records] = request.version
-        arena[Record.cost][records] = 1 if out.cost is None else out.cost[rows]
+        arena[Record.cost][records] = 1 if out.cost is None else out.cost[own]
         if width := arena[Record.reply].shape[1]:
             assert out.cut_off is not None
             arena[Record.reply][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])

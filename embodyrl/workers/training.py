@@ -334,7 +334,7 @@ def _small_norm(gradients: list[Tensor]) -> float:
 
 def _on_host(scalars: list[Tensor]) -> list[float]:
     """Numbers instead of scalars on the device, which the host waits for once."""
-    return torch.stack(scalars).cpu().tolist() if scalars else []
+    return torch.stack(scalars).cpu().tolist() if len(scalars) > 1 else [float(one) for one in scalars]
 
 
 def _save_policy(policy: Policy, folder: Path) -> None:

@@ -165,6 +165,27 @@ def test_the_gaussian_is_the_one_of_torch():
     np.testing.assert_allclose(quantiles.numpy(), uniforms(50, policy), atol=1e-4)
 
 
+@pytest.mark.parametrize("asked", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
+@pytest.mark.parametrize("rows", ["one deviation for all", "one each"])
+def test_gradients_of_the_gaussian_are_those_of_autograd(rows, asked):
+    """Of log-probability, entropy and both, for head and squashed head; fails if a factor or a sign is lost."""
+    draw = torch.Generator().manual_seed(0)
+    mean, choice, weight = torch.randn((3, 9, 2, 4), dtype=torch.float64, generator=draw)
+    log_std = torch.randn(4 if rows == "one deviation for all" else (9, 2, 4), dtype=torch.float64, generator=draw)
+    leaves, found = [mean.requires_grad_(), log_std.requires_grad_()], []
+    head = GaussianHead((-1.0,) * 4, (1.0,) * 4, 0.0)
+    head.spread = lambda outputs: (outputs, log_std)  # type: ignore[method-assign]
+    for exact in (False, True):
+        normal = torch.distributions.Normal(mean, log_std.exp() * 1.3)
+        scored = (normal.log_prob(choice), normal.entropy()) if exact else head.score(mean, choice, 1.3)
+        loss = sum(share * (part * weight).sum() for share, part in zip(asked, scored, strict=True) if share)
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        found.append((scored, gradients, "Density" in str(scored[0].grad_fn)))
+    (ours, slopes, closed), (theirs, usual, _) = found
+    assert closed
+    torch.testing.assert_close((ours, slopes), (theirs, usual), rtol=1e-10, atol=1e-12)
+
+
 def test_bounded_dimensions_span_minus_one_to_one():
     np.testing.assert_array_equal(build(space="box")._net.head.from_actions(np.float32([[-2.0, 10.0]])), [[-1.0, 1.0]])
     np.testing.assert_array_equal(build(space="open")._net.head.from_actions(np.float32([[5.0, 7.0]])), [[5.0, 7.0]])

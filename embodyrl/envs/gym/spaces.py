@@ -181,7 +181,8 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
         sizes = (space.high.astype(np.int64) - starts + 1).reshape(-1)
         return multi_discrete
     low, high, shape, dtype = space.low, space.high, space.shape, space.dtype
-    return lambda action: np.clip(action.reshape(shape).astype(dtype), low, high)
+    # `np.clip` finds its way to these two in three times as long.
+    return lambda action: np.minimum(np.maximum(action.reshape(shape).astype(dtype), low), high)
 
 
 def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:

@@ -4,10 +4,12 @@ Both heads speak of choices [B, K, A]: category ids (int64), or real numbers x w
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from embodyrl.policies.actor_critic.shape import NetShape
@@ -102,20 +104,23 @@ class GaussianHead(nn.Module):
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
         """Sample by the inverse CDF of uniforms [B, K, A], or take the mean."""
         mean, log_std = self.spread(outputs)
-        return mean if noise is None else mean + log_std.exp() * temperature * self._linked(standard_normal(noise))
+        if noise is None:
+            return mean
+        deviation = log_std.exp() if temperature == 1.0 else log_std.exp() * temperature
+        return mean + deviation * self._linked(standard_normal(noise))
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log density and entropy of choices, all [B, K, A]."""
         mean, log_std = self.spread(outputs)
-        log_std = log_std + math.log(temperature)
+        log_std = log_std if temperature == 1.0 else log_std + math.log(temperature)
+        if not self._correlation and not choice.requires_grad and torch.is_grad_enabled():
+            return _Density.apply(mean, log_std, choice)
         distance = (choice - mean) / log_std.exp()
         if self._correlation:
             fresh = (distance[:, 1:] - self._correlation * distance[:, :-1]) / self._fresh
             distance = torch.cat([distance[:, :1], fresh], 1)
             log_std = log_std + math.log(self._fresh) * (torch.arange(mean.shape[1]) > 0).to(mean)[:, None]
-        logprob = -0.5 * distance.square() - log_std - 0.5 * math.log(2 * math.pi)
-        entropy = log_std + 0.5 * math.log(2 * math.pi * math.e)
-        return logprob, entropy.expand_as(logprob)
+        return _density(distance, log_std)
 
     def _linked(self, noise: Tensor) -> Tensor:
         """Normal noise [B, K, A] whose actions are correlated within each chunk."""
@@ -128,7 +133,7 @@ class GaussianHead(nn.Module):
 
     def to_tokens(self, choice: Tensor) -> IntArray:
         """Store choices [B, K, A] as tokens [B, L], the bit patterns of float32."""
-        return choice.flatten(1).cpu().numpy().astype(np.float32).view(np.int32).astype(np.int64)
+        return choice.flatten(1).cpu().numpy().astype(np.float32, copy=False).view(np.int32).astype(np.int64)
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
         """Read tokens [B, L] back, bit for bit, as choices [B, L]."""
@@ -141,6 +146,40 @@ class GaussianHead(nn.Module):
     def from_actions(self, actions: FloatArray) -> np.ndarray:
         """Choices of actions, both [B, K, A]."""
         return ((actions - self._centre) / self._half).astype(np.float32)
+
+
+def _density(distance: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+    """Log density and entropy, [B, K, A], so many deviations from the mean; `log_std` broadcasts."""
+    logprob = torch.addcmul(-log_std - _LOG_ROOT, distance, distance, value=-0.5)
+    return logprob, (log_std + (0.5 + _LOG_ROOT)).expand_as(logprob)
+
+
+_LOG_ROOT = 0.5 * math.log(2 * math.pi)
+
+
+class _Density(torch.autograd.Function):
+    """As one operation for autograd, with d = (choice - mean) / deviation: slopes d / deviation and d^2 - 1."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, log_std: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
+        deviation = log_std.exp()
+        distance = (choice - mean) / deviation
+        ctx.save_for_backward(distance, deviation)
+        ctx.set_materialize_grads(False)
+        return _density(distance, log_std)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        distance, deviation = ctx.saved_tensors
+        of_logprob, of_entropy = grads
+        of_mean, of_log_std = None, of_entropy
+        if of_logprob is not None:
+            pulled = of_logprob * distance
+            of_mean = pulled / deviation
+            slope = (pulled * distance).sub_(of_logprob)
+            of_log_std = slope if of_entropy is None else slope + of_entropy
+        return of_mean, None if of_log_std is None else of_log_std.sum_to_size(deviation.shape), None
 
 
 class SquashedHead(GaussianHead):

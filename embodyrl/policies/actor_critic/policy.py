@@ -51,12 +51,13 @@ class ActorCritic(nn.Module):
             _dense((*widths, shape.value_dim), shape.activation, init, gain=1.0) if shape.value_dim else None
         )
 
-    def features(self, images: Tensor, state: Tensor) -> Tensor:
-        """[B, F] of images [B, C, H, W, 3] uint8, or of one colour, and state [B, S] float32."""
+    def features(self, images: Tensor | None, state: Tensor) -> Tensor:
+        """[B, F] of images [B, C, H, W, 3] uint8, or of one colour, or none, and state [B, S] float32."""
         if self.states is not None:
             state = self.states(state)
         if self.encoder is None:
             return state
+        assert images is not None
         pixels = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float().div_(255.0)
         # A CPU's convolutions take half as long where the planes of a pixel lie side by side.
         return torch.cat([self.encoder(pixels.contiguous(memory_format=torch.channels_last)), state], dim=1)
@@ -218,10 +219,12 @@ class ActorCriticPolicy:
 
     def features(self, obs: Observation) -> Tensor:
         """What the networks see [B, F], with gradients."""
-        shape, images = self._shape, obs.images
+        shape, state = self._shape, on_device(np.ascontiguousarray(obs.state), self._device)
+        if not shape.num_images:
+            return self._net.features(None, state)
         # The slices read nothing of what is left out.
-        images = on_device(images[:, : shape.num_images, ..., : 1 if shape.grey else 3], self._device)
-        return self._net.features(images, on_device(np.ascontiguousarray(obs.state), self._device))
+        images = obs.images[:, : shape.num_images, ..., : 1 if shape.grey else 3]
+        return self._net.features(on_device(images, self._device), state)
 
 
 def _dense(widths: tuple[int, ...], activation: str, init: _Init, *, gain: float) -> Stack:
