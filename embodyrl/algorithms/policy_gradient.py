@@ -245,7 +245,7 @@ class Algorithm:
             return self._compute(scores, inputs)
         from embodyrl.algorithms.slopes import loss_and_slopes
 
-        return loss_and_slopes(self._compute, self._loss, self._cfg, scores, inputs)
+        return loss_and_slopes(self._loss, self._cfg, scores, inputs)
 
     def _compute(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
         cfg, valid = self._cfg, inputs.valid

@@ -8,8 +8,7 @@ a chunk of actions or a text response, for the sequence.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -216,15 +215,16 @@ def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
     return LossTerms(loss=ceiling.where(capped, terms.loss), ratio=terms.ratio, clipped=terms.clipped | capped)
 
 
-def ppo_slope(advantage: torch.Tensor, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """d(-A r) / d log pi = -A r, and 0 where a bound holds, be it of the ratio, of the loss or of the log-ratio."""
-    # At the lower bound of the log-ratio it is 2e-9 A: nobody tells it from 0.
-    bounded = rows["clipped"] | (rows["ratio"] >= _LARGEST_RATIO)
-    return (rows["ratio"] * -advantage).masked_fill(bounded, 0.0)
-
-
-_LARGEST_RATIO = math.exp(MAX_LOG_RATIO) * (1 - 1e-6)
-"""`bounded_ratio` gives more than this only at its bound, whatever the rounding."""
+def ppo_closed(xp: Any, log_ratio: Any, advantage: Any, cfg: DualClipSettings) -> tuple[Any, Any, Any, Any]:
+    """`ppo_clip`, and d(-A r) / d log r = -A r, or 0 where a bound holds, be it of r, of the loss or of log r."""
+    ratio, pull = xp.exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)), -advantage
+    plain, bounded = pull * ratio, pull * ratio.clip(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
+    loss, clipped = xp.maximum(plain, bounded), bounded > plain
+    if cfg.clip_ratio_c is not None:
+        ceiling = pull * cfg.clip_ratio_c
+        capped = (advantage < 0) & (ceiling < loss)
+        loss, clipped = xp.where(capped, ceiling, loss), clipped | capped
+    return loss, ratio, clipped, plain * ~(clipped | (abs(log_ratio) > MAX_LOG_RATIO))
 
 
 def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
@@ -338,10 +338,10 @@ def has_slopes(cfg: AlgorithmSettings, loss: PolicyLoss) -> bool:
     others = cfg.kl_beta or cfg.positive_nll_coef or cfg.off_policy_masking_delta is not None
     if isinstance(cfg, ValueSettings):
         others = others or cfg.value_clip is not None or cfg.huber_delta is not None
-    return loss.slope is not None and not others
+    return loss.closed is not None and not others
 
 
-PPO_CLIP = PolicyLoss(compute=ppo_clip, settings=DualClipSettings, slope=ppo_slope)
+PPO_CLIP = PolicyLoss(compute=ppo_clip, settings=DualClipSettings, closed=ppo_closed)
 GSPO = PolicyLoss(compute=gspo, settings=ClipSettings)
 GMPO = PolicyLoss(compute=gmpo, settings=ClipSettings)
 SAPO = PolicyLoss(compute=sapo, settings=SapoSettings)

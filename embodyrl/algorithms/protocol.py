@@ -182,8 +182,9 @@ class PolicyLoss:
     """Its own keys below `algorithm`. `compute` is given an instance."""
     needs_all_samples: bool = False
     """Samples without advantage matter as well: for a term that has no advantage in it, or for statistics."""
-    slope: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor] | None = None
-    """Derivative of units' losses by log-probabilities, from advantages and `Measured.rows`, where it is simple."""
+    closed: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]] | None = None
+    """Where derivatives are simple: (numpy or torch, log-ratio, advantage, settings) -> loss, ratio and `clipped` as
+    `compute` has them, and the derivative of each loss by its log-ratio; arrays of that library."""
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(

@@ -55,6 +55,22 @@ def test_gradients_in_closed_form_are_those_of_autograd(level, mode, keys):
     torch.testing.assert_close(known, usual, rtol=1e-12, atol=1e-8)  # of a bounded log-ratio
 
 
+def test_where_numpy_cannot_compute_torch_does():
+    """As on a GPU: numpy knows no bfloat16."""
+    algorithm, (leaves, inputs) = (
+        Algorithm(algorithm_of("gae", value_clip=None, entropy_bonus=0.1)),
+        scores_and_inputs(),
+    )
+    low = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
+    found = []
+    for one in (low, [leaf.detach().double().requires_grad_() for leaf in low]):
+        loss, measured = algorithm.loss(PolicyScores(logprob=one[0], entropy=one[1], value=one[2]), inputs)
+        gradients = torch.autograd.grad(loss, one)
+        assert "Known" in str(loss.grad_fn)
+        found.append((loss.double(), [g.double() for g in gradients], metrics_of([measured])))
+    torch.testing.assert_close(found[0], found[1], rtol=2e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("loss_type", "keys"),
     [
