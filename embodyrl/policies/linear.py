@@ -84,8 +84,8 @@ def _tanh(x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], ...]] = {
-    "tanh": (torch.tanh, _tanh, torch.ops.aten.tanh_backward.default),
-    "relu": (torch.relu, torch.relu_, partial(torch.ops.aten.threshold_backward.default, threshold=0.0)),
+    "tanh": (torch.tanh, _tanh, torch.ops.aten.tanh_backward),
+    "relu": (torch.relu, torch.relu_, partial(torch.ops.aten.threshold_backward, threshold=0.0)),
 }
 """By name: the function; the same in place on a CPU, without autograd; the gradient of its input from that of its
 output and the output."""
