@@ -26,10 +26,16 @@ def loss_and_slopes(
     half the squared error of a value target.
     """
     assert policy_loss.closed is not None
+    assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
+    assert inputs.advantage.shape == inputs.valid.shape == inputs.weight.shape, inputs.advantage.shape
     known = scores.logprob, scores.entropy, scores.value
     host = all(one.is_cpu and one.dtype in (torch.float32, torch.float64) for one in known)
     xp: Any = np if host else torch
-    bare, tensor = (Tensor.numpy, _tensor) if host else (Tensor.detach, torch.as_tensor)
+    tensor = _tensor if host else torch.as_tensor
+
+    def bare(one: Tensor) -> Any:
+        return one.numpy() if host else one
+
     said = scores.logprob.detach()
     logprob, valid, weight = bare(said), bare(inputs.valid), bare(inputs.weight)
     with np.errstate(all="ignore"):  # whoever asked looks at the loss
@@ -47,6 +53,7 @@ def loss_and_slopes(
         rows = {"new": new, "old": old, "entropy": entropy, "ratio": ratio, "clipped": clipped}
         sums = {"policy_loss": policy}
         if isinstance(cfg, ValueSettings):
+            assert scores.value.shape == inputs.returns.shape == inputs.value_weight.shape, scores.value.shape
             gap = bare(scores.value.detach()) - bare(inputs.returns)
             pull = gap * bare(inputs.value_weight)
             sums["value_loss"] = 0.5 * (gap * pull).sum()
