@@ -47,8 +47,7 @@ def to_units(
     # Small networks feel every operation: a sum over one token is spared.
     if level == TokenLevel.token_level or (level == TokenLevel.action_level and grid.shape[2] == 1):
         return grid
-    # The word of both numpy and torch.
-    return grid.sum(2, keepdims=True) if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
+    return grid.sum(2)[:, :, None] if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
 
 
 def unit_mask(valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
