@@ -170,6 +170,6 @@ class CommandKeys:
         chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
         inside = {name, *parents_of(name)}
         others = [part for part, settings in _settings_of(group) if inside & keys_of(settings, f"{group}.").keys()]
-        if not others and name.startswith(f"{group}."):  # no part has it, so it is another command's
-            return f"`embodyrl {self.command}`"
+        if group in _PARTS and not others and name.startswith(f"{group}."):
+            return f"`embodyrl {self.command}`"  # no part has it, so it is another command's
         return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")

@@ -20,9 +20,9 @@ class _Moments:
     square: Tensor
     steps: int
     weight: Tensor
-    """The tensors are parts of it: whoever writes them (checkpoints, buckets) writes it."""
-    places: list[int]
-    """Addresses of the tensors."""
+    """Only during a step: whoever writes the tensors (checkpoints, buckets) knows nothing of the vector."""
+    views: list[Tensor]
+    """Parts of `weight` as the tensors."""
 
 
 class FlatAdamW(torch.optim.AdamW):
@@ -41,8 +41,6 @@ class FlatAdamW(torch.optim.AdamW):
     def gather(self) -> list[list[Tensor]]:
         """Gradients of each group as one vector [n], or as they are where some are missing; `step` takes these."""
         self._gathered = {}
-        if any(one.places != _places(self.param_groups[index]["params"]) for index, one in self._moments.items()):
-            self._part()  # somebody gave a weight other memory
         found: list[list[Tensor]] = []
         for index, group in enumerate(self.param_groups):
             parts = [p.grad for p in group["params"] if p.grad is not None]
@@ -76,7 +74,9 @@ class FlatAdamW(torch.optim.AdamW):
     def _descend(self, index: int, gradient: Tensor) -> None:
         """As torch's `_single_tensor_adam`, operation by operation."""
         group, moments = self.param_groups[index], self._moments[index]
-        weight, (beta1, beta2), lr = moments.weight, group["betas"], group["lr"]
+        parameters, (beta1, beta2), lr = group["params"], group["betas"], group["lr"]
+        weight = moments.weight
+        torch._foreach_copy_(moments.views, parameters)  # type: ignore[reportPrivateImportUsage]
         moments.steps += 1
         if group["weight_decay"]:
             weight.mul_(1 - lr * group["weight_decay"])
@@ -84,6 +84,7 @@ class FlatAdamW(torch.optim.AdamW):
         moments.square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         spread = moments.square.sqrt().div_((1 - beta2**moments.steps) ** 0.5).add_(group["eps"])
         weight.addcdiv_(moments.mean, spread, value=-lr / (1 - beta1**moments.steps))
+        torch._foreach_copy_(parameters, moments.views)  # type: ignore[reportPrivateImportUsage]
 
     def _join(self, index: int) -> _Moments | None:
         """The moments of a group as vectors; None where its weights have not taken as many steps."""
@@ -96,10 +97,9 @@ class FlatAdamW(torch.optim.AdamW):
                 torch.cat([self.state[p].get(name, torch.zeros_like(p)).flatten() for p in parameters])
                 for name in ("exp_avg", "exp_avg_sq")
             )
-            weight = torch.cat([p.data.flatten() for p in parameters])
-            for parameter, part in zip(parameters, _unflatten_dense_tensors(weight, parameters), strict=True):
-                parameter.data = part
-            self._moments[index] = _Moments(mean, square, steps.pop(), weight, _places(parameters))
+            weight = torch.empty_like(mean)
+            views = list(_unflatten_dense_tensors(weight, parameters))
+            self._moments[index] = _Moments(mean, square, steps.pop(), weight, views)
         return self._moments[index]
 
     def _part(self) -> None:
@@ -123,10 +123,6 @@ class FlatAdamW(torch.optim.AdamW):
         """As torch's."""
         super().load_state_dict(state_dict)
         self._moments = {}
-
-
-def _places(weights: list[Tensor]) -> list[int]:
-    return list(map(Tensor.data_ptr, weights))
 
 
 def _leave_compiler_out() -> None:

@@ -140,7 +140,7 @@ def test_the_default_of_the_command_is_the_built_in_table(capsys):
         ("model=random", "`embodyrl check-env` does not read model"),
         ("model.num_action_chunks=4", "`embodyrl check-env` does not read model.num_action_chunks"),
         ("runner.max_steps=3", "`embodyrl check-env` does not read runner.max_steps"),
-        ("env.id=x", "env.id=x: env_type 'tabletop' does not read env.id"),
+        ("env.id=x", "env_type 'tabletop' (unlike gym, maniskill, metaworld, text_game) does not read env.id"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
     ],
 )
