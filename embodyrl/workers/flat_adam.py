@@ -58,9 +58,6 @@ class FlatAdamW(torch.optim.AdamW):
         gathered, self._gathered = self._gathered, {}
         for index, gradient in gathered.items():
             self._descend(index, gradient)
-        if len(gathered) == len(self.param_groups):
-            return
-        for index in gathered:
             for parameter in self.param_groups[index]["params"]:
                 parameter.grad = None  # torch's own step below must not see it again
         if any(p.grad is not None for group in self.param_groups for p in group["params"]):
