@@ -98,8 +98,8 @@ class EnvSpec(EnvFootprint):
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps them all at once."""
-    doubts: tuple[str, ...] = ()
-    """What works, but is hardly meant, a line each; `check-env` warns of it."""
+    doubts: tuple[str, ...] = ()  # what works, but is hardly meant, a line each; `check-env` warns of it
+    draws: bool = True  # there are pictures for people: recordings, `embodyrl play`
     on_gpu: bool | None = None  # env workers compute or draw on a GPU; None: nobody knows, so each sees one
     max_chunks: int = 0
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""

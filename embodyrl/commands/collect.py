@@ -11,7 +11,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.commands.facts import facts
-from embodyrl.commands.run_folder import RunFolder, locked, open_run, resolve_weights
+from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run
 from embodyrl.commands.session import announce, screen_only
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
 from embodyrl.datasets.writer import DatasetWriter
@@ -54,7 +54,7 @@ def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResu
     """
     assert cfg.collect.out is not None, "checked by check_components"
     blueprint = draw_collection(cfg)
-    weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
+    weights = first_weights(cfg, blueprint.env)
     with (
         locked(Path(cfg.collect.out)),
         closing(open_run(cfg, "collect", overrides, None)) as folder,
@@ -103,7 +103,7 @@ def card_of(blueprint: Blueprint) -> Card:
     """Describe the data set; two collections with equal cards hold the same episodes."""
     cfg = blueprint.config(CollectConfig)
     return Card(
-        env=replace(blueprint.env, on_gpu=None, gpu_bytes=(0, 0)),  # of the machine, not of the data
+        env=replace(blueprint.env, on_gpu=None, gpu_bytes=(0, 0), draws=True),  # of the machine, not of the data
         fps=cfg.video_cfg.fps,
         video=cfg.collect.images == FrameFormat.mp4,
         collected={

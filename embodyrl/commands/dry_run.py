@@ -1,22 +1,22 @@
 """What `--dry-run` says: all that can be known before a process starts."""
 
 from embodyrl.commands.facts import facts, training_facts
-from embodyrl.commands.run_folder import resolve_weights
+from embodyrl.commands.run_folder import first_weights, resolve_weights
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.held_out import evaluation_facts
-from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, Root, ServeConfig, SftConfig, TrainConfig
+from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, ServeConfig, SftConfig, TrainConfig
 
 
 def describe(cfg: Root) -> str:
     """Return the derived sizes of a run, a line each."""
-    if isinstance(cfg, ActingConfig | ServeConfig) and cfg.ckpt is not None:
-        resolve_weights(cfg.ckpt)
     if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
         resolve_weights(cfg.algorithm.reference_path, "algorithm.reference_path")
     if isinstance(cfg, CollectConfig):
         from embodyrl.commands.collect import draw_collection
 
-        lines = facts(draw_collection(cfg))
+        blueprint = draw_collection(cfg)
+        first_weights(cfg, blueprint.env)
+        lines = facts(blueprint)
         lines.append(("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}"))
         return _layout(lines)
     if isinstance(cfg, SftConfig):
@@ -27,10 +27,13 @@ def describe(cfg: Root) -> str:
         from embodyrl.commands.serve import describe as describe_served
         from embodyrl.commands.serve import serving_facts
 
-        return _layout(serving_facts(cfg, *describe_served(cfg)))
+        env, spec = describe_served(cfg)
+        first_weights(cfg, env)
+        return _layout(serving_facts(cfg, env, spec))
     assert isinstance(cfg, EvalConfig)
     training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
     blueprint = draw_blueprint(cfg, training=training)
+    first_weights(cfg, blueprint.env)
     lines = facts(blueprint)
     if training:
         lines += training_facts(blueprint)

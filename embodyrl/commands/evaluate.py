@@ -22,7 +22,7 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.facts import facts
-from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
+from embodyrl.commands.run_folder import RunFolder, first_weights, open_run
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.settings import plain
 from embodyrl.config.trust import resume_word
@@ -61,7 +61,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
     cfg = blueprint.config(EvalConfig) if cfg.eval.protocol.name else cfg
     if cfg.eval.baseline is not None:
         read_baseline(cfg)  # before anything starts
-    weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
+    weights = first_weights(cfg, blueprint.env)
     step = _step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
         raise ConfigError(f"{resume}: no evaluation of step {step} was begun there; ckpt={cfg.ckpt} has moved on.")

@@ -14,7 +14,7 @@ from embodyrl.channels.layout import STATE, Record
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import LauncherSettings
 from embodyrl.commands.dump import Dump, read_dump, weights_folder
-from embodyrl.commands.run_folder import resolve_weights
+from embodyrl.commands.run_folder import first_weights
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.monitor.history import read_rows
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
@@ -158,7 +158,7 @@ def _refill(blueprint: Blueprint, dump: Dump) -> tuple[Arena, IntArray]:
 
 
 def _host(blueprint: Blueprint, arena: Arena, weights: Path | None) -> PolicyHost:
-    first = resolve_weights(blueprint.cfg.ckpt) if blueprint.cfg.ckpt else None
+    first = first_weights(blueprint.cfg, blueprint.env)
     host = PolicyHost(policy_init(blueprint, arena, first))
     if weights is not None:
         CheckpointStore(weights.parent).verify(weights)

@@ -23,9 +23,12 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
 from embodyrl.plan.config import save_config
-from embodyrl.plan.roots import ActingConfig, RunConfig, SftConfig, TextTask
+from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig, TextTask
 from embodyrl.plan.settings import OnExisting
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import ComparesWeights
 from embodyrl.policies.settings import AdapterSettings
+from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 from embodyrl.workers.messages import POLICY_FOLDER
 
@@ -232,6 +235,42 @@ def _processor() -> str:
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(found, platform.processor() or platform.machine())
+
+
+def first_weights(cfg: ActingConfig | ServeConfig, env: EnvSpec) -> Path | None:
+    """The policy folder of `ckpt`, if that is set, compared with the model and the environment of this run.
+
+    Raises:
+        ConfigError: its weights are of another model, or were made for another environment.
+        CheckpointError: nothing usable is there.
+    """
+    if cfg.ckpt is None:
+        return None
+    folder = resolve_weights(cfg.ckpt)
+    _compare(cfg, env, folder, f"ckpt={cfg.ckpt}")
+    return folder
+
+
+def check_resumed(cfg: ActingConfig, env: EnvSpec, run: Path) -> None:
+    """Compare the newest weights of a run with the model and the environment that it is to go on with.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    # Before `open_run` writes the config: the run could not even go on without those words.
+    if newest := CheckpointStore(run / "checkpoints").latest():
+        _compare(cfg, env, newest / POLICY_FOLDER, f"--resume {run}")
+
+
+def _compare(cfg: ActingConfig | ServeConfig, env: EnvSpec, folder: Path, asked: str) -> None:
+    factory = POLICIES.get(cfg.model.model_type)
+    if isinstance(factory, ComparesWeights):
+        try:
+            factory.compare(cfg.model, env, folder)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"{asked}: {error} Where no env, model or model.* is typed, those of the run hold."
+            ) from error
 
 
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:

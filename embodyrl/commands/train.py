@@ -17,7 +17,7 @@ from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
 from embodyrl.commands.evaluate import compare_recordings, film_changes, read_evaluation, run_evaluation
 from embodyrl.commands.facts import facts, require_disk
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
-from embodyrl.commands.run_folder import RunFolder, open_run, resolve_weights
+from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, resolve_weights
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.trust import resume_word
 from embodyrl.errors import EmbodyError, Interrupted
@@ -25,7 +25,7 @@ from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.memory import plan_memory
-from embodyrl.plan.roots import TextTask, TrainConfig
+from embodyrl.plan.roots import TrainConfig
 from embodyrl.scheduler.actors import Actors, StepRollouts
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
@@ -77,7 +77,9 @@ def train(
     blueprint = draw_blueprint(cfg, training=True)
     cfg = blueprint.config(TrainConfig) if cfg.eval.protocol.name else cfg
     require_disk(cfg, plan_memory(blueprint).checkpoint, blueprint.total_steps)
-    weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
+    weights = first_weights(cfg, blueprint.env)
+    if resume is not None:
+        check_resumed(cfg, blueprint.env, resume)
     with closing(open_run(cfg, "train", overrides, resume)) as folder:
         return _Training(blueprint, folder, weights, on_step, on_eval).run()
 
@@ -293,7 +295,7 @@ class _Training:
         root = self.session.folder.root
         trusted = f"{root}{resume_word(self.cfg)}"
         lines = [("next", f"report {root} --open"), ("", f"eval ckpt={trusted}"), ("", f"play {trusted}")]
-        for name, line in lines[:2] if isinstance(self.cfg, TextTask) else lines:
+        for name, line in lines if self.blueprint.env.draws else lines[:2]:
             self.monitor.text(f"{name:<10} embodyrl {line}")
         for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

@@ -203,6 +203,19 @@ class PolicyFactory(Protocol):
         ...
 
 
+@runtime_checkable
+class ComparesWeights(Protocol):
+    """A `PolicyFactory` that tells by the small files of a folder whether its weights are those of a config's model."""
+
+    def compare(self, cfg: Any, env: EnvSpec, folder: Path) -> None:
+        """Compare them; imports nothing heavy (no torch).
+
+        Raises:
+            CheckpointError: what differs.
+        """
+        ...
+
+
 _changes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 

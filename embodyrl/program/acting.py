@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.commands.run_folder import resolve_weights
+from embodyrl.commands.run_folder import first_weights
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
@@ -107,8 +107,9 @@ def load_policy(
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
         cfg = load_config("eval", [f"ckpt={place}", f"model.path={place}", *words])
     check_components(cfg)
-    weights = resolve_weights(cfg.ckpt)
     blueprint = draw_blueprint(cfg, training=False)
+    weights = first_weights(cfg, blueprint.env)
+    assert weights is not None, "ckpt is set above"
     from embodyrl.workers.training import best_device
 
     drawn = cfg.algorithm.sampling_params

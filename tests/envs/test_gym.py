@@ -263,12 +263,16 @@ def test_images_of_different_sizes_are_refused():
 def test_images_stand_in_for_a_missing_render_mode():
     env = begin(config(COUNTER))
     np.testing.assert_array_equal(env.render(0), np.full((4, 5, 3), 10, np.uint8))
+    assert env.spec.draws
 
 
 def test_without_any_picture_recording_is_refused():
     env = begin(config(COUNTER, wrappers=["gymnasium.wrappers:FlattenObservation"]))
     with pytest.raises(EnvError, match="no picture to record"):
         env.render(0)
+    assert not env.spec.draws
+    # Also where nobody draws, as in a training without recordings.
+    assert ENVS.get("gym").spec(config("CartPole-v1"), EnvContext(pictures=False)).draws
 
 
 def test_without_a_limit_of_its_own_the_horizon_is_the_runs():

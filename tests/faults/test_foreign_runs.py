@@ -21,7 +21,7 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.train import train
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
-from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, UnknownNameError
+from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import newest_values, read_history
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
@@ -112,6 +112,9 @@ def test_the_commands_at_the_end_of_a_run_are_those_that_work_with_it(tmp_path):
         assert line.endswith(f"{command}{tmp_path / 'run'} trust=true")
 
 
+OTHER_ENV = ("env.id=Acrobot-v1", "state_dim is 4, this run needs 6")
+
+
 def test_weights_that_do_not_fit_are_no_evaluation_to_go_on_with(tmp_path):
     words = ("env=gym", "env.id=CartPole-v1", "model=mlp", "launcher=inline", f"runner.output_dir={tmp_path}")
     short = (
@@ -121,12 +124,15 @@ def test_weights_that_do_not_fit_are_no_evaluation_to_go_on_with(tmp_path):
         "runner.val_check_interval=-1",
     )
     run = train(load_config("train", [*words, *short])).run
-    cfg = load_config("eval", [*words, f"ckpt={run}", "model.hidden_sizes=[8]"])
-    with pytest.raises(EmbodyError) as caught:
-        evaluate(cfg)
-    assert caught.value.exit_code == CheckpointError.exit_code
-    assert "go on with" not in str(caught.value)
-    assert ".." not in str(caught.value).replace("...", "")
+    saved = (run / "config.yaml").read_text()
+    for wrong, said in (("model.hidden_sizes=[8]", r"hidden is \[64, 64\], this run needs \[8\]"), OTHER_ENV):
+        typed = [*words, f"ckpt={run}", *wrong.split()]
+        with pytest.raises(ConfigError, match=rf"ckpt={run}.*{said}.*those of the run hold"):
+            evaluate(load_config("eval", typed))
+    assert [path.name for path in tmp_path.iterdir()] == [run.name], "refused before a folder or a worker began"
+    with pytest.raises(ConfigError, match=r"--resume .*hidden is \[64, 64\]"):
+        train(load_saved_config(run, ["model.hidden_sizes=[8]", "runner.max_steps=2"]), resume=run)
+    assert (run / "config.yaml").read_text() == saved, "a run that cannot go on so must still go on as it was"
 
 
 def test_what_is_registered_or_shipped_needs_no_trust(tmp_path):

@@ -12,10 +12,11 @@ from test_oft_continuous import TINY, observe, uniform
 
 from embodyrl.channels.arena import Arena
 from embodyrl.commands.collect import collect
-from embodyrl.errors import ConfigError
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import plan_memory
+from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import normalise
 from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 from embodyrl.policies.protocol import SoftActor
@@ -135,6 +136,11 @@ def test_the_actor_comes_back_with_the_weights_and_others_find_the_model_alone(b
     for keys in ({"trainable": True}, {"trainable": False}):
         again = build(tmp_path / "saved", likelihood="residual", seed=3, **keys)
         assert np.array_equal(again.act(obs, noise=None).actions, mine)
+    with pytest.raises(CheckpointError, match=r"bound is 0\.2, this run needs 0\.3"):
+        build(tmp_path / "saved", likelihood="residual", residual_scale=0.3)
+    with pytest.raises(CheckpointError, match=r"bound is 0\.2, this run needs 0\.3"):
+        FACTORY.compare(policy._cfg.updated({"residual_scale": 0.3}), policy._env, tmp_path / "saved")
+    FACTORY.compare(policy._cfg, policy._env, tmp_path / "saved")
     other = build(likelihood="residual", seed=0)
     other.load_weights(tmp_path / "saved")
     assert np.array_equal(other.act(obs, noise=None).actions, mine)

@@ -170,13 +170,17 @@ def test_a_gymnasium_environment_is_played_until_it_ends(tmp_path: Path) -> None
     few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
     played = ("runner.val_check_interval=1", "eval.episodes=1", "env.eval.max_episode_steps=4")
     cfg = embodyrl.compose("train", *SMALL, *names, *few, *played, f"runner.output_dir={tmp_path}")
-    scene = scene_of(embodyrl.train(cfg).run, ["trust=true"])
+    run = embodyrl.train(cfg).run
+    assert "embodyrl play" in (run / "logs" / "events.log").read_text()
+    scene = scene_of(run, ["trust=true"])
     states = [json.loads(scene.step({})[1]) for _ in range(6)]
     assert [state["steps"] for state in states] == [1, 2, 3, 4, 4, 4]
     assert states[-1]["over"]
     assert scene.frame()[1].startswith(b"\x89PNG")
     assert not json.loads(scene.reset({})[1])["over"]
     scene.env.close()
+    blind = cfg.updated({"env.id": "goal_env:Walk", "model.model_type": "mlp", "runner.experiment_name": "blind"})
+    assert "embodyrl play" not in (embodyrl.train(blind).run / "logs" / "events.log").read_text(), "nothing to watch"
 
 
 @pytest.mark.integration

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from embodyrl.commands.run_folder import resolve_weights
+from embodyrl.commands.run_folder import first_weights
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
@@ -35,7 +35,7 @@ def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str]
     env, spec = describe(cfg)
     for package in ("websockets", "msgpack"):
         need(package)
-    weights = resolve_weights(cfg.ckpt) if cfg.ckpt else None
+    weights = first_weights(cfg, env)
     for name, text in serving_facts(cfg, env, spec):
         say(f"  {name:<10} {text}")
     import torch

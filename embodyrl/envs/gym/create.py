@@ -62,6 +62,8 @@ class Probe:
     """It, or a wrapper of it, has a method `expert_action`."""
     vector: bool
     """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
+    draws: bool
+    """It renders, or would if it was asked to at its start."""
     doubts: tuple[str, ...] = ()
     """See `spaces.doubts`, of what was observed first."""
     goals: bool = False
@@ -104,6 +106,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
             kwargs=kwargs,
             expert=not vector and env.has_wrapper_attr("expert_action"),
             vector=vector,
+            draws="rgb_array" in (env.render_mode, *(modes if env.render_mode is None and not vector else ())),
             **said,
         )
     finally:

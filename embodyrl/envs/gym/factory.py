@@ -96,6 +96,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         reports_success=found.reports_success,
         expert_tasks=(0,) if found.expert else (),
         lockstep=found.vector,
+        draws=found.draws or bool(observations.cameras),
         doubts=found.doubts,
     )
 

@@ -40,6 +40,7 @@ class TextFactory:
             state_suffices=not rows.pictures,
             components=judge.components,
             component_weights=judge.weights,
+            draws=False,
         )
 
     def make(self, cfg: TextSettings, context: EnvContext) -> ConversationEnv:

@@ -316,6 +316,7 @@ class GameFactory:
             max_chunks=cfg.max_turns,
             prompt_bytes=room,
             may_truncate=True,
+            draws=False,
         )
 
     def make(self, cfg: GameSettings, context: EnvContext) -> GameEnv:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -82,6 +83,10 @@ class ActorCriticFactory:
             draws_with_gradients=shape.squashed,
             rates=True,
         )
+
+    def compare(self, cfg: ActorCriticSettings, env: EnvSpec, folder: Path) -> None:
+        """Compare sizes (see `ComparesWeights`)."""
+        self._shape(cfg, env, 0).check(folder)
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:
         """Build the policy with fresh weights from the seed, or with those in `cfg.path`.

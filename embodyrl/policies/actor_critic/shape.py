@@ -98,11 +98,13 @@ class NetShape:
         """Compare with the `config.json` of a folder; a value head may be there or not.
 
         Raises:
-            CheckpointError: the file is missing or malformed, or a size differs; names it.
+            CheckpointError: the file is missing, malformed or of another kind of policy, or a size differs; names it.
         """
         path = folder / CONFIG_FILE
         try:
             saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+            if "hidden" not in saved:
+                raise ValueError("it says nothing of hidden layers")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); it wants a folder that a run with model=mlp or model=cnn saved."

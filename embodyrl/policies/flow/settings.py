@@ -6,6 +6,7 @@ The latter are tokens: int64 numbers that nobody above the policy interprets.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
@@ -152,9 +153,25 @@ def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> Steerin
     )
 
 
-def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicySpec:
-    """The spec of a flow policy, with what changes where its flow is frozen."""
+def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path | None) -> PolicySpec:
+    """The spec of a flow policy in a folder, with what changes where its flow is frozen.
+
+    Raises:
+        CheckpointError: the folder has an actor that chooses something else.
+    """
+    if folder is not None:
+        check_steering(cfg, shape, hidden, folder)
     return steered(spec, steering_shape(cfg, shape, hidden), cfg.likelihood) if cfg.steers else spec
+
+
+def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:
+    """Compare what an actor beside the flow chooses, if there is one, with the one of a folder, if it has one.
+
+    Raises:
+        CheckpointError: they choose something else.
+    """
+    if cfg.steers:
+        steering_shape(cfg, shape, hidden).check(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

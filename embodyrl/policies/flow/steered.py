@@ -1,5 +1,7 @@
 """A flow policy whose flow is frozen: soft actor-critic chooses where it starts, or corrects where it ends."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,11 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
         """What actor and critics see [B, F]; without gradients."""
         with torch.no_grad():
             return self._likelihood_of(obs).features(self._velocity_of(obs), len(obs), self._device)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights (see `Policy.save`), and what the actor chooses."""
+        super().save(folder)
+        self._actor.shape.save(folder)
 
     def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
         rows = self._scale.from_actions(actions, obs)[:, :, : self._shape.action_dim]

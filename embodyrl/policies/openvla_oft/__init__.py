@@ -22,7 +22,7 @@ from embodyrl.policies.openvla_oft.config import (
 from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft, correction_of, record_of
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
-from embodyrl.policies.steering.settings import steered
+from embodyrl.policies.steering.settings import SteeringShape, steered
 from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
 
 PROMPT_TOKENS = 40
@@ -265,8 +265,18 @@ class OpenVlaOftFactory:
         )
         if not cfg.corrects:
             return spec
-        learns = sum(layer.parameters for layer in value_layers(config, value_dim))
-        return steered(spec, correction_of(cfg, config.llama.hidden_size), cfg.likelihood, beside=learns)
+        learns, shape = sum(layer.parameters for layer in value_layers(config, value_dim)), _correction(cfg)
+        shape.check(config.folder)
+        return steered(spec, shape, cfg.likelihood, beside=learns)
+
+    def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
+        """Compare sizes, and what an actor beside the model chooses (see `ComparesWeights`)."""
+        cfg, saved = as_oft(cfg), read_config(folder)
+        mine = read_config(_folder(cfg))
+        if (saved.towers, saved.llama) != (mine.towers, mine.llama):
+            raise CheckpointError(f"{folder} holds a model of other sizes than model.path={cfg.path}.")
+        if cfg.corrects:
+            _correction(cfg).check(folder)
 
     def build(self, cfg: OpenVlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
@@ -288,6 +298,10 @@ class OpenVlaOftFactory:
     def _options(self, cfg: OftSettings, env: EnvSpec, value_dim: int) -> OftOptions:
         state_dim = env.state_dim if cfg.use_proprio else 0
         return OftOptions(cfg=cfg, autoregressive=self.autoregressive, state_dim=state_dim, value_dim=value_dim)
+
+
+def _correction(cfg: OftSettings) -> SteeringShape:
+    return correction_of(cfg, read_config(_folder(cfg)).llama.hidden_size)
 
 
 def _trained(config: OftConfig, options: OftOptions) -> int:

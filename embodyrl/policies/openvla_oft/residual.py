@@ -1,6 +1,7 @@
 """A frozen OpenVLA-OFT, with any head, whose greedy chunk a small actor corrects (arXiv 2412.13630, 2407.16677)."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -82,6 +83,11 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
     def features(self, obs: Observation) -> Tensor:
         """What actor and critics see [B, F]; without gradients."""
         return self._see(obs).features
+
+    def save(self, folder: Path) -> None:
+        """Write the weights (see `Policy.save`), and what the actor chooses."""
+        super().save(folder)
+        self._actor.shape.save(folder)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Corrections of actions depend on what is seen.

@@ -1,18 +1,23 @@
 """What an actor beside a frozen model chooses: its keys and sizes, and what is kept of it. No torch."""
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
+from embodyrl.errors import CheckpointError
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.types import FloatArray, IntArray, PolicySpec
 
 WIDTHS = (256, 256)
 """Hidden layers of the actor, and of the critics."""
+SHAPE_FILE = "steering.json"
+"""Beside saved weights."""
 
 
 class ResidualSettings(WeightSettings):
@@ -110,6 +115,27 @@ class SteeringShape:
             bound=cfg.residual_scale,
             proposes=True,
         )
+
+    def save(self, folder: Path) -> None:
+        """Write `steering.json`, so that nobody acts with other bounds than were trained."""
+        (folder / SHAPE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    def check(self, folder: Path) -> None:
+        """Compare with the `steering.json` of a folder; of an actor of the other kind nothing would be read.
+
+        Raises:
+            CheckpointError: its actor chooses something else; names it.
+        """
+        path, mine = folder / SHAPE_FILE, asdict(self)
+        saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else mine
+        wrong = [
+            f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in mine if saved.get(key) != mine[key]
+        ]
+        if wrong and saved.get("proposes") == self.proposes:
+            keys = "residual_scale (bound) and residual_repeated" if self.proposes else "noise_bound and noise_repeated"
+            raise CheckpointError(
+                f"{path} does not fit: {', '.join(wrong)}. Use the model.num_action_chunks, {keys} of its training."
+            )
 
     @property
     def width(self) -> int:

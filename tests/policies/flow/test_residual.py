@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_policy import build, folder, noise_for, observe, stir  # noqa: F401
+from test_policy import ENV, build, folder, noise_for, observe, stir  # noqa: F401
 
 from embodyrl.channels.arena import Arena
-from embodyrl.errors import ConfigError
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.critics import Critics
+from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.flow.steered import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.scheduler.start import policy_init
@@ -108,6 +109,11 @@ def test_the_actor_comes_back_with_the_weights_and_others_find_the_flow_alone(fo
     obs = observe(6)
     mine = policy.act(obs, noise=None).actions
     assert np.array_equal(build(saved, likelihood="residual", seed=3).act(obs, noise=None).actions, mine)
+    for wrong, says in (({"residual_scale": 0.3}, "bound is 0.2"), ({"residual_repeated": True}, "rows is 3")):
+        with pytest.raises(CheckpointError, match=says):
+            build(saved, likelihood="residual", **wrong)
+        with pytest.raises(CheckpointError, match=says):
+            FACTORY.compare(policy._cfg.updated(wrong), ENV, saved)
     alone = build(saved, seed=3).act(obs, noise=None).actions
     steered = build(saved, likelihood="dsrl", noise_bound=1e-6)
     np.testing.assert_allclose(steered.act(obs, noise=None).actions, alone, atol=1e-4)

@@ -1,6 +1,6 @@
 """A small flow policy with a network of its own. Importing this package does not import torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -8,8 +8,9 @@ from pydantic import Field
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, described
-from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, check_steering, described
+from embodyrl.policies.flow.small.config import CONFIG_FILE, SmallConfig, Units, units_of
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
@@ -72,7 +73,17 @@ class SmallFlowFactory:
             warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
-        return described(spec, cfg, plan.shape, plan.config.width)
+        return described(spec, cfg, plan.shape, plan.config.width, _folder(cfg))
+
+    def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
+        """Compare sizes, and what an actor beside the flow chooses (see `ComparesWeights`)."""
+        plan, saved = _plan(cfg, env), asdict(SmallConfig.read(folder)[0])
+        wrong = [f"{k} is {saved[k]}, this run needs {v}" for k, v in asdict(plan.config).items() if saved[k] != v]
+        if wrong:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE} does not fit: {', '.join(wrong)}. Use the environment and model of then."
+            )
+        check_steering(cfg, plan.shape, plan.config.width, folder)
 
     def build(self, cfg: SmallFlowSettings, request: PolicyRequest) -> Policy:
         """Build the policy with fresh weights from the seed, or with those in `cfg.path`.

@@ -6,7 +6,7 @@ from typing import Self
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, described
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, check_steering, described
 from embodyrl.policies.flow.specs import CONFIG_FILE, FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.folder import (
     TOKENIZER_FILE,
@@ -160,7 +160,12 @@ class VlaFactory:
             warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
-        return described(spec, cfg, shape, model.expert.width)
+        return described(spec, cfg, shape, model.expert.width, folder)
+
+    def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
+        """Compare what an actor beside the flow chooses (see `ComparesWeights`)."""
+        model = read_folder(_folder(cfg), cfg)
+        check_steering(cfg, _shape(cfg, model, env), model.expert.width, folder)
 
     def build(self, cfg: VlaSettings, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`.
