@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodyrl.algorithms.policy_losses import bounded_ratio, kl
-from embodyrl.algorithms.protocol import Measured
+from embodyrl.algorithms.protocol import Credit, Measured
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel, WeightLevel, WeightMode
-from embodyrl.types import BoolArray, FloatArray, IntArray
+from embodyrl.types import BoolArray, Episode, FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,39 @@ def action_weights(
     else:
         assert mode == "token-sum", mode
     return unit.astype(np.float32)
+
+
+def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
+    """Of a batch before its update: groups that teach nothing, and the advantages; `pairs`: what is trained on."""
+    groups = {episode.spec.group_id for episode in episodes}
+    kept = [episode.spec.group_id for episode, _ in pairs]
+    metrics = {"train/groups_without_signal": 1.0, "train/groups_filtered": 1.0 - len({*kept}) / len(groups)}
+    if pairs:
+        # All at once: of a thousand short episodes the loops would take as long as a mini-batch.
+        valid = np.concatenate([episode.valid for episode, _ in pairs])
+        whole = np.concatenate([credit.advantage for _, credit in pairs])
+        loud = np.repeat(kept, [len(e.valid) for e, _ in pairs])[((whole != 0) & valid).any(axis=1)]
+        metrics["train/groups_without_signal"] = 1.0 - len(np.unique(loud)) / len(groups)
+        advantage = whole[valid].astype(np.float64)
+        metrics["train/advantage_mean"] = float(advantage.mean())
+        metrics["train/advantage_std"] = float(advantage.std())
+        metrics["train/advantage_abs_max"] = float(np.abs(advantage).max())
+    return metrics
+
+
+def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
+    """Return the means of values and targets, and the share of the targets' variance that the values explain."""
+    ran, value, returns = (
+        np.concatenate(part) for part in zip(*((e.valid, e.value, c.returns) for e, c in pairs), strict=True)
+    )
+    ran = ran if ran.shape == returns.shape else ran.any(axis=1, keepdims=True)
+    value, returns = value[ran].astype(np.float64), returns[ran].astype(np.float64)
+    spread = returns.var()
+    return {
+        "train/value_mean": float(value.mean()),
+        "train/value_target_mean": float(returns.mean()),
+        "train/explained_variance": float(1.0 - (returns - value).var() / spread) if spread > 0 else 0.0,
+    }
 
 
 def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:

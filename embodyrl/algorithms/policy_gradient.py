@@ -11,6 +11,7 @@ import numpy as np
 from embodyrl.algorithms.aggregation import (
     SUM_MODES,
     action_weights,
+    batch_metrics,
     equal_shares,
     importance_weights,
     mean_share,
@@ -19,9 +20,10 @@ from embodyrl.algorithms.aggregation import (
     to_units,
     unit_advantage,
     unit_mask,
+    value_metrics,
 )
 from embodyrl.algorithms.policy_losses import IMPORTANCE_WEIGHTED, MAX_KL, bounded_ratio, has_slopes, kl, value_loss
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, Credit, LossInputs, LossWeights, Measured, Scores, Units
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, LossInputs, LossWeights, Measured, Scores, Units
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
     GroupSettings,
@@ -38,6 +40,8 @@ from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScore
 
 if TYPE_CHECKING:
     import torch
+
+    from embodyrl.algorithms.slopes import Slopes
 
 _NO_SCORES = Scores()
 
@@ -158,8 +162,8 @@ class Algorithm:
             valid=valid[ran],
             has_signal=bool(pairs) and (self._has_other_terms or bool(advantage.any())),
             metrics=metrics
-            | _metrics(episodes, pairs)
-            | (_value_metrics(pairs) if pairs and self.needs_values else {}),
+            | batch_metrics(episodes, pairs)
+            | (value_metrics(pairs) if pairs and self.needs_values else {}),
         )
 
     def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
@@ -241,8 +245,19 @@ class Algorithm:
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
         """Return a micro-batch's share of the optimizer step's loss, and what `metrics_of` computes its metrics of."""
-        if not self._has_slopes or not inputs.whole or inputs.correction is not None:
+        if not self.has_slopes(inputs):
             return self._compute(scores, inputs)
+        from embodyrl.algorithms.slopes import known
+
+        loss, slopes, measured = self.slopes(scores, inputs)
+        return known(loss, slopes, scores), measured
+
+    def has_slopes(self, inputs: LossInputs) -> bool:
+        """Whether `slopes` knows the loss of these samples."""
+        return self._has_slopes and inputs.whole and inputs.correction is None
+
+    def slopes(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Slopes, Measured]:
+        """`loss` apart from autograd, and its gradients by the scores."""
         from embodyrl.algorithms.slopes import loss_and_slopes
 
         return loss_and_slopes(self._loss, self._cfg, scores, inputs)
@@ -366,35 +381,3 @@ def _refuse(episode: Episode, what: str, bad: float) -> Never:
         f"{what} is {bad} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
         f"{spec.seed}, {episode.length} env steps); the weights were not touched. {fix}"
     )
-
-
-def _metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    groups = {episode.spec.group_id for episode in episodes}
-    kept = [episode.spec.group_id for episode, _ in pairs]
-    metrics = {"train/groups_without_signal": 1.0, "train/groups_filtered": 1.0 - len({*kept}) / len(groups)}
-    if pairs:
-        # All at once: of a thousand short episodes the loops would take as long as a mini-batch.
-        valid = np.concatenate([episode.valid for episode, _ in pairs])
-        whole = np.concatenate([credit.advantage for _, credit in pairs])
-        loud = np.repeat(kept, [len(e.valid) for e, _ in pairs])[((whole != 0) & valid).any(axis=1)]
-        metrics["train/groups_without_signal"] = 1.0 - len(np.unique(loud)) / len(groups)
-        advantage = whole[valid].astype(np.float64)
-        metrics["train/advantage_mean"] = float(advantage.mean())
-        metrics["train/advantage_std"] = float(advantage.std())
-        metrics["train/advantage_abs_max"] = float(np.abs(advantage).max())
-    return metrics
-
-
-def _value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    """Return the means of values and targets, and the share of the targets' variance that the values explain."""
-    ran, value, returns = (
-        np.concatenate(part) for part in zip(*((e.valid, e.value, c.returns) for e, c in pairs), strict=True)
-    )
-    ran = ran if ran.shape == returns.shape else ran.any(axis=1, keepdims=True)
-    value, returns = value[ran].astype(np.float64), returns[ran].astype(np.float64)
-    spread = returns.var()
-    return {
-        "train/value_mean": float(value.mean()),
-        "train/value_target_mean": float(returns.mean()),
-        "train/explained_variance": float(1.0 - (returns - value).var() / spread) if spread > 0 else 0.0,
-    }

@@ -90,6 +90,21 @@ class LossInputs:
             yield replace(self, **dict(zip(parts, own, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a micro-batch adds to the loss of an optimizer step."""
+
+    value: torch.Tensor
+    """Without gradient."""
+    back: Callable[[float], None]
+    """Adds the gradient, so many times, to those of the weights."""
+
+    @classmethod
+    def of(cls, loss: torch.Tensor) -> Share:
+        """As autograd goes back."""
+        return cls(loss.detach(), lambda factor: (loss if factor == 1 else loss * factor).backward())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What the metrics of a micro-batch of B samples are computed of, without gradients."""

@@ -16,10 +16,13 @@ from embodyrl.algorithms.protocol import LossInputs, Measured, PolicyLoss
 from embodyrl.algorithms.settings import AlgorithmSettings, ValueSettings
 from embodyrl.types import PolicyScores
 
+Slopes = tuple[Tensor, Tensor | None, Tensor | None]
+"""Gradients of log-probability, entropy and value [B, ...]; None: zero."""
+
 
 def loss_and_slopes(
     policy_loss: PolicyLoss, cfg: AlgorithmSettings, scores: PolicyScores, inputs: LossInputs
-) -> tuple[Tensor, Measured]:
+) -> tuple[Tensor, Slopes, Measured]:
     """What `Algorithm.loss` is of samples all of whose actions are valid, with gradients in closed form.
 
     With weights w of units: those of `policy_loss` times w, -entropy_bonus w, and value_coef (value - return) w' for
@@ -45,11 +48,11 @@ def loss_and_slopes(
         units, ratio, clipped, slope = policy_loss.closed(xp, new - old, advantage, cfg)
         shares = _shares(weight, new, cfg)
         loss = policy = (units * shares).sum()
-        slopes = [_of_tokens(xp, slope * shares, logprob, weight)]
+        of_logprob, of_entropy, of_value = tensor(_of_tokens(xp, slope * shares, logprob, weight)), None, None
         if cfg.entropy_bonus:
             shares = -cfg.entropy_bonus * _shares(weight, entropy, cfg)
             loss = loss + (entropy * shares).sum()
-            slopes.append(_of_tokens(xp, shares, logprob, weight))
+            of_entropy = tensor(_of_tokens(xp, shares, logprob, weight))
         rows = {"new": new, "old": old, "entropy": entropy, "ratio": ratio, "clipped": clipped}
         sums = {"policy_loss": policy}
         if isinstance(cfg, ValueSettings):
@@ -58,15 +61,20 @@ def loss_and_slopes(
             pull = gap * bare(inputs.value_weight)
             sums["value_loss"] = 0.5 * (gap * pull).sum()
             loss = loss + cfg.value_coef * sums["value_loss"]
-            slopes.append(cfg.value_coef * pull)
-    taught = [scores.logprob, *([scores.entropy] if cfg.entropy_bonus else [])]
-    taught += [scores.value] if isinstance(cfg, ValueSettings) else []
+            of_value = tensor(cfg.value_coef * pull)
     given = {"logprob": said, "old_logprob": inputs.old_logprob, "valid": inputs.valid, "weight": inputs.weight}
     measured = Measured(
         rows=given | {name: tensor(row) for name, row in rows.items()},
         sums={name: tensor(value) for name, value in sums.items()},
     )
-    return _Known.apply(tensor(loss), [tensor(one) for one in slopes], *taught), measured
+    return tensor(loss), (of_logprob, of_entropy, of_value), measured
+
+
+def known(loss: Tensor, slopes: Slopes, scores: PolicyScores) -> Tensor:
+    """The loss as one operation of autograd on scores."""
+    taught = scores.logprob, scores.entropy, scores.value
+    pairs = [(slope, one) for slope, one in zip(slopes, taught, strict=True) if slope is not None]
+    return _Known.apply(loss, [slope for slope, _ in pairs], *(one for _, one in pairs))
 
 
 def _tensor(array: Any) -> Tensor:

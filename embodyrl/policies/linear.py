@@ -94,11 +94,14 @@ _MANY = 2**15
 """Outputs of a small network's layer from which on the faster product gains more than its calls cost."""
 
 
-def _climb(
-    x: Tensor, activation: str, depth: int, weights: Sequence[Tensor], *, many: bool
-) -> tuple[list[Tensor], list[Tensor]]:
+def _are_many(x: Tensor, weight: Tensor) -> bool:
+    # One operation of many rows: torch's tanh alone would take longer than the product.
+    return HAS_PRODUCT and x.shape[0] * weight.shape[0] >= _MANY
+
+
+def _climb(x: Tensor, activation: str, depth: int, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Inputs of all layers, and what comes out of each stack; without autograd."""
-    inputs, outputs, at = [], [], 0
+    inputs, outputs, at, many = [], [], 0, _are_many(x, weights[0])
     after = _ACTIVATIONS[activation][1]
     while at < len(weights):
         here = x
@@ -118,34 +121,58 @@ def _times(a: Tensor, b: Tensor) -> Tensor:
     return _product(a, b.t(), None)
 
 
+def _descend(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    activation: str,
+    depth: int,
+    grads: Sequence[Tensor],
+    *,
+    to_x: bool,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Gradients of x, if asked for, and of weight and bias of each layer, from those of what comes out of each stack.
+
+    Args:
+        inputs: what `_climb` returned.
+        weights: of each layer, without biases.
+        activation: between the layers.
+        depth: layers of a stack.
+        grads: [B, out] of each stack.
+        to_x: whether the first is wanted.
+    """
+    gradient = _ACTIVATIONS[activation][2]
+    times = _times if _are_many(inputs[0], weights[0]) else torch.mm
+    of_weights: list[Tensor] = []
+    of_x = None
+    for end in range(len(inputs), 0, -depth):
+        grad = grads[end // depth - 1]
+        for at in range(end - 1, end - depth - 1, -1):
+            of_weights += [grad.sum(0), times(grad.t(), inputs[at])]
+            if at > end - depth:
+                grad = gradient(times(grad, weights[at]), inputs[at])
+        if to_x:
+            part = times(grad, weights[end - depth])
+            of_x = part if of_x is None else of_x + part
+    return of_x, of_weights[::-1]
+
+
 class _Stacks(torch.autograd.Function):
     """Several `Stack`s of one depth on the same input; `weights`: weight and bias of each layer of each of them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, depth: int, many: bool, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.activation, ctx.depth, ctx.many = activation, depth, many
-        inputs, outputs = _climb(x, activation, depth, weights, many=many)
+    def forward(ctx: Any, x: Tensor, activation: str, depth: int, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.activation, ctx.depth = activation, depth
+        inputs, outputs = _climb(x, activation, depth, weights)
         ctx.save_for_backward(*inputs, *weights[::2])
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        kept, depth, gradient = ctx.saved_tensors, ctx.depth, _ACTIVATIONS[ctx.activation][2]
-        inputs, weights = kept[: len(kept) // 2], kept[len(kept) // 2 :]
-        times = _times if ctx.many else torch.mm
-        of_weights: list[Tensor] = []
-        of_x = None
-        for end in range(len(inputs), 0, -depth):
-            grad = grads[end // depth - 1]
-            for at in range(end - 1, end - depth - 1, -1):
-                of_weights += [grad.sum(0), times(grad.t(), inputs[at])]
-                if at > end - depth:
-                    grad = gradient(times(grad, weights[at]), inputs[at])
-            if ctx.needs_input_grad[0]:
-                part = times(grad, weights[end - depth])
-                of_x = part if of_x is None else of_x + part
-        return of_x, None, None, None, *reversed(of_weights)
+        kept = ctx.saved_tensors
+        half, to_x = len(kept) // 2, ctx.needs_input_grad[0]
+        of_x, of_weights = _descend(kept[:half], kept[half:], ctx.activation, ctx.depth, grads, to_x=to_x)
+        return of_x, None, None, *of_weights
 
 
 class Stack(nn.Sequential):
@@ -161,22 +188,44 @@ class Stack(nn.Sequential):
         return stacked(input, self)[0]
 
 
+def _weights(stacks: Sequence[Stack]) -> list[nn.Parameter]:
+    """Weight and bias of each layer of each stack."""
+    # Not by their names, which modules look up in three places.
+    layers = [layer._parameters for stack in stacks for layer in stack._modules.values() if layer is not None]
+    return [weight for layer in layers for weight in layer.values() if weight is not None]
+
+
 def stacked(x: Tensor, *stacks: Stack) -> Sequence[Tensor]:
     """What stacks of one depth and activation make of x [B, in]: [B, out] of each.
 
     On a CPU it is one operation for autograd: of so small layers calls cost more than what they compute.
     """
-    # Not by their names, which modules look up in three places.
-    layers = [layer._parameters for stack in stacks for layer in stack._modules.values() if layer is not None]
-    weights = [weight for layer in layers for weight in layer.values() if weight is not None]
-    activation, depth = stacks[0].activation, len(stacks[0]._modules)
+    weights, activation, depth = _weights(stacks), stacks[0].activation, len(stacks[0]._modules)
     if not len(x) or not _is_plain(x, weights[0]):
         return [_usual(x, activation, weights[at : at + 2 * depth]) for at in range(0, len(weights), 2 * depth)]
-    # One operation of many rows: torch's tanh alone would take longer than the product.
-    many = HAS_PRODUCT and x.shape[0] * weights[0].shape[0] >= _MANY
     if torch.is_grad_enabled():
-        return _Stacks.apply(x, activation, depth, many, *weights)
-    return _climb(x, activation, depth, weights, many=many)[1]
+        return _Stacks.apply(x, activation, depth, *weights)
+    return _climb(x, activation, depth, weights)[1]
+
+
+Pull = Callable[..., Tensor | None]
+"""Gradients of results, which are added to those of the weights; returns that of the input if it has one."""
+
+
+@torch.no_grad()
+def pulled(x: Tensor, *stacks: Stack) -> tuple[Sequence[Tensor], Pull]:
+    """As `stacked`, on a CPU and apart from autograd, whose own work takes longer; with the way back."""
+    weights, activation, depth, to_x = _weights(stacks), stacks[0].activation, len(stacks[0]._modules), x.requires_grad
+    inputs, outputs = _climb(x, activation, depth, weights)
+
+    @torch.no_grad()
+    def pull(*grads: Tensor) -> Tensor | None:
+        of_x, of_weights = _descend(inputs, weights[::2], activation, depth, grads, to_x=to_x)
+        for weight, gradient in zip(weights, of_weights, strict=True):
+            weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        return of_x
+
+    return outputs, pull
 
 
 def _usual(x: Tensor, activation: str, weights: Sequence[Tensor]) -> Tensor:

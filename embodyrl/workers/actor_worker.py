@@ -10,13 +10,14 @@ import torch
 
 from embodyrl.algorithms.aggregation import merge_metrics, metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured
+from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured, Share
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
+from embodyrl.policies.protocol import LearnsStatistics, Policy, PulledScores, Pulls, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
+from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, deal, mean_metrics
@@ -65,6 +66,8 @@ class ActorWorker:
         self._trainer = trainer
         self._policy = trainer.policy
         self._ranks = trainer.ranks
+        alone, policy = isinstance(trainer.ranks, OneRank), trainer.policy
+        self._pulls = policy if alone and isinstance(policy, Pulls) and policy.pulls else None
         self._arena = arena
         self._algorithm = algorithm
         self._cfg = cfg
@@ -253,13 +256,20 @@ class ActorWorker:
 
     def _score(self, part: _Part) -> PolicyScores:
         seen = part.seen if isinstance(part.seen, Observation) else read_observation(self._arena, part.seen)
+        if self._pulls is not None and self._algorithm.has_slopes(part.inputs):
+            return self._pulls.score_and_pull(seen, part.tokens)
         return self._policy.score(seen, part.tokens)
 
-    def _loss(self, scores: PolicyScores, part: _Part) -> tuple[torch.Tensor, Measured]:
+    def _loss(self, scores: PolicyScores, part: _Part) -> tuple[Share, Measured]:
         inputs, device = part.inputs, scores.logprob.device
+        if isinstance(scores, PulledScores):
+            value, slopes, measured = self._algorithm.slopes(scores, inputs)
+            # Once: a rank that trains alone has no micro-batches for the sake of others.
+            return Share(value, lambda factor: scores.pull(*slopes)), measured
         if device.type != "cpu":
             inputs = replace(inputs, **{name: on_device(value, device) for name, value in inputs.tensors().items()})
-        return self._algorithm.loss(scores, inputs)
+        loss, measured = self._algorithm.loss(scores, inputs)
+        return Share.of(loss), measured
 
     def _inputs(
         self, batch: PreparedBatch, samples: IntArray, weights: list[LossWeights], proximal: _Proximal

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.algorithms.policy_losses import preference_loss
+from embodyrl.algorithms.protocol import Share
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.conversation import Message, join_messages, split_messages
@@ -56,7 +57,7 @@ class ImitationWorker:
             self._deal(records),
             request.step,
             lambda rows: self._imitate(records[rows], None if draws is None else draws[:, rows]),
-            lambda scores, rows: (scores.loss.sum() / len(records), None),
+            lambda scores, rows: (Share.of(scores.loss.sum() / len(records)), None),
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()

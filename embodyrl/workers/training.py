@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from embodyrl.algorithms.aggregation import merge_metrics
+from embodyrl.algorithms.protocol import Share
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.policies.protocol import Policy, weights_changed
@@ -276,7 +277,7 @@ class Trainer:
         parts: Sequence[tuple[P, bool]],
         position: float,
         forward: Callable[[P], S],
-        loss: Callable[[S, P], tuple[Tensor, M]],
+        loss: Callable[[S, P], tuple[Share, M]],
         *,
         values_only: bool = False,
     ) -> InParts[tuple[dict[str, float], list[M]] | None]:
@@ -303,9 +304,9 @@ class Trainer:
             share, own = loss(scores, part)
             # FSDP averages gradients over the ranks; the weights of the samples already add up over all of them.
             factor = self.ranks.rank_info.world if counts else 0
-            (share if factor == 1 else share * factor).backward()
+            share.back(factor)
             if counts:
-                losses.append(share.detach())
+                losses.append(share.value)
                 said.append(own)
             yield
         # Before the step, so that all ranks agree whether the loss was finite: one that stepped alone would go astray.
