@@ -23,7 +23,7 @@ from embodyrl.plan.config import ENVIRONMENT_FILE
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.scheduler.supervised import SupervisedActors, start_supervised
+from embodyrl.scheduler.start import SupervisedActors, start_supervised
 from embodyrl.types import IntArray
 from embodyrl.workers.messages import POLICY_FOLDER, ImitateRequest, LoadRequest
 from embodyrl.workers.settings import Objective

@@ -1,4 +1,4 @@
-"""Starts the workers of a run from its blueprint."""
+"""Starts the workers of a run: those of a blueprint, or the ranks of supervised training, which has no simulators."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.channel import LOOPBACK, open_gate
-from embodyrl.channels.layout import bucket_layout
+from embodyrl.channels.layout import RecordLayout, bucket_layout
 from embodyrl.cluster import LAUNCHERS
+from embodyrl.cluster.protocol import ActingFaults
 from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
 from embodyrl.files import available_cores
-from embodyrl.plan.blueprint import Blueprint
+from embodyrl.plan.blueprint import Blueprint, count_ranks, plan_devices
 from embodyrl.plan.memory import engine_share, plan_memory
 from embodyrl.plan.roots import ActingConfig, SftConfig, TrainConfig
 from embodyrl.plan.settings import OnNonfinite
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.scheduler import RolloutScheduler
+from embodyrl.types import IntArray
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import WorkerSpec
-from embodyrl.workers.messages import PolicyHostInit, RankInfo
+from embodyrl.workers.messages import PolicyHostInit, RankInfo, SaveRequest
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -202,11 +207,14 @@ class Started:
     trace: Path | None = None
     """Where the timeline goes at the end."""
 
-    def wait_until_ready(self, loop: EventLoop, specs: dict[str, tuple[WorkerSpec, Callback]]) -> None:
+    def wait_until_ready(
+        self, loop: EventLoop, hosts: list[WorkerSpec], envs: dict[str, tuple[WorkerSpec, Callback]]
+    ) -> None:
         """Start the workers; whatever ends the wait, none of them is left behind."""
+        policies = {spec.name: (spec, partial(self.policy.on_message, spec.name)) for spec in hosts}
         try:
             with self.supervisor.signals():
-                self.supervisor.start(specs)
+                self.supervisor.start(policies | envs)
                 loop.run_until(lambda: not self.supervisor.starting)
         except BaseException:
             self.close()
@@ -256,13 +264,10 @@ def start_workers(
     hosts = plan_hosts(blueprint, arena, start_from, bucket_arena=bucket_arena, rank_info=meet.rank_info)
     policy = PolicyClient(supervisor, hosts, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
     scheduler = RolloutScheduler(supervisor, arena, policy, blueprint)
-    specs: dict[str, tuple[WorkerSpec, Callback]] = {
-        spec.name: (spec, partial(policy.on_message, spec.name)) for spec in hosts
-    }
-    for number, worker in enumerate(blueprint.env_workers):
-        specs[worker.name] = (env_spec(blueprint, arena, number), partial(scheduler.on_message, worker.name))
     workers = Workers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet)
-    workers.wait_until_ready(scheduler, specs)
+    envs = [env_spec(blueprint, arena, number) for number in range(len(names))]
+    callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
+    workers.wait_until_ready(scheduler, hosts, callbacks)
     # Only now: a start that failed leaves no timeline behind.
     return replace(workers, trace=log_dir / "trace.json" if cfg.runner.trace else None)
 
@@ -289,3 +294,95 @@ def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
         component="env",
         gpu=blueprint.devices.of_env_worker(number, on_gpu=blueprint.env.on_gpu),
     )
+
+
+class Samples(Protocol):
+    """Observations, and what is to be imitated at each."""
+
+    @property
+    def width(self) -> int:
+        """Records of one sample, whose rows follow each other."""
+        ...
+
+    def write(self, arena: Arena, record: int, row: int) -> None:
+        """Put one of them into a record."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedActors(Started):
+    """The running ranks; samples reach them through the arena."""
+
+    loop: EventLoop
+
+    def save(self, folder: Path) -> None:
+        """Write policy and training state below `folder`."""
+        self.loop.call(SaveRequest(folder=str(folder)))
+
+    @contextmanager
+    def holding(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
+        """Put the samples `rows` into records for as long as the body runs."""
+        rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
+        tickets = self.arena.allocate_all(len(rows))
+        # Written by the driver itself, which holds the data set: there is no env worker.
+        with self.arena.write_all(tickets) as records:
+            for record, row in zip(records.tolist(), rows.tolist(), strict=True):
+                samples.write(self.arena, record, row)
+        yield tickets
+        self.arena.free(tickets)
+
+
+def start_supervised(
+    cfg: SftConfig,
+    model: ModelSettings,
+    request: PolicyRequest,
+    layout: RecordLayout,
+    *,
+    width: int,
+    total_steps: int,
+    log_dir: Path,
+    say: Callable[[str], None],
+) -> SupervisedActors:
+    """Start the ranks and wait until they are ready.
+
+    Args:
+        cfg: the run.
+        model: its model, with the statistics of its data.
+        request: how to build the policy.
+        layout: of the arena, which holds the samples of one optimizer step.
+        width: records of one sample.
+        total_steps: of the run.
+        log_dir: where the ranks write their logs.
+        say: shows a line to the user.
+
+    Raises:
+        WorkerError: a rank could not start.
+    """
+    ranks, faults = count_ranks(cfg), cfg.faults
+    arena = Arena.create(layout, width * cfg.actor.global_batch_size)
+    timeline = Timeline(num_slots=0, env_workers=(), arena=arena, keep=False)
+    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
+    limits = ActingFaults(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
+    supervisor = Supervisor(launcher, limits, say, timeline)
+    meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
+    init = PolicyHostInit(
+        model=model,
+        objective=cfg.objective,
+        actor=cfg.actor,
+        seed=cfg.seed,
+        deterministic=cfg.runner.deterministic,
+        skips_nonfinite=faults.on_nonfinite is OnNonfinite.skip,
+        request=request,
+        arena=arena.handle,
+        total_steps=total_steps,
+        threads=int(os.environ.get("OMP_NUM_THREADS", max(1, available_cores() // ranks))),
+        acts=False,
+        trains=True,
+        shared_arena=shared_arena(cfg, arena),
+    )
+    hosts = actor_specs(init, ranks, meet.rank_info, plan_devices(cfg, training=True))
+    policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
+    loop = EventLoop(supervisor, policy)
+    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meet)
+    actors.wait_until_ready(loop, hosts, {})
+    return actors
