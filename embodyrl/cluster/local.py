@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.channels.channel import PipeChannel
-from embodyrl.cluster.open_requests import Handle, OpenRequests
-from embodyrl.cluster.protocol import ClusterSettings, Event
+from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 if TYPE_CHECKING:

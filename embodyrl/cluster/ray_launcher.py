@@ -15,8 +15,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.channel import LOOPBACK
 from embodyrl.channels.layout import SEQUENCE, STATE
-from embodyrl.cluster.open_requests import Handle, OpenRequests
-from embodyrl.cluster.protocol import ClusterSection, ClusterSettings, Event, parse_placement
+from embodyrl.cluster.protocol import ClusterSection, ClusterSettings, Event, Handle, OpenRequests, parse_placement
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.files import cap_log

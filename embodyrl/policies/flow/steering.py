@@ -5,14 +5,17 @@ Decorator, arXiv 2412.13630).
 """
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from embodyrl.policies.flow.likelihood import STEP, Chosen, Velocity, flow_sde, follow_ode, normals, times
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings
-from embodyrl.policies.steering.actor import SteeringActor, executed
-from embodyrl.types import IntArray
+from embodyrl.policies.flow.policy import FlowPolicy
+from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, Likelihood
+from embodyrl.policies.steering.actor import Steered, SteeringActor, executed
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import FloatArray, IntArray, Observation
 
 
 class Steering(ABC):
@@ -106,3 +109,40 @@ class Correction(Steering):
         shape, rows = self._shape, executed(features, choice.tanh().flatten(1), self._actor.shape)
         # Nobody looks at the rest.
         return nn.functional.pad(rows, (0, shape.width - shape.action_dim, 0, shape.horizon - shape.executed))
+
+
+class SteeredFlowPolicy(Steered, FlowPolicy):
+    """A frozen flow, and an actor that has a say in its chunks; implements `SoftActor`."""
+
+    @property
+    def _actor(self) -> SteeringActor:
+        actor = self._module.steering_actor
+        assert actor is not None
+        return actor
+
+    def _likelihood_of(self, obs: Observation) -> Steering:
+        if self._cfg.likelihood is Likelihood.dsrl:
+            return SteeredStart(self._cfg, self._shape, self._actor)
+        return Correction(self._cfg, self._shape, self._actor, self._greedy_start(obs))
+
+    def _greedy(self, obs: Observation, velocity: Velocity) -> Tensor:
+        return self._likelihood_of(obs).greedy(velocity, len(obs), self._device)
+
+    def features(self, obs: Observation) -> Tensor:
+        """What actor and critics see [B, F]; without gradients."""
+        with torch.no_grad():
+            return self._likelihood_of(obs).features(self._velocity_of(obs), len(obs), self._device)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights (see `Policy.save`), and what the actor chooses."""
+        super().save(folder)
+        self._actor.shape.save(folder)
+
+    def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
+        rows = self._scale.from_actions(actions, obs)[:, :, : self._shape.action_dim]
+        return on_device(rows, self._device)
+
+
+def policy_class(cfg: FlowSettings) -> type[FlowPolicy]:
+    """The policy that the settings ask for."""
+    return SteeredFlowPolicy if cfg.steers else FlowPolicy

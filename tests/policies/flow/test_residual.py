@@ -16,7 +16,7 @@ from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.flow.small import FACTORY
-from embodyrl.policies.flow.steered import SteeredFlowPolicy
+from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.off_policy import FEATURES, OffPolicyWorker

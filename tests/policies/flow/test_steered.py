@@ -16,7 +16,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.policies.flow.likelihood import STEP, flow_sde, normals, seeds_of
-from embodyrl.policies.flow.steered import SteeredFlowPolicy
+from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import FloatArray

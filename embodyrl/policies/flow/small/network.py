@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from embodyrl.policies.flow.policy import RL_HEADS, FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import ChunkShape, FlowSettings
 from embodyrl.policies.flow.small.config import CONFIG_FILE, SmallConfig, Units
-from embodyrl.policies.flow.steered import policy_class
+from embodyrl.policies.flow.steering import policy_class
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import fill_weights, on_device
 from embodyrl.types import FloatArray, Observation, PolicySpec

@@ -30,7 +30,7 @@ from embodyrl.policies.flow.model import BACKBONE
 from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import ChunkShape, ValueFrom
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
-from embodyrl.policies.flow.steered import policy_class
+from embodyrl.policies.flow.steering import policy_class
 from embodyrl.policies.flow.vla.folder import side_files, starts_random
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaReader
 from embodyrl.policies.flow.vla.settings import VlaSettings
