@@ -1,7 +1,6 @@
 """Probabilities of the continuous heads: a Gaussian around L1 regression, and the denoising chain of diffusion."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,34 +25,6 @@ from embodyrl.policies.tensors import on_device, standard_normal
 from embodyrl.types import FloatArray, IntArray
 
 
-class ContinuousHead(Protocol):
-    """Acts, and says later how likely that was."""
-
-    def greedy(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Normalised actions [B, K, A] without noise, and values [B, V]."""
-        ...
-
-    def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Hidden rows [B, L, D] that actions are read from, and what `greedy` gives [B, K, A]."""
-        ...
-
-    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
-        """Draw a chunk of normalised actions for each row from uniforms [B, L]; with values [B, V]."""
-        ...
-
-    def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies [B, K, A] of what was drawn, and values [B, V]."""
-        ...
-
-    def values(self, inputs: ModelInputs) -> Tensor:
-        """[B, V]"""
-        ...
-
-    def imitate(self, inputs: ModelInputs, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Supervised loss [B] of normalised actions [B, K, A], and what acting greedily gives; NaN: not computed."""
-        ...
-
-
 class L1Gaussian:
     """The head's output is the mean, a learned number per action dimension the deviation.
 
@@ -65,16 +36,16 @@ class L1Gaussian:
         self._model, self._forward = model, forward
 
     def greedy(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """The mean (see `ContinuousHead`)."""
+        """Normalised actions [B, K, A] without noise, here the mean, and values [B, V]."""
         return self._forward(inputs)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """See `ContinuousHead`."""
+        """Hidden rows [B, L, D] that actions are read from, and what `greedy` gives [B, K, A]."""
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
         return hidden, self._model.regress(hidden)
 
     def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
-        """Mean plus noise by the inverse CDF (see `ContinuousHead`)."""
+        """Draw normalised chunks from uniforms [B, L], one for each row, by the inverse CDF; with values [B, V]."""
         spread, value = self._spread(inputs, temperature)
         normal = standard_normal(on_device(noise, value.device)).view_as(spread.mean)
         actions = spread.mean + spread.std * normal
@@ -82,17 +53,20 @@ class L1Gaussian:
         return Chosen(state=actions, tokens=bits, logprob=spread.log_prob(actions)), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """See `ContinuousHead`."""
+        """Log-probabilities and entropies [B, K, A] of what was drawn, and values [B, V]."""
         spread, value = self._spread(inputs, temperature)
         actions = on_device(tokens.astype(np.int32).view(np.float32), value.device).view_as(spread.mean)
         return spread.log_prob(actions), spread.entropy(), value
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """See `ContinuousHead`."""
+        """[B, V]"""
         return self._forward(inputs)[1]
 
     def imitate(self, inputs: ModelInputs, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean distance, as in the official training (see `ContinuousHead`)."""
+        """Supervised loss [B] of normalised actions [B, K, A], and what acting greedily gives; NaN: not computed.
+
+        The loss is the mean distance, as in the official training.
+        """
         mean, _ = self._forward(inputs)
         return (mean - target.to(mean.dtype)).abs().flatten(1).mean(1), mean.detach()
 
@@ -129,13 +103,13 @@ class Diffusion:
         self._model, self._cfg, self._chain = model, cfg, DiffusionChain(cfg)
 
     def greedy(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Without noise from one fixed start for every observation (see `ContinuousHead`)."""
+        """Without noise from one fixed start for every observation (see `L1Gaussian.greedy`)."""
         prefix = self._model.prefix(inputs)
         steps = self._cfg.num_diffusion_steps_inference
         return denoise(self._model, inputs, self._start(inputs), steps, prefix), self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """See `ContinuousHead`; the hidden rows are those of the first step."""
+        """See `L1Gaussian.propose`; the hidden rows are those of the first step."""
         prefix, start = self._model.prefix(inputs), self._start(inputs)
         steps = self._cfg.num_diffusion_steps_inference
         level = torch.full((len(prefix),), ddim_steps(steps)[0], device=prefix.device)
@@ -150,25 +124,25 @@ class Diffusion:
         return start.expand(len(inputs.prompt_ids), *shape)
 
     def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
-        """Denoise from drawn noise (see `ContinuousHead`)."""
+        """Denoise from drawn noise (see `L1Gaussian.draw`)."""
         prefix = self._model.prefix(inputs)
         device = inputs.prompt_ids.device
         chosen = self._chain.sample(self._network(inputs, prefix), seeds_of(noise), device, temperature)
         return chosen, self._value(inputs, prefix)
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """See `ContinuousHead`."""
+        """See `L1Gaussian.score`."""
         prefix = self._model.prefix(inputs)
         device = inputs.prompt_ids.device
         logprob, entropy = self._chain.score(self._network(inputs, prefix), tokens, device, temperature)
         return logprob, entropy, self._value(inputs, prefix)
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """See `ContinuousHead`."""
+        """See `L1Gaussian.values`."""
         return self._value(inputs, self._model.prefix(inputs))
 
     def imitate(self, inputs: ModelInputs, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared error of the noise, at one of the training steps per row (see `ContinuousHead`).
+        """Squared error of the noise, at one of the training steps per row (see `L1Gaussian.imitate`).
 
         Without gradients (validation) noise and step are the same in every call.
         """
@@ -202,3 +176,7 @@ class Diffusion:
             level = torch.full((count,), TRAIN_STEPS - 1, device=prefix.device)
             hidden = noisy_hidden(self._model, inputs, prefix, middle, level)[:, 0]
         return head(hidden)
+
+
+ContinuousHead = L1Gaussian | Diffusion
+"""Acts, and says later how likely that was."""
