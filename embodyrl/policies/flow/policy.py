@@ -85,35 +85,6 @@ RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
 VALUE_WIDTHS = (256, 128)
 
 
-class Prefix(Protocol):
-    """What a network knows after it has read a batch of observations; read by every step of a flow."""
-
-    pooled: Tensor | None
-    """[B, prefix_width] what a value head may read; None where none does."""
-
-
-class FlowNetwork(Protocol):
-    """The network of a flow policy, an `nn.Module`."""
-
-    shape: ChunkShape
-    prefix_width: int
-    hidden_width: int
-
-    def encode_prefix(self, obs: Observation) -> Any:
-        """Read observations once for all steps (see `Prefix`)."""
-        ...
-
-    def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Velocity [B, H, D] (target noise - data) and the expert's hidden rows [B, H, hidden_width].
-
-        Args:
-            prefix: of the same B observations.
-            x: [B, H, D] float32 state.
-            t: [B] float32 time, 1 at noise.
-        """
-        ...
-
-
 class ActionScale(Protocol):
     """Between the units of actions and those of the flow."""
 
@@ -143,7 +114,13 @@ class WeightFiles(Protocol):
 
 
 class FlowModule(nn.Module):
-    """All parameters: the network, and the heads that reinforcement learning adds."""
+    """All parameters: the network, and the heads that reinforcement learning adds.
+
+    The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. Its `encode_prefix(obs)` reads B
+    observations once for all steps of a flow; what a value head may read of it is `pooled` [B, prefix_width], or None.
+    Its `velocity(prefix, x, t)`, of states [B, H, D] and times [B] (float32, 1 at noise), is the velocity [B, H, D]
+    (target noise - data), with the expert's hidden rows [B, H, hidden_width].
+    """
 
     def __init__(self, network: Any, cfg: FlowSettings, value_dim: int) -> None:
         super().__init__()
@@ -171,7 +148,7 @@ class FlowModule(nn.Module):
 
 
 class FlowPolicy:
-    """Implements `Policy` for a `FlowNetwork`.
+    """Implements `Policy` for the network of a `FlowModule`.
 
     Tokens hold what `ChunkRecord` says. Log-probabilities of an action stand at the beginning of its share of the
     tokens, the rest of it is 0.

@@ -158,7 +158,7 @@ def _halve(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class SmallFlow(nn.Module):
-    """Implements `FlowNetwork` and `ActionScale`. The units travel with the weights."""
+    """The network of a `FlowModule`; implements `ActionScale`. The units travel with the weights."""
 
     action_low: Tensor
     action_high: Tensor
@@ -223,7 +223,7 @@ class SmallFlow(nn.Module):
         return SmallPrefix(keys=keys.unbind(), values=values.unbind(), mask=mask, pooled=pooled)
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """See `FlowNetwork.velocity`."""
+        """See `FlowModule`."""
         width = self.config.width
         rows = self.action_in(x) + _waves(x.shape[1], width, x.device)
         time = self.time(_time_waves(t, width))

@@ -251,7 +251,7 @@ class VlaPrefix:
 
 
 class VlaNetwork(nn.Module):
-    """Implements `FlowNetwork`."""
+    """The network of a `FlowModule`."""
 
     def __init__(self, model: FlowModel, reader: VlaReader, shape: ChunkShape, *, pools: bool) -> None:
         """Join model and reader; `pools`: a value head reads the prefix, which costs one more layer of it."""
@@ -272,5 +272,5 @@ class VlaNetwork(nn.Module):
         return VlaPrefix(memory=self.model.memory(prefix), pooled=pooled)
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass of the expert (see `FlowNetwork`)."""
+        """One pass of the expert (see `FlowModule`)."""
         return self.model.denoise(prefix.memory, x, t)
