@@ -1,20 +1,14 @@
-"""Advantage estimators: what `adv_type` names.
-
-First those with one credit per episode, from its undiscounted return and those of its group (one reset id); then those
-with one credit per chunk or per action (`reward_type`).
-"""
+"""Advantages with a credit for each chunk or action (`reward_type`): formulas in float64, and what `adv_type` names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from embodyrl.algorithms import advantages
-from embodyrl.algorithms.advantages import discounted, gae, whiten
+from embodyrl.algorithms.outcomes import StdSettings, grpo, spread, whiten
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
 from embodyrl.algorithms.settings import (
     CreditSettings,
@@ -24,7 +18,6 @@ from embodyrl.algorithms.settings import (
     ReplaySettings,
     ReturnScaleSettings,
     RewardLevel,
-    TruncatedEpisodes,
     ValueSettings,
 )
 from embodyrl.algorithms.shaping import shape_rewards
@@ -32,46 +25,78 @@ from embodyrl.config.settings import Positive, Share
 from embodyrl.types import BoolArray, DoubleArray, Episode, FloatArray
 
 
-def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
-    """Give an advantage, one number, [T, 1] or [T, K], to all executed actions of an episode without value targets."""
-    given = np.where(episode.valid, advantage, 0.0).astype(np.float32)
-    return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
+def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> DoubleArray:
+    """Return-to-go sum over s >= t of gamma^(s-t) r_s of one episode [T]; steps that are not valid are skipped."""
+    reward = np.asarray(reward, dtype=np.float64)
+    return gae(reward, np.zeros_like(reward), 0.0, valid, gamma=gamma, lam=1.0)[0]
 
 
-class StdSettings(GroupSettings, NormalizeSettings):
-    """An estimator that divides by the standard deviation of a group."""
+def gae(
+    reward: npt.ArrayLike,
+    value: npt.ArrayLike,
+    bootstrap: npt.ArrayLike,
+    valid: npt.ArrayLike,
+    *,
+    gamma: float,
+    lam: float,
+    ends: npt.ArrayLike | None = None,
+) -> tuple[DoubleArray, DoubleArray]:
+    """Generalised advantage estimation of episodes (arXiv 1506.02438); entries that are not valid are skipped.
 
-    std_unbiased: bool = True
-    """Standard deviation of a group with n - 1 instead of n in the denominator."""
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V.
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is about a deviation that nothing is divided by."""
-        yield from super().idle()
-        if not self.normalize_advantages:
-            yield "algorithm.std_unbiased", "normalize_advantages is false; set it to true"
+    Args:
+        reward: [T] reward of each credited step.
+        value: [T] value estimate before each step.
+        bootstrap: [E] value after the last valid step: 0 where the episode terminated, the estimate for its final
+            observation where it was truncated or cut.
+        valid: [T] bool, the step was executed.
+        gamma: discount per credited step.
+        lam: GAE lambda.
+        ends: [E] where one episode after the other ends; all entries are one episode's without it.
+
+    Returns:
+        advantages [T] and returns [T]; 0 where not valid.
+    """
+    reward, value = np.asarray(reward, dtype=np.float64), np.asarray(value, dtype=np.float64)
+    valid = np.asarray(valid, dtype=bool)
+    steps, stops = np.flatnonzero(valid), np.asarray([len(reward)] if ends is None else ends)
+    # By place among the valid steps; of an episode without any, nothing is left.
+    after: list[float | None] = [None] * (len(steps) + 1)
+    places = np.concatenate([[0], valid.cumsum()])[stops]
+    for place, estimate in zip(places.tolist(), np.ravel(bootstrap).tolist(), strict=True):
+        # Of several episodes that end at one place all but the first are without a valid step.
+        if after[place] is None:
+            after[place] = estimate
+    # Plain numbers: numpy's own take ten times longer one by one.
+    found: list[float] = []
+    following = running = 0.0
+    for r, v, first in zip(reward[steps][::-1].tolist(), value[steps][::-1].tolist(), after[:0:-1], strict=True):
+        # The last step of an episode: what is carried back belongs to the one after it.
+        if first is not None:
+            following, running = first, 0.0
+        running = r + gamma * following - v + gamma * lam * running
+        found.append(running)
+        following = v
+    advantage, returns = np.zeros_like(reward), np.zeros_like(reward)
+    advantage[steps] = found[::-1]
+    returns[steps] = advantage[steps] + value[steps]
+    return advantage, returns
 
 
-class PassAtKSettings(GroupSettings, NormalizeSettings):
-    """pass@k."""
+def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Number the chunk steps of all episodes so that equal states within one group share a number (GiGPO).
 
+    Args:
+        states: [T_i] state hash of each chunk step of each episode.
+        groups: group id of each episode.
 
-class GdpoSettings(GroupSettings):
-    """GDPO."""
-
-    def problems(self) -> Iterator[str]:
-        """What an episode would have earned is no part of it."""
-        yield from super().problems()
-        if self.truncated_episodes is TruncatedEpisodes.zero_reward:
-            yield (
-                "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' credits each part of the reward by itself, "
-                "and those stay; use mask."
-            )
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what shapes a sum that is never formed."""
-        yield from super().idle()
-        for key in ("reward_scale", "reward_bias", "reward_clip", "reward_norm", "kl_in_reward"):
-            yield f"algorithm.{key}", "adv_type 'gdpo' credits each part of the reward by itself; choose another one"
+    Returns:
+        [sum T_i] ids, episode by episode.
+    """
+    numbers: dict[tuple[Hashable, int], int] = {}
+    keys = [(group, int(state)) for group, own in zip(groups, states, strict=True) for state in own]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
 class GigpoSettings(StdSettings, DiscountSettings):
@@ -81,97 +106,23 @@ class GigpoSettings(StdSettings, DiscountSettings):
     """gigpo: weight of a step's advantage among visits of the same state."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcomes:
-    """What an outcome estimator compares."""
-
-    episodes: Sequence[Episode]
-    scores: Scores
-
-    @property
-    def returns(self) -> list[float]:
-        """[E] undiscounted return of each episode."""
-        return [episode.episode_return for episode in self.episodes]
-
-    @property
-    def groups(self) -> list[int]:
-        """[E] group of each episode."""
-        return [episode.spec.group_id for episode in self.episodes]
-
-
-def outcome_estimator(
-    compute: Callable[[Outcomes, Any], DoubleArray], settings: type[GroupSettings] = GroupSettings
-) -> AdvantageEstimator:
-    """Spread the advantage [E] of each episode over all its actions; it is 0 where the rest of the group is missing."""
-
-    def credits(episodes: Sequence[Episode], scores: Scores, cfg: GroupSettings) -> list[Credit]:
-        advantage = compute(Outcomes(episodes=episodes, scores=scores), cfg)
-        return [spread(episode, one) for episode, one in zip(episodes, advantage, strict=True)]
-
-    return AdvantageEstimator(compute=credits, settings=settings)
-
-
-def grpo(outcomes: Outcomes, cfg: StdSettings) -> DoubleArray:
-    """(R - mean of the group) / standard deviation of the group (arXiv 2402.03300)."""
-    normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
-    return advantages.grpo(outcomes.returns, outcomes.groups, normalize=normalize, unbiased=unbiased)
-
-
-def rloo(outcomes: Outcomes, _: GroupSettings) -> DoubleArray:
-    """R - mean of the group's others (arXiv 2402.14740)."""
-    return advantages.rloo(outcomes.returns, outcomes.groups)
-
-
-def opo(outcomes: Outcomes, _: GroupSettings) -> DoubleArray:
-    """R - length-weighted mean of the group (arXiv 2505.23585)."""
-    return advantages.opo(outcomes.returns, outcomes.groups, [episode.length for episode in outcomes.episodes])
-
-
-def gpg(outcomes: Outcomes, _: GroupSettings) -> DoubleArray:
-    """Centred returns, scaled up for groups without any signal (arXiv 2504.02546)."""
-    return advantages.gpg(outcomes.returns, outcomes.groups)
-
-
-def pass_at_k(outcomes: Outcomes, cfg: PassAtKSettings) -> DoubleArray:
-    """Credit the best of a group alone, with its lead over the second (arXiv 2503.19595)."""
-    return advantages.pass_at_k(outcomes.returns, outcomes.groups, normalize=cfg.normalize_advantages)
-
-
-def gdpo(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
-    """Credit each part of the reward by itself; where there are no parts, the return is the only one."""
-    weights = outcomes.scores.part_weights
-    if not weights:
-        return advantages.gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])
-    return advantages.gdpo([e.components.sum(axis=0) for e in outcomes.episodes], outcomes.groups, weights)
-
-
-GRPO = outcome_estimator(grpo, StdSettings)
-RLOO = outcome_estimator(rloo)
-OPO = outcome_estimator(opo)
-GPG = outcome_estimator(gpg)
-PASS_AT_K = outcome_estimator(pass_at_k, PassAtKSettings)
-GDPO = outcome_estimator(gdpo, GdpoSettings)
-
-
 def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:
     """Credit of the episode among its group plus credit of each chunk step among the group's visits of its state."""
     groups = [episode.spec.group_id for episode in episodes]
     normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
-    episode_level = advantages.grpo(
+    episode_level = grpo(
         [episode.episode_return for episode in episodes], groups, normalize=normalize, unbiased=unbiased
     )
     ran: list[BoolArray] = [np.asarray(e.valid.any(axis=1)) for e in episodes]
     to_go = [
-        advantages.discounted(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
+        discounted(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
         for e, own in zip(episodes, ran, strict=True)
     ]
     # Visits of one state by one group are compared like the episodes of a group; chunks without an executed action
     # visited nothing and stay out of the mean.
-    executed, anchors = np.concatenate(ran), advantages.step_groups(scores.states, groups)
+    executed, anchors = np.concatenate(ran), step_groups(scores.states, groups)
     steps = np.zeros(len(executed))
-    steps[executed] = advantages.grpo(
-        np.concatenate(to_go)[executed], anchors[executed], normalize=normalize, unbiased=unbiased
-    )
+    steps[executed] = grpo(np.concatenate(to_go)[executed], anchors[executed], normalize=normalize, unbiased=unbiased)
     parts = np.split(steps, np.cumsum([len(own) for own in ran])[:-1])
     return [
         spread(e, one + cfg.step_advantage_weight * part[:, None])
@@ -266,7 +217,7 @@ def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: G
     """Whiten R - mean_g over all executed actions of the batch: longer episodes weigh more (arXiv 2501.03262)."""
     del cfg
     groups = [episode.spec.group_id for episode in episodes]
-    centred = advantages.grpo([episode.episode_return for episode in episodes], groups, normalize=False)
+    centred = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
     masks = [episode.valid for episode in episodes]
     return _whitened_credits(episodes, [np.where(m, one, 0.0) for m, one in zip(masks, centred, strict=True)], masks)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.algorithms.advantages import grpo
+from embodyrl.algorithms.outcomes import grpo
 from embodyrl.algorithms.policy_losses import KL_ESTIMATORS, MAX_LOG_RATIO
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes

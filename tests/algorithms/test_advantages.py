@@ -15,7 +15,8 @@ from algorithm_cases import (
     token_rewards,
 )
 
-from embodyrl.algorithms.advantages import discounted, gae, gdpo, gpg, grpo, opo, pass_at_k, rloo, step_groups, whiten
+from embodyrl.algorithms.estimators import discounted, gae, step_groups
+from embodyrl.algorithms.outcomes import gdpo, gpg, grpo, opo, pass_at_k, rloo, whiten
 
 
 def reference_gae() -> tuple[np.ndarray, np.ndarray]:

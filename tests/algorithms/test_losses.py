@@ -10,8 +10,8 @@ from algorithm_cases import (
     VALUE,
 )
 
-from embodyrl.algorithms.advantages import gae
 from embodyrl.algorithms.aggregation import action_weights
+from embodyrl.algorithms.estimators import gae
 from embodyrl.algorithms.policy_losses import kl, value_loss
 from embodyrl.algorithms.settings import TokenLevel
 

@@ -1,0 +1,213 @@
+"""Advantages of episodes that are compared with their group (one reset id): formulas, and what `adv_type` names.
+
+The formulas are pure numpy, computed in float64: R [E] outcome reward of each episode, g [E] its group, mean_g and
+std_g over the group. All actions of an episode are given its advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.settings import GroupSettings, NormalizeSettings, TruncatedEpisodes
+from embodyrl.types import DoubleArray, Episode
+
+
+def _by_group(
+    compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *more: npt.ArrayLike
+) -> DoubleArray:
+    """Apply `compute` to the rewards (and what more there is, all [E]) of one group after the other.
+
+    One member alone, or equal rewards, get 0.
+    """
+    group, columns = np.asarray(group), [np.asarray(column, dtype=np.float64) for column in (reward, *more)]
+    assert all(column.shape == group.shape for column in columns)
+    out = np.zeros(group.shape)
+    for name in np.unique(group):
+        member = group == name
+        if np.ptp(columns[0][member]) > 0:  # rounding of the mean must not turn equal rewards into a tiny signal
+            out[member] = compute(*(column[member] for column in columns))
+    return out
+
+
+def grpo(
+    reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, unbiased: bool = True, eps: float = 1e-6
+) -> DoubleArray:
+    """(R - mean_g) / (std_g + eps), arXiv 2402.03300; 0 for a group of one, which has nobody to be compared with.
+
+    Args:
+        reward: [E] outcome rewards.
+        group: [E] group ids.
+        normalize: divide by the group's standard deviation; False is Dr.GRPO (arXiv 2503.20783).
+        unbiased: standard deviation with ddof 1, else 0.
+        eps: added to the standard deviation.
+
+    Returns:
+        [E] advantages.
+    """
+
+    def standardised(rewards: DoubleArray) -> DoubleArray:
+        scale = rewards.std(ddof=int(unbiased)) + eps if normalize else 1.0
+        return (rewards - rewards.mean()) / scale
+
+    return _by_group(standardised, group, reward)
+
+
+def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
+    """R minus the mean of the group's other members: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
+
+    def leave_one_out(rewards: DoubleArray) -> DoubleArray:
+        n = len(rewards)
+        return (rewards - rewards.mean()) * n / (n - 1)
+
+    return _by_group(leave_one_out, group, reward)
+
+
+def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> DoubleArray:
+    """R - sum(len R) / sum(len) over the group: the baseline of least variance, arXiv 2505.23585."""
+
+    def above_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
+        return rewards - np.average(rewards, weights=lengths)
+
+    return _by_group(above_baseline, group, reward, length)
+
+
+def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
+    """Alpha (R - mean_g), alpha = episodes / episodes with a reward other than 0, arXiv 2504.02546."""
+    rewarded = max(1, int(np.count_nonzero(reward)))
+    return np.size(reward) / rewarded * grpo(reward, group, normalize=False)
+
+
+def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
+    """Only the best of a group is credited, with its lead over the second: R1 - R2, arXiv 2503.19595.
+
+    `normalize` divides by the group's standard deviation (ddof 1) + eps.
+    """
+
+    def lead_of_the_best(rewards: DoubleArray) -> DoubleArray:
+        second, best = np.sort(rewards)[-2:]
+        out = np.zeros_like(rewards)
+        out[rewards.argmax()] = (best - second) / (rewards.std(ddof=1) + eps if normalize else 1.0)
+        return out
+
+    return _by_group(lead_of_the_best, group, reward)
+
+
+def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:
+    """Sum_k w_k grpo(R_k), whitened over the batch: no part of the reward drowns another one (arXiv 2601.05242).
+
+    Args:
+        parts: [E, C] outcome of each part of the reward.
+        group: [E] group ids.
+        weight: [C]
+    """
+    columns = zip(np.asarray(parts, dtype=np.float64).T, weight, strict=True)
+    return whiten(sum(w * grpo(part, group) for part, w in columns))
+
+
+def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
+    """Shift and scale to mean 0 and variance 1: (x - mean) / sqrt(var + eps), var with ddof 1.
+
+    Fewer than two values have no variance and become 0.
+    """
+    values = np.asarray(values, dtype=np.float64)
+    if values.size < 2 or np.ptp(values) == 0:
+        return np.zeros_like(values)
+    return (values - values.mean()) / np.sqrt(values.var(ddof=1) + eps)
+
+
+class StdSettings(GroupSettings, NormalizeSettings):
+    """An estimator that divides by the standard deviation of a group."""
+
+    std_unbiased: bool = True
+    """Standard deviation of a group with n - 1 instead of n in the denominator."""
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what is about a deviation that nothing is divided by."""
+        yield from super().idle()
+        if not self.normalize_advantages:
+            yield "algorithm.std_unbiased", "normalize_advantages is false; set it to true"
+
+
+class PassAtKSettings(GroupSettings, NormalizeSettings):
+    """pass@k."""
+
+
+class GdpoSettings(GroupSettings):
+    """GDPO."""
+
+    def problems(self) -> Iterator[str]:
+        """What an episode would have earned is no part of it."""
+        yield from super().problems()
+        if self.truncated_episodes is TruncatedEpisodes.zero_reward:
+            yield (
+                "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' credits each part of the reward by itself, "
+                "and those stay; use mask."
+            )
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what shapes a sum that is never formed."""
+        yield from super().idle()
+        for key in ("reward_scale", "reward_bias", "reward_clip", "reward_norm", "kl_in_reward"):
+            yield f"algorithm.{key}", "adv_type 'gdpo' credits each part of the reward by itself; choose another one"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """What an outcome estimator compares."""
+
+    episodes: Sequence[Episode]
+    scores: Scores
+
+    @property
+    def returns(self) -> list[float]:
+        """[E] undiscounted return of each episode."""
+        return [episode.episode_return for episode in self.episodes]
+
+    @property
+    def groups(self) -> list[int]:
+        """[E] group of each episode."""
+        return [episode.spec.group_id for episode in self.episodes]
+
+
+def outcome_estimator(
+    compute: Callable[[Outcomes, Any], DoubleArray], settings: type[GroupSettings] = GroupSettings
+) -> AdvantageEstimator:
+    """Spread the advantage [E] of each episode over all its actions; it is 0 where the rest of the group is missing."""
+
+    def credits(episodes: Sequence[Episode], scores: Scores, cfg: GroupSettings) -> list[Credit]:
+        advantage = compute(Outcomes(episodes=episodes, scores=scores), cfg)
+        return [spread(episode, one) for episode, one in zip(episodes, advantage, strict=True)]
+
+    return AdvantageEstimator(compute=credits, settings=settings)
+
+
+def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
+    """Give an advantage, one number, [T, 1] or [T, K], to all executed actions of an episode without value targets."""
+    given = np.where(episode.valid, advantage, 0.0).astype(np.float32)
+    return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
+
+
+def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
+    """Where the reward has no parts, the return is the only one."""
+    weights = outcomes.scores.part_weights
+    if not weights:
+        return gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])
+    return gdpo([episode.components.sum(axis=0) for episode in outcomes.episodes], outcomes.groups, weights)
+
+
+GRPO = outcome_estimator(
+    lambda o, cfg: grpo(o.returns, o.groups, normalize=cfg.normalize_advantages, unbiased=cfg.std_unbiased), StdSettings
+)
+RLOO = outcome_estimator(lambda o, _: rloo(o.returns, o.groups))
+OPO = outcome_estimator(lambda o, _: opo(o.returns, o.groups, [episode.length for episode in o.episodes]))
+GPG = outcome_estimator(lambda o, _: gpg(o.returns, o.groups))
+PASS_AT_K = outcome_estimator(
+    lambda o, cfg: pass_at_k(o.returns, o.groups, normalize=cfg.normalize_advantages), PassAtKSettings
+)
+GDPO = outcome_estimator(_by_parts, GdpoSettings)
