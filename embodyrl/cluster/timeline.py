@@ -103,10 +103,12 @@ class Timeline:
 
         `policy_waits_for_env`: the policy had nothing to do while some env worker was busy. `env_waits_for_policy`: the
         average env worker had nothing to do while the policy acted. `staleness/k`: share of chunks that were k weight
-        versions old when they were trained on.
+        versions old when they were trained on; `staleness_mean`: its mean.
         """
         total = self._staleness.total()
         result = {f"rollout/staleness/{age}": n / total for age, n in sorted(self._staleness.items())}
+        if total:
+            result["rollout/staleness_mean"] = sum(age * n for age, n in self._staleness.items()) / total
         chunks = [s for s in self._step if s.name == "chunk"]
         if not chunks:
             return result

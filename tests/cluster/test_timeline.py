@@ -98,6 +98,7 @@ def test_staleness_is_counted_when_chunks_are_trained_on(arena):
         "rollout/staleness/0": 0.5,
         "rollout/staleness/1": 0.25,
         "rollout/staleness/2": 0.25,
+        "rollout/staleness_mean": 0.75,
     }
 
 
