@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from processes import SOURCE
 from run_files import write_run
 
 from embodyrl.cli.commands import COMMANDS
@@ -20,12 +21,13 @@ from embodyrl.cli.runs import is_running
 from embodyrl.commands.run_folder import _take
 from embodyrl.config import tree
 
+TREE = {**os.environ, "PYTHONPATH": str(SOURCE)}
+"""Processes run the tree under test, whatever is installed."""
 
-def embodyrl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "embodyrl.cli.main", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=100, check=False
-    )
+
+def embodyrl(*arguments: str, cwd: Path, path: str = "") -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "-m", "embodyrl.cli.main", *arguments], TREE | {"PYTHONPATH": f"{SOURCE}:{path}"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,8 @@ HEAVY = ("torch", "gymnasium", "mujoco", "transformers", "rich")
 )
 def test_the_way_to_an_error_imports_nothing_heavy(tmp_path: Path, code: str, also_absent: tuple[str, ...]) -> None:
     script = f"import sys; {code}; print([m for m in {HEAVY + also_absent!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    started = [sys.executable, "-c", script]
+    done = subprocess.run(started, cwd=tmp_path, env=TREE, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -280,7 +283,7 @@ def test_every_end_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: st
     (tmp_path / "broken_env.py").write_text(
         f"from embodyrl import errors\ndef __getattr__(name):\n    raise {raised}\n"
     )
-    done = embodyrl("train", "env.env_type=broken_env:FACTORY", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = embodyrl("train", "env.env_type=broken_env:FACTORY", cwd=tmp_path, path=str(tmp_path))
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(said)
     assert "Traceback" not in done.stderr
@@ -288,7 +291,7 @@ def test_every_end_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: st
 
 def test_closed_pipe_is_silent(tmp_path: Path) -> None:
     command = f"{sys.executable} -m embodyrl.cli.main show train | head -1"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=TREE, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 1
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from processes import command_environment
 from settings import env_of
 
 from embodyrl.envs.libero import install
@@ -120,3 +124,20 @@ def test_fast_physics_follows_the_profile_unless_set():
         env = FACTORY.make(cfg, EnvContext())
         assert env._sims._kinds == {"lean": profile == "lean", "fast": expected}  # type: ignore[attr-defined]
         env.close()
+
+
+@pytest.mark.timeout(600)
+def test_a_fresh_installation_compiles_before_the_first_reset(tmp_path):
+    """Within the deadline of a worker's start; a reset has less time, and a starved machine took all of it."""
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from embodyrl.envs.libero.factory import FACTORY; from embodyrl.envs.protocol import EnvContext\n"
+        "from embodyrl.types import EpisodeStart; from settings import env_of\n"
+        "cfg = env_of(env_type='libero', task_suite_name='libero_object', render_profile='lean')\n"
+        "compiled = lambda: sorted(path.name for path in Path(os.environ['NUMBA_CACHE_DIR']).rglob('*.nbi'))\n"
+        "env = FACTORY.make(cfg, EnvContext(num_slots=1)); before = compiled()\n"
+        "env.reset([0], [EpisodeStart(reset_id=60, seed=0, max_episode_steps=9, ignore_terminations=False)])\n"
+        "sys.exit(0 if before == compiled() and any('_advance' in name for name in before) else str(before))"
+    )
+    environ = command_environment(tmp_path, {"NUMBA_CACHE_DIR": str(tmp_path / "cache")})
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=580)

@@ -193,9 +193,13 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         held = tasks_in_memory(spec.task_bytes, context.num_workers)
         # Models that no slot needs now would only fill the GPU.
         kept = min(held, context.num_slots) if spec.on_gpu else held
-        return LiberoSims(
+        sims = LiberoSims(
             spec, max_models=kept, lean=lean, fast=fast, nearest=cfg.expert_grasps is ExpertGrasps.nearest
         )
+        # A fresh installation compiles for many seconds at its first reset: that belongs to the start of a worker.
+        task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)
+        sims.reset(0, spec.reset_ids_of(task).start, 0)
+        return sims
 
 
 FACTORY = LiberoFactory()
