@@ -8,7 +8,9 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.config.load import COMMAND_LINE
 from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.layout import is_ours, read_card
+from embodyrl.config.settings import flat, plain
+from embodyrl.config.tree import read_plain_yaml
+from embodyrl.datasets.layout import ENVIRONMENT_PATH, is_ours, read_card
 from embodyrl.envs.reward import RewardSection
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.plan.roots import TrainConfig
@@ -36,11 +38,14 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
         problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
-    return problems + [line for folder in folders for line in _demonstration_problems(folder, env)]
+    return problems + [line for folder in folders for line in _demonstration_problems(folder, cfg, env)]
 
 
-def _demonstration_problems(folder: str, env: EnvSpec) -> Iterator[str]:
+def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
     """Why transitions of a data set are not those of this environment."""
+    if not resolve_asset(folder).is_dir():
+        yield f"algorithm.demonstrations: {folder} is no folder; embodyrl collect env=... collect.out={folder} fills it."
+        return
     card = read_card(resolve_asset(folder))
     shown = card.env
     if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
@@ -61,6 +66,20 @@ def _demonstration_problems(folder: str, env: EnvSpec) -> Iterator[str]:
             f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action_dim} numbers an action, "
             f"{shown.state_dim} of state, cameras {list(shown.cameras)} of {shown.image_size}; this run "
             f"has {env.action_dim}, {env.state_dim}, {list(env.cameras)} of {env.image_size}. Collect them alike."
+        )
+    elif not {*shown.tasks} & {*env.tasks}:
+        yield (
+            f"algorithm.demonstrations: {folder} shows env '{shown.name}' with none of the tasks of env '{env.name}'. "
+            f"Collect some of these, or imitate those with `embodyrl sft`."
+        )
+    told = resolve_asset(folder) / ENVIRONMENT_PATH
+    saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": plain(cfg.env)}))
+    differs = [key for key in saved if "reward" in key and saved[key] != mine.get(key)]
+    if differs:
+        yield (
+            f"algorithm.demonstrations: {folder} was collected with "
+            f"{', '.join(f'{key}={saved[key]}, this run has {mine.get(key)}' for key in differs)}: critics would learn "
+            "from both as if they were one reward. Collect with the same."
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control.pendulum import PendulumEnv
 from safetensors.numpy import load_file
 
 from embodyrl.channels.arena import Arena
@@ -90,6 +91,10 @@ def demonstrated_rewards(words: list[str]) -> np.ndarray:
         arena.close()
 
 
+class TwinPendulum(PendulumEnv):
+    """Another environment of the same sizes."""
+
+
 @pytest.mark.integration
 def test_half_of_each_batch_may_be_demonstrations(tmp_path):
     demos = tmp_path / "demos"
@@ -101,9 +106,15 @@ def test_half_of_each_batch_may_be_demonstrations(tmp_path):
     np.testing.assert_allclose(scaled, 0.25 * plain, rtol=1e-5)
     run = train(load_config("train", words_of(tmp_path, *given, "algorithm.updates_per_sample=1"))).run
     assert [row["actor/optimizer_steps"] for row in rows(run)] == [16, 16]
-    other = load_config("train", words_of(tmp_path, *given, "env.id=MountainCarContinuous-v0"))
-    with pytest.raises(ConfigError, match="Collect them alike"):
-        draw_blueprint(other, training=True)
+    for wrong, said in (
+        ("env.id=MountainCarContinuous-v0", "Collect them alike"),
+        ("env.id=test_off_policy_runs:TwinPendulum", "none of the tasks of env 'test_off_policy_runs:TwinPendulum'"),
+        ("env.reward_coef=0.1", r"collected with env.reward_coef=1.0, this run has 0.1"),
+        ("env.use_rel_reward=true", "env.use_rel_reward=False, this run has True"),
+        ("algorithm.demonstrations=[nowhere]", "nowhere is no folder"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            draw_blueprint(load_config("train", words_of(tmp_path, *given, wrong)), training=True)
     card = demos / "meta/embodyrl.json"
     played = json.loads(card.read_text())
     for key, value in (("expert_noise", 0.1), ("labels", "expert")):
