@@ -44,7 +44,7 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
 def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
     """Why transitions of a data set are not those of this environment."""
     if not resolve_asset(folder).is_dir():
-        yield f"algorithm.demonstrations: {folder} is no folder; embodyrl collect env=... collect.out={folder} fills it."
+        yield f"algorithm.demonstrations: {folder} is no folder; `embodyrl collect collect.out={folder}` fills it."
         return
     card = read_card(resolve_asset(folder))
     shown = card.env
