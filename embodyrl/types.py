@@ -178,8 +178,8 @@ class PolicySpec(Footprint):
     """Why RL cannot train it; empty: it can, for its actions are drawn with probabilities."""
     warmup_steps: int = 0
     """Optimizer steps of warm-up in reinforcement learning where actor.optim.warmup_steps is not set."""
-    takes_noise: bool = True
-    """Sampling differs from acting greedily."""
+    scored: int = 0  # log-probabilities of an action, where it has more tokens than these; 0: one of each token
+    takes_noise: bool = True  # sampling differs from acting greedily
     scripted: bool = False
     """The environment's own expert chooses the actions, step by step; the policy only marks the wish."""
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})

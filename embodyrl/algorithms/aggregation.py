@@ -153,10 +153,11 @@ def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
     }
 
 
-def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
+def metrics_of(parts: Sequence[Measured], scored: int = 0) -> list[dict[str, float]]:
     """Return the metrics of each micro-batch, computed for all together; `merge_metrics` joins those of a step.
 
-    `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token.
+    `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token. `scored` is
+    `PolicySpec.scored`: tokens that have no log-probability of their own count in no mean.
     """
     if not parts:
         return []
@@ -170,7 +171,8 @@ def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
         "logprob_gap": gap,
         **{name: rows[name] for name in ("entropy", "ratio", "ref_kl") if name in rows},
     }
-    shares = {name: _shares(units, rows["weight"]) for name, units in means.items()} | {WEIGHT_SUM: rows["weight"]}
+    shares = {name: _shares(units[..., : scored or None], rows["weight"]) for name, units in means.items()}
+    shares[WEIGHT_SUM] = rows["weight"]
     table = torch.stack([*(share.sum(1) for share in shares.values()), rows["ratio"].flatten(1).amax(1)])
     added = torch.stack([number for part in parts for number in part.sums.values()])
     # One copy from the device: each waits until all that was started there is done.

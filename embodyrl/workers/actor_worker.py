@@ -174,7 +174,7 @@ class ActorWorker:
 
     def _measured(self, taken: list[_Taken]) -> list[dict[str, float]]:
         """Metrics of optimizer steps."""
-        parts = iter(metrics_of([one for _, said in taken for one in said]))
+        parts = iter(metrics_of([one for _, said in taken for one in said], self._trainer.policy.spec.scored))
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:

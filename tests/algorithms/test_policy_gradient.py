@@ -5,6 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from algorithm_cases import (
     GAE_RAW,
     GAE_RETURNS,
@@ -265,6 +266,33 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
         losses.append(loss.item())
         assert metrics_of([measured])[0]["entropy"] == pytest.approx(expected)
     assert losses[1] - losses[0] == pytest.approx(-0.5 * expected, abs=1e-6)
+
+
+def test_metrics_leave_out_tokens_that_have_no_logprob():
+    """Records of a flow, or of a correction, take more tokens than an action has log-probabilities."""
+    new = torch.log(torch.tensor([[2.0, 1.0, 1.0, 3.0]])).reshape(1, 2, 2)
+    found = []
+    for padding, scored in ((0, 0), (3, 2)):
+        algorithm = Algorithm(algorithm_of(clip_ratio_low=0.2, clip_ratio_high=0.2))
+        batch = algorithm.prepare([make_episode([[0, 1]]), make_episode([[0, 0]], episode_id=1, first_record=1)])
+        weights = algorithm.weights(batch, [0])
+        logprob, entropy = (F.pad(part, (0, padding)).flatten(1) for part in (new, 2 * torch.ones_like(new)))
+        inputs = LossInputs(
+            old_logprob=torch.zeros_like(logprob),
+            ref_logprob=None,
+            advantage=torch.from_numpy(batch.advantage[:1]),
+            returns=torch.zeros(1, 0),
+            old_value=torch.zeros(1, 0),
+            valid=torch.from_numpy(batch.valid[:1]),
+            weight=torch.from_numpy(weights.policy),
+            value_weight=torch.from_numpy(weights.value),
+            positive_weight=torch.from_numpy(weights.positive),
+        )
+        _, measured = algorithm.loss(PolicyScores(logprob=logprob, entropy=entropy, value=torch.zeros(1, 0)), inputs)
+        found.append(merge_metrics(metrics_of([measured], scored)))
+    for name in ("kl", "clip_fraction", "logprob_gap", "entropy", "ratio", "ratio_max"):
+        assert found[1][name] == pytest.approx(found[0][name]), name
+    assert (found[1]["clip_fraction"], found[1]["entropy"]) == (0.5, 2.0)
 
 
 def test_grpo_prepare_reference():

@@ -57,7 +57,10 @@ def test_scoring_repeats_acting_in_any_company(policy):
     obs = observe(6)
     out = policy.act(obs, noise=uniform(policy, 6))
     assert out.tokens.shape == out.logprob.shape == (6, policy.spec.tokens_per_chunk)
-    assert np.abs(out.logprob).sum() > 0
+    shares = out.logprob.reshape(6, policy.spec.num_action_chunks, -1)
+    scored = policy.spec.scored or shares.shape[2]
+    assert shares[..., scored - 1].all()
+    assert not shares[..., scored:].any()
     scores = policy.score(obs, out.tokens)
     np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=1e-5, rtol=0)
     np.testing.assert_allclose(scores.value.detach().numpy(), out.value, atol=1e-5, rtol=0)

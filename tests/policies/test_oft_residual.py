@@ -113,6 +113,7 @@ def test_acting_and_scoring_agree_on_the_squashed_gaussian(build):
     shares = out.logprob.reshape(4, 2, -1)
     assert shares[..., 0] == pytest.approx(expected, abs=1e-3)
     assert not shares[..., 1:].any()
+    assert policy.spec.scored == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -4,7 +4,7 @@ The latter are tokens: int64 numbers that nobody above the policy interprets.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -161,7 +161,9 @@ def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: in
     """
     if folder is not None:
         check_steering(cfg, shape, hidden, folder)
-    return steered(spec, steering_shape(cfg, shape, hidden), cfg.likelihood) if cfg.steers else spec
+    if cfg.steers:
+        return steered(spec, steering_shape(cfg, shape, hidden), cfg.likelihood)
+    return replace(spec, scored=ChunkRecord.of(cfg, shape).per_action)
 
 
 def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:

@@ -247,6 +247,7 @@ class OpenVlaOftFactory:
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,
             tokens_per_chunk=record_of(cfg).tokens if diffuses or cfg.corrects else tokens,
+            scored=record_of(cfg).per_action if diffuses else 0,
             value_dim=value_dim,
             num_images=images,
             uses_state=cfg.use_proprio,

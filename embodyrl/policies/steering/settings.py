@@ -155,6 +155,7 @@ def steered(spec: PolicySpec, shape: SteeringShape, likelihood: str, *, beside: 
     return replace(
         spec,
         draws_with_gradients=True,
+        scored=1,
         num_parameters=spec.num_parameters + actor,
         num_trained=actor + beside,
         steers=f"model.likelihood={likelihood}",

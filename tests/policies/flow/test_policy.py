@@ -117,6 +117,9 @@ def test_acting_and_scoring_agree(folder, way):
     out = policy.act(obs, noise=noise)
     assert out.actions.shape == (6, 3, 4)
     assert out.tokens.shape == out.logprob.shape == (6, policy.spec.tokens_per_chunk)
+    shares, scored = out.logprob.reshape(6, 3, -1), policy.spec.scored
+    assert shares[..., scored - 1].any()
+    assert not shares[..., scored:].any()
     scores = policy.score(obs, out.tokens)
     assert scores.logprob.shape == scores.entropy.shape == out.logprob.shape
     assert scores.value.shape == out.value.shape == (6, 1)
