@@ -2,20 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from embodyrl.errors import ConfigError
-from embodyrl.policies.protocol import Policy, weights_changed, weights_version
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores
+from embodyrl.policies.protocol import Policy, TextPolicy, weights_changed, weights_version
+from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores
 
 CRITIC_FOLDER = "critic"
 
 
 class WithCritic:
-    """Implements `Policy`: actions and probabilities of one, values of the other.
+    """Implements `TextPolicy` and `HasEngine`: actions and probabilities of one, values of the other.
 
     The critic's weights are part of the module's `value_head`, so that they have the learning rate, the gradient limit
     and the warm-up of value heads.
@@ -37,6 +36,10 @@ class WithCritic:
         self.alone = policy
         """What a reference needs of it."""
         self._policy, self._critic = policy, critic
+        assert isinstance(policy, TextPolicy), "only words have a vocabulary in common"
+        self.values, self.imitate = critic.values, policy.imitate
+        self.encode_replies, self.prompt_lengths = policy.encode_replies, policy.prompt_lengths
+        self.served_by, self.rest = policy.served_by, getattr(policy, "rest", lambda: None)
         self.spec = replace(policy.spec, value_dim=critic.spec.value_dim)
         self.module: nn.Module = nn.ModuleDict({"policy": policy.module, "value_head": critic.module})
         self._version = 0
@@ -51,33 +54,9 @@ class WithCritic:
             value = self._critic.score(obs, out.tokens).value.float().cpu().numpy()
         return replace(out, value=value)
 
-    def values(self, obs: Observation) -> FloatArray:
-        """See `Policy.values`."""
-        return self._critic.values(obs)
-
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """See `Policy.score`."""
         return replace(self._policy.score(obs, tokens), value=self._critic.score(obs, tokens).value)
-
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """See `Policy.imitate`."""
-        return self._policy.imitate(obs, actions)
-
-    def rest(self) -> None:
-        """See `HasEngine.rest`."""
-        self._policy.rest()  # type: ignore[attr-defined]
-
-    def encode_replies(self, replies: Any) -> IntArray:
-        """See `TextPolicy.encode_replies`."""
-        return self._policy.encode_replies(replies)  # type: ignore[attr-defined]
-
-    def prompt_lengths(self, obs: Observation) -> IntArray:
-        """See `TextPolicy.prompt_lengths`."""
-        return self._policy.prompt_lengths(obs)  # type: ignore[attr-defined]
-
-    def served_by(self, url: str, model: str | None) -> Any:
-        """See `TextPolicy.served_by`."""
-        return self._policy.served_by(url, model)  # type: ignore[attr-defined]
 
     def save(self, folder: Path) -> None:
         """Write the policy's layout, and the critic's below `critic/`."""
