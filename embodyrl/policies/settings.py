@@ -1,7 +1,7 @@
 """Keys that policies share; what only one of them reads stands in its own folder."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,20 +22,15 @@ class ModelSettings(Settings):
     num_action_chunks: Annotated[int, Field(ge=1, le=100_000)] = 8
     """K: actions per policy query."""
 
+    recomputes: ClassVar[bool] = True
+    """It spares the memory of activations where `actor.gradient_checkpointing` asks for it."""
+    only_imitated: ClassVar[tuple[str, ...]] = ()
+    """Keys that nothing but learning from demonstrations reads."""
+
     def idle_in(self, env: EnvSpec) -> Iterator[tuple[str, str]]:
         """Yield (key, reason) of what has no effect in an environment; what was typed all the same is refused."""
         del env
         yield from ()
-
-    @property
-    def recomputes(self) -> bool:
-        """It spares the memory of activations where `actor.gradient_checkpointing` asks for it."""
-        return True
-
-    @property
-    def only_imitated(self) -> tuple[str, ...]:
-        """Keys that nothing but learning from demonstrations reads."""
-        return ()
 
     @property
     def weights(self) -> str | None:

@@ -34,10 +34,7 @@ class ActorCriticSettings(WeightSettings):
     squashed: bool = False
     """Real-valued actions: tanh of a Gaussian whose spread depends on the observation too, as SAC wants it."""
 
-    @property
-    def recomputes(self) -> bool:
-        """So small networks keep what they computed."""
-        return False
+    recomputes = False  # so small networks keep what they computed
 
     def idle_in(self, env: EnvSpec) -> Iterator[tuple[str, str]]:
         """Name what needs real-valued actions, or a state."""

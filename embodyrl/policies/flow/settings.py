@@ -71,10 +71,7 @@ class FlowSettings(ResidualSettings):
     value_from: ValueFrom = ValueFrom.prefix
     """What the value head reads: the pooled prefix, or the expert's mean hidden row for the middle of the noise."""
 
-    @property
-    def only_imitated(self) -> tuple[str, ...]:
-        """Keys of flow matching."""
-        return "imitated_pairs", "imitated_time"
+    only_imitated = ("imitated_pairs", "imitated_time")  # keys of flow matching
 
     @property
     def steers(self) -> bool:

@@ -26,10 +26,7 @@ class SmallFlowSettings(FlowSettings):
     use_proprio: bool = True
     """Feed proprioception."""
 
-    @property
-    def recomputes(self) -> bool:
-        """So small a network keeps what it computed."""
-        return False
+    recomputes = False  # so small a network keeps what it computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
