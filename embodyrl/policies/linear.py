@@ -209,7 +209,7 @@ def stacked(x: Tensor, *stacks: Stack) -> Sequence[Tensor]:
 
 
 Pull = Callable[..., Tensor | None]
-"""Gradients of results, which are added to those of the weights; returns that of the input if it has one."""
+"""Gradients of results, which are added to those of the weights; returns that of the input if it has one. Once."""
 
 
 @torch.no_grad()
@@ -221,6 +221,7 @@ def pulled(x: Tensor, *stacks: Stack) -> tuple[Sequence[Tensor], Pull]:
     @torch.no_grad()
     def pull(*grads: Tensor) -> Tensor | None:
         of_x, of_weights = _descend(inputs, weights[::2], activation, depth, grads, to_x=to_x)
+        inputs.clear()  # as autograd lets go of them: the next micro-batch needs the memory
         for weight, gradient in zip(weights, of_weights, strict=True):
             weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
         return of_x
