@@ -251,7 +251,7 @@ def first_weights(cfg: ActingConfig | ServeConfig, env: EnvSpec) -> Path | None:
     return folder
 
 
-def check_resumed(cfg: ActingConfig, env: EnvSpec, run: Path) -> None:
+def check_resumed(cfg: ActingConfig | SftConfig, env: EnvSpec, run: Path) -> None:
     """Compare the newest weights of a run with the model and the environment that it is to go on with.
 
     Raises:
@@ -262,7 +262,7 @@ def check_resumed(cfg: ActingConfig, env: EnvSpec, run: Path) -> None:
         _compare(cfg, env, newest / POLICY_FOLDER, f"--resume {run}")
 
 
-def _compare(cfg: ActingConfig | ServeConfig, env: EnvSpec, folder: Path, asked: str) -> None:
+def _compare(cfg: ActingConfig | ServeConfig | SftConfig, env: EnvSpec, folder: Path, asked: str) -> None:
     factory = POLICIES.get(cfg.model.model_type)
     if isinstance(factory, ComparesWeights):
         try:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from embodyrl.commands.run_folder import RunFolder, open_run
+from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import resume_word
-from embodyrl.datasets.layout import ENVIRONMENT_PATH
+from embodyrl.datasets.layout import ENVIRONMENT_PATH, read_card
+from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.config import ENVIRONMENT_FILE
 from embodyrl.plan.roots import SftConfig
@@ -54,6 +55,8 @@ def sft(
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
     facts = sft_facts(cfg)
+    if resume is not None and not isinstance(cfg.data, RowSettings):  # language models have sizes of their own
+        check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path))).env, resume)
     with closing(open_run(cfg, "sft", overrides, resume)) as folder:
         return _Sft(cfg, folder, facts, on_step).run()
 

@@ -226,6 +226,17 @@ def test_resuming_gives_the_same_curve_and_weights(straight: Path, demos: Path, 
 
 
 @pytest.mark.integration
+def test_a_resume_that_does_not_fit_leaves_the_run_as_it_was(demos: Path, tmp_path: Path) -> None:
+    places = (f"data.path={demos}", f"runner.output_dir={tmp_path}", "launcher=inline", "model=mlp")
+    run = sft(load_config("sft", [*places, *SMALL, "runner.max_steps=1"])).run
+    saved = (run / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"--resume .*hidden is \[64, 64\], this run needs \[8\]"):
+        sft(load_saved_config(run, ["model.hidden_sizes=[8]", "runner.max_steps=2"]), resume=run)
+    assert (run / "config.yaml").read_text() == saved
+    assert sft(load_saved_config(run, ["runner.max_steps=2"]), resume=run).step == 2
+
+
+@pytest.mark.integration
 def test_killed_it_continues_from_its_checkpoint(straight: Path, demos: Path, tmp_path: Path) -> None:
     command = start_cli("sft", *words(tmp_path, demos, *LENGTH), cwd=tmp_path)
     saved = tmp_path / "sft/checkpoints/step_000003/manifest.json"
