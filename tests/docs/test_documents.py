@@ -38,6 +38,7 @@ COMPOSED = {
     "model=smolvla": "download of a checkpoint; tests/policies/flow runs tiny ones",
     "model.path=Qwen": "download of a language model",
     "data.path=demos model=openvla_oft_tiny": "as the tabletop line below",
+    "model.path=assets/flow_small128px": "demonstrations of LIBERO; the line of tabletop is run",
     "embodyrl dagger": "minutes; tests/commands/test_dagger runs it",
     "my_pkg": "a package of the reader's; own_env is run",
     "eval=libero_standard": "500 episodes of LIBERO; tests/commands/test_evaluation checks the protocol",
