@@ -36,7 +36,7 @@ from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import EnvSpec, Observation
 from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.workers.policy_host import describe_weights, publish, take
-from embodyrl.workers.ranks import Ranks
+from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.settings import ValueOptimSettings
 from embodyrl.workers.training import Optimization
 
@@ -172,7 +172,7 @@ def publication(policy: Policy) -> tuple[Callable[[], None], Callable[[], None]]
         for parts in buckets:
             ticket = bucket_arena.allocate()
             publish(
-                PublishRequest(sequence=0, ticket=ticket, parts=parts), policy.module, Ranks(RankInfo()), bucket_arena
+                PublishRequest(sequence=0, ticket=ticket, parts=parts), policy.module, OneRank(RankInfo()), bucket_arena
             )
             take(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), policy.module, bucket_arena)
             bucket_arena.free([ticket])

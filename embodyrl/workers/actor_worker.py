@@ -17,6 +17,7 @@ from embodyrl.policies.protocol import LearnsStatistics, Policy, PulledScores, P
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
+from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.rollout_worker import even_parts, read_observation
 from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, deal, mean_metrics
@@ -65,7 +66,7 @@ class ActorWorker:
         self._trainer = trainer
         self._policy = trainer.policy
         self._ranks = trainer.ranks
-        alone, policy = trainer.ranks.alone, trainer.policy
+        alone, policy = isinstance(trainer.ranks, OneRank), trainer.policy
         self._pulls = policy if alone and isinstance(policy, Pulls) and policy.pulls else None
         self._arena = arena
         self._algorithm = algorithm

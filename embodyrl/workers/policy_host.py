@@ -40,7 +40,7 @@ from embodyrl.workers.messages import (
     WorkerReady,
 )
 from embodyrl.workers.off_policy import OffPolicyWorker
-from embodyrl.workers.ranks import Ranks, halve
+from embodyrl.workers.ranks import OneRank, Ranks, halve
 from embodyrl.workers.rollout_worker import RolloutWorker
 from embodyrl.workers.settings import ActorSettings, Objective
 from embodyrl.workers.training import InParts, Trainer, best_device, seed_everything
@@ -57,7 +57,7 @@ class PolicyHost:
         self._bucket_arena = None if init.bucket_arena is None else Arena.attach(init.bucket_arena)
         self.policy = self._build()
         self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.rank_info)
-        self._ranks = Ranks(init.rank_info)
+        self._ranks: Ranks = OneRank(init.rank_info)
         self._trainer: Trainer | None = None
         self._actor: ActorWorker | OffPolicyWorker | ImitationWorker | None = None
         half = init.model.half
@@ -156,7 +156,7 @@ class PolicyHost:
         """Bind the module to the ranks of the run; collective."""
         init, fsdp = self._init, self._init.actor.fsdp
         if not self._is_sharded:
-            return Ranks(init.rank_info)
+            return OneRank(init.rank_info)
         from embodyrl.workers.sharded import ShardedRanks  # FSDP takes more than a second to import
 
         return ShardedRanks(self.policy.module, init.rank_info, fsdp, half=half, acts=init.acts)

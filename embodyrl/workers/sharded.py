@@ -28,7 +28,7 @@ from embodyrl.channels.channel import LOOPBACK, pass_gate
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ImitationScores, PolicyScores
 from embodyrl.workers.messages import RankInfo
-from embodyrl.workers.ranks import Ranks, S, layers
+from embodyrl.workers.ranks import S, layers
 from embodyrl.workers.settings import FsdpSettings
 
 _SIOCGIFADDR = 0x8915
@@ -49,10 +49,8 @@ class _Root(nn.Module):
         return type(scores), {f.name: getattr(scores, f.name).clone() for f in fields(scores)}
 
 
-class ShardedRanks(Ranks):
-    """N processes: each holds a shard of the fp32 weights, gradients and optimizer state."""
-
-    alone = False
+class ShardedRanks:
+    """`Ranks` of N processes: each holds a shard of the fp32 weights, gradients and optimizer state."""
 
     def __init__(self, module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> None:
         """Shard a module that holds the same weights on every rank; collective.
@@ -64,7 +62,7 @@ class ShardedRanks(Ranks):
             half: gather the layers in bfloat16; master weights and reductions stay float32.
             acts: the process also acts.
         """
-        super().__init__(rank_info)
+        self.rank_info = rank_info
         self._module = module
         self._cfg = cfg
         self._acts = acts

@@ -21,7 +21,7 @@ from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import ImitationScores, IntArray, PolicyScores
 from embodyrl.workers.flat_adam import FlatAdamW, build_adam
 from embodyrl.workers.messages import POLICY_FOLDER, RankInfo
-from embodyrl.workers.ranks import VALUE_HEAD, Ranks
+from embodyrl.workers.ranks import VALUE_HEAD, OneRank, Ranks
 from embodyrl.workers.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
 
 TRAINING_STATE = "training_state"
@@ -129,7 +129,7 @@ class Optimization:
         self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
         self._value_clip = optim.value_clip_grad if isinstance(optim, ValueOptimSettings) else None
-        self._ranks = ranks or Ranks(RankInfo())
+        self._ranks = ranks or OneRank(RankInfo())
 
     @property
     def lr(self) -> float:
