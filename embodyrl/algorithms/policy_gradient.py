@@ -79,7 +79,7 @@ class Algorithm:
         self.needs_groups = self._estimator.needs_groups
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
-        self.needs_finals = self.needs_values or self.needs_replay
+        self.needs_finals = self.needs_values or isinstance(cfg, ReplaySettings)
         """What is seen after an episode that did not terminate."""
         self.needs_all_ends = isinstance(cfg, ReplaySettings) and cfg.hindsight_goals > 0
         """And after one that did: with another goal it might not have."""

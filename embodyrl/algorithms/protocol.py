@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from embodyrl.algorithms.settings import AlgorithmSettings, GroupSettings, ReplaySettings, ValueSettings
+from embodyrl.algorithms.settings import AlgorithmSettings, BufferSettings, GroupSettings, ValueSettings
 from embodyrl.config.settings import Settings, join
 from embodyrl.registry import Registry
 from embodyrl.types import BoolArray, Episode, FloatArray, IntArray
@@ -152,8 +152,8 @@ class AdvantageEstimator:
 
     @property
     def needs_replay(self) -> bool:
-        """Credits are rewards, which go into a buffer; the update is its own, without a `loss_type`."""
-        return issubclass(self.settings, ReplaySettings)
+        """Credits go into a buffer with what was seen; the update is its own, without a `loss_type`."""
+        return issubclass(self.settings, BufferSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +216,7 @@ for _name in ("grpo", "rloo", "opo", "gpg", "pass_at_k", "gdpo"):
     ADVANTAGES.add(_name, f"embodyrl.algorithms.outcomes:{_name.upper()}")
 for _name in ("gigpo", "gae", "remax", "reinforce_pp", "reinforce_pp_baseline", "sac"):
     ADVANTAGES.add(_name, f"embodyrl.algorithms.estimators:{_name.upper()}")
+ADVANTAGES.add("filtered_bc", "embodyrl.algorithms.filtered_bc:FILTERED_BC")
 for _name in (
     *("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "pg", "aipo", "aipo_ratio", "topr", "dro", "clip_cov", "kl_cov"),
 ):

@@ -244,12 +244,12 @@ class ValueSettings(CreditSettings):
             yield from ((f"algorithm.{key}", missing) for key in ("value_clip", "huber_delta", "critic_warmup"))
 
 
-_REPLAY_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale"}
+_BUFFER_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale"}
 """Keys of all algorithms that mean something beside a replay buffer."""
 
 
-class ReplaySettings(AlgorithmSettings, DiscountSettings):
-    """An algorithm that learns from a buffer of all that was seen (SAC, RLPD)."""
+class BufferSettings(AlgorithmSettings):
+    """An algorithm whose updates draw from a buffer of what was seen, and from demonstrations."""
 
     replay_size: Annotated[int, Field(ge=2, le=10**9)] = 1_000_000
     """Observations that the buffer holds; the oldest make room."""
@@ -259,6 +259,30 @@ class ReplaySettings(AlgorithmSettings, DiscountSettings):
     """Chunk samples in the buffer before the first update."""
     updates_per_sample: Positive = 1.0
     """Updates for each new chunk sample, of actor.global_batch_size samples each."""
+    demonstrations: list[Path] = []
+    """Folders of demonstrations of this environment that are learned from as well; SAC: with its rewards."""
+    demonstration_share: Share = 0.5
+    """Of each batch, where there are demonstrations."""
+
+    @property
+    def method(self) -> str:
+        """What it does, in a line."""
+        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample"
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Name what policy gradients alone read."""
+        yield from super().idle()
+        reason = f"adv_type '{self.adv_type}' has an update of its own; choose another one"
+        yield from ((f"algorithm.{key}", reason) for key in AlgorithmSettings.model_fields if key not in _BUFFER_READS)
+        yield "actor.minibatches", reason
+        yield "rollout.dump", f"adv_type '{self.adv_type}' learns from a buffer, not from one step; choose another one"
+        if not self.demonstrations:
+            yield "algorithm.demonstration_share", "there are no demonstrations; set algorithm.demonstrations"
+
+
+class ReplaySettings(BufferSettings, DiscountSettings):
+    """An algorithm whose critics learn from a buffer of all that was seen (SAC, RLPD)."""
+
     n_step: Count = 1
     """Chunks whose rewards are added up before a critic's estimate takes their place."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
@@ -278,24 +302,15 @@ class ReplaySettings(AlgorithmSettings, DiscountSettings):
     hindsight_goals: Index = 0
     """Goal environments: for each drawn transition, so many others as if their goal were one that their episode reached
     later (HER, `future`); 4 in the paper. 0: none."""
-    demonstrations: list[Path] = []
-    """Folders of demonstrations of this environment, with its rewards, that are learned from as well."""
-    demonstration_share: Share = 0.5
-    """Of each batch, where there are demonstrations."""
 
     @property
     def method(self) -> str:
         """What it does, in a line."""
-        hindsight = f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else ""
-        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{hindsight}"
+        return super().method + (f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else "")
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what policy gradients alone read."""
+        """Its updates take a batch at once."""
         yield from super().idle()
         reason = f"adv_type '{self.adv_type}' has an update of its own; choose another one"
-        yield from ((f"algorithm.{key}", reason) for key in AlgorithmSettings.model_fields if key not in _REPLAY_READS)
-        for key in ("micro_batch_size", "minibatches", "max_tokens_per_mbs", "gradient_checkpointing"):
+        for key in ("micro_batch_size", "max_tokens_per_mbs", "gradient_checkpointing"):
             yield f"actor.{key}", reason
-        yield "rollout.dump", f"adv_type '{self.adv_type}' learns from a buffer, not from one step; choose another one"
-        if not self.demonstrations:
-            yield "algorithm.demonstration_share", "there are no demonstrations; set algorithm.demonstrations"

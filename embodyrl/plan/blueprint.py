@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.settings import ReplaySettings
+from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
@@ -119,7 +119,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
         _require_small_dump(samples * layout.record_bytes)
     rules = learner.algorithm if learner else None
     per_update = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
-    if isinstance(rules, ReplaySettings):
+    if isinstance(rules, BufferSettings):
         # An off-policy update draws from the buffer, whatever the batch of this step.
         per_update = round(samples * rules.updates_per_sample)
     return Blueprint(
@@ -195,7 +195,8 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
     problems += _weight_problems(cfg, algorithm, env)
     problems += replay_problems(cfg, algorithm, env, policy)
-    if algorithm.needs_replay and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
+    alone = isinstance(cfg.algorithm, ReplaySettings)
+    if alone and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
             "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."

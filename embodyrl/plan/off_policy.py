@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.settings import ReplaySettings
+from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.config.load import COMMAND_LINE
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
@@ -21,7 +21,7 @@ from embodyrl.types import EnvSpec, PolicySpec
 def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What learning from a buffer asks for."""
     problems = []
-    if algorithm.needs_replay and not policy.draws_with_gradients:
+    if isinstance(cfg.algorithm, ReplaySettings) and not policy.draws_with_gradients:
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
@@ -33,8 +33,8 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
     if cfg.sources.get("algorithm.image_shift") == COMMAND_LINE and blind:
         problems.append(f"algorithm.image_shift has no effect: {blind}; leave it out.")
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
-    folders = rules.demonstrations if rules else []
-    if folders and policy.steers and not policy.corrects:
+    folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
+    if rules and folders and policy.steers and not policy.corrects:
         problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []

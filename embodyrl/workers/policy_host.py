@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Arena
@@ -21,6 +22,7 @@ from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker
+from embodyrl.workers.filtered import FilteredWorker
 from embodyrl.workers.hindsight import Hindsight
 from embodyrl.workers.imitation import ImitationWorker
 from embodyrl.workers.messages import (
@@ -59,7 +61,7 @@ class PolicyHost:
         self._rollout = RolloutWorker(self.policy, self._arena, init.request.env.gripper, init.rank_info)
         self._ranks: Ranks = OneRank(init.rank_info)
         self._trainer: Trainer | None = None
-        self._actor: ActorWorker | OffPolicyWorker | ImitationWorker | None = None
+        self._actor: ActorWorker | OffPolicyWorker | FilteredWorker | ImitationWorker | None = None
         half = init.model.half
         if init.bucket_arena is not None and not init.trains and half and self._trains_all:
             # It only acts, on copies of what the actors keep: in their compute precision that is the same function.
@@ -90,6 +92,10 @@ class PolicyHost:
                 assert isinstance(init.actor, ActorSettings)
                 goals = None if init.env is None else Hindsight(init.algorithm, init.env, init.request.env)
                 self._actor = OffPolicyWorker(self._trainer, self._arena, init.algorithm, init.actor, init.seed, goals)
+            elif isinstance(init.algorithm, FilteredSettings):
+                assert isinstance(init.actor, ActorSettings)
+                means = init.request.env.gripper
+                self._actor = FilteredWorker(self._trainer, self._arena, init.algorithm, init.actor, init.seed, means)
             else:
                 assert isinstance(init.actor, ActorSettings)
                 self._actor = ActorWorker(self._trainer, self._arena, algorithm, init.actor, init.seed, reference)
@@ -190,7 +196,7 @@ class PolicyHost:
                 self._rollout.values(request)
             case ScoreRequest() if isinstance(self._actor, ActorWorker):
                 self._actor.score(request)
-            case UpdateRequest() if isinstance(self._actor, ActorWorker | OffPolicyWorker):
+            case UpdateRequest() if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
                 self._update = self._actor.update(request)
                 return self._go_on(in_parts=request.in_parts)
             case ImitateRequest() if isinstance(self._actor, ImitationWorker):
@@ -204,11 +210,11 @@ class PolicyHost:
                 take(request, self.policy.module, self._bucket_arena)
             case SaveRequest() if self._trainer is not None:
                 self._trainer.optimization.save(Path(request.folder), self.policy)
-                if isinstance(self._actor, ActorWorker | OffPolicyWorker):
+                if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
                     self._actor.save(Path(request.folder))
             case LoadRequest() if self._trainer is not None:
                 self._trainer.optimization.load(Path(request.folder), self.policy)
-                if isinstance(self._actor, ActorWorker | OffPolicyWorker):
+                if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
                     self._actor.load(Path(request.folder))
             case _:
                 raise AssertionError(f"unknown request {request!r}")

@@ -1,0 +1,159 @@
+"""The actor worker of filtered behaviour cloning: chunks of good episodes go into a buffer, and are imitated."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.algorithms.filtered_bc import FilteredSettings
+from embodyrl.algorithms.protocol import Share
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
+from embodyrl.checkpoint.tensors import load_state, save_state
+from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.policies.protocol import LearnsStatistics, weights_changed
+from embodyrl.types import FloatArray, GripperConvention, ImitationScores, IntArray, Observation
+from embodyrl.workers.messages import UpdateRequest
+from embodyrl.workers.replay import Frames, ReplayBuffer
+from embodyrl.workers.rollout_worker import convert_gripper, read_observation
+from embodyrl.workers.settings import ActorSettings
+from embodyrl.workers.training import InParts, Trainer, deal, mean_metrics
+
+REPLAY = "replay"
+"""File of a checkpoint."""
+
+
+class FilteredWorker:
+    """One rank that lets its policy imitate its own good episodes, and demonstrations beside them."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        arena: Arena,
+        rules: FilteredSettings,
+        actor: ActorSettings,
+        seed: int,
+        gripper: GripperConvention | None,
+    ) -> None:
+        self._trainer, self._policy, self._arena = trainer, trainer.policy, arena
+        self._rules, self._batch_size, self._seed = rules, actor.global_batch_size, seed
+        self._gripper = gripper
+        spec = self._policy.spec
+        self._horizon = spec.imitated or spec.num_action_chunks
+        # Each chunk stands for itself, so nothing is discounted and nothing follows.
+        self._replay = ReplayBuffer(rules.replay_size, 1.0, 1)
+        self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
+
+    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+        """Keep the chunks of good episodes and take `updates_per_sample` updates for each new chunk, of any episode.
+
+        Returns metrics averaged over the updates.
+        """
+        seen = self._store(request)
+        stored = self._replay.starts
+        result = {"replay_size": float(len(stored)), "optimizer_steps": 0.0}
+        if isinstance(self._policy, LearnsStatistics):
+            self._policy.take_statistics(read_observation(self._arena, seen))
+            weights_changed(self._policy.module)
+        if len(stored) < max(self._rules.learning_starts, 1):
+            return result
+        # The same choices on all ranks: each takes its own part of them.
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0xF1]))
+        count = max(1, round(self._rules.updates_per_sample * len(request.tickets)))
+        share = 0 if self._demonstrations is None else round(self._rules.demonstration_share * self._batch_size)
+        self._trainer.ranks.train()
+        self._policy.module.train()
+        steps: list[dict[str, float]] = []
+        for done in range(count):
+            batch = self._draw(rng, stored, share)
+            taken = yield from self._trainer.descend(
+                deal(np.ones(self._batch_size, np.int64), self._trainer.ranks.rank_info, *self._sizes),
+                request.step + done / count,
+                lambda rows, batch=batch: self._imitate(batch, rows),
+                lambda scores, _: (Share.of(scores.loss.sum() / self._batch_size), None),
+            )
+            if taken is not None:
+                steps.append(taken[0])
+        # Acting and scoring must be one function: no dropout.
+        self._policy.module.eval()
+        self._trainer.optimization.zero_grad()
+        self._trainer.ranks.reshard()
+        result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
+        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+
+    @property
+    def _sizes(self) -> tuple[int, int | None]:
+        return self._trainer.cfg.micro_batch_size, self._trainer.cfg.max_tokens_per_mbs
+
+    def _draw(self, rng: np.random.Generator, stored: IntArray, share: int) -> tuple[Observation, FloatArray]:
+        """Observations [B] and the actions [B, H, A] to imitate: own ones, then `share` demonstrated ones."""
+        own = rng.choice(stored, self._batch_size - share)
+        fields = {str(name): self._replay[name][own] for name in OBSERVATION}
+        actions = self._replay["action"][own]
+        if (demos := self._demonstrations) is not None and share:
+            steps = rng.integers(demos.stop[-1], size=share)
+            width = fields[Record.instruction].shape[1]
+            shown = {
+                Record.images: demos.images[steps],
+                Record.observed_state: demos.state[steps],
+                Record.instruction: np.stack([encode_instruction(str(t), width) for t in demos.instruction[steps]]),
+            }
+            fields = {name: np.concatenate([array, shown[Record(name)]]) for name, array in fields.items()}
+            actions = np.concatenate([actions, demos.chunks(steps, self._horizon)])
+        return read_observation(fields, np.arange(self._batch_size)), actions
+
+    def _imitate(self, batch: tuple[Observation, FloatArray], rows: IntArray) -> ImitationScores:
+        obs, actions = batch
+        words = tuple(obs.instructions[row] for row in rows)
+        part = Observation(images=obs.images[rows], state=obs.state[rows], instructions=words)
+        return self._policy.imitate(part, actions[rows])
+
+    def _store(self, request: UpdateRequest) -> IntArray:
+        """Put the chunks of good episodes into the buffer; returns all records of the request."""
+        arena = self._arena
+        records = arena.read(request.tickets)
+        good = np.flatnonzero((arena[Record.advantage][records] > 0).any(1))
+        episode = np.asarray(request.episode, dtype=np.int64)[good]
+        if len(good):
+            own = records[good]
+            self._replay.add(
+                Frames(
+                    seen={str(name): arena[name][own] for name in OBSERVATION},
+                    action=self._followed(own, episode),
+                    reward=np.zeros(len(own), np.float32),
+                    acted=np.ones(len(own), np.bool_),
+                    terminated=np.ones(len(own), np.bool_),
+                    episode=episode,
+                )
+            )
+        return records
+
+    def _followed(self, records: IntArray, episode: IntArray) -> FloatArray:
+        """[N, H, A] what was done from each chunk's observation on; at an episode's end its last action repeats."""
+        valid, actions = self._arena[Record.valid][records], self._arena[Record.action][records]
+        convert_gripper(actions, self._gripper, self._policy.spec.gripper)
+        # Executed actions of all episodes, one after the other, and where each chunk and each episode begins there.
+        done, counts = actions[valid], valid.sum(1)
+        begin = np.cumsum(counts) - counts
+        last = np.append(np.flatnonzero(np.diff(episode)), len(episode) - 1)
+        end = (begin + counts)[last][np.searchsorted(last, np.arange(len(episode)))]
+        return done[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
+
+    def _load_demonstrations(self) -> Demonstrations:
+        folders = [resolve_asset(folder) for folder in self._rules.demonstrations]
+        demos = join_demonstrations([load_demonstrations(folder) for folder in folders])
+        convert_gripper(demos.action, read_card(folders[0]).env.gripper, self._policy.spec.gripper)
+        return demos
+
+    def save(self, folder: Path) -> None:
+        """Write the buffer, unless the settings say otherwise."""
+        if self._rules.save_replay:
+            save_state(folder, REPLAY, self._replay.state())
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        if (folder / f"{REPLAY}.json").is_file():
+            state: dict[str, Any] = load_state(folder, REPLAY)
+            self._replay.load_state(state)
