@@ -16,8 +16,9 @@ from embodyrl.types import Episode
 
 
 class FilteredSettings(BufferSettings):
-    """Which episodes are imitated, and how much."""
+    """Which episodes are imitated."""
 
+    imitates = True
     imitate_above: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
     """Episodes whose return (after algorithm.reward_scale) is larger are imitated; of success as the reward: the
     successful ones."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -39,6 +39,8 @@ class ActingAlgorithm(Settings):
 class AlgorithmSettings(ActingAlgorithm):
     """What every estimator and every loss leaves to the loop."""
 
+    imitates: ClassVar[bool] = False
+    """Its loss is that of supervised training."""
     adv_type: str = "grpo"
     """Advantage estimator."""
     loss_type: str = "ppo_clip"

@@ -6,7 +6,7 @@ import subprocess
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from embodyrl.algorithms.settings import ReplaySettings
+from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import INFO_PATH
@@ -186,7 +186,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained
         + (whole if policy.steers else 0)  # frozen weights are saved beside what steers them
-        + (replay if isinstance(cfg.algorithm, ReplaySettings) and cfg.algorithm.save_replay else 0),
+        + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
     )
 
 
@@ -220,8 +220,10 @@ def _reference(blueprint: Blueprint, cfg: TrainConfig, own: int) -> int:
 def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
     """What is seen and drawn of each record that the run will see, as far as the buffer holds them, and of each chunk
     of its demonstrations; and what loading these takes beside that: all their frames, and the chunks once more.
+
+    Without critics: of each record that is worth imitating, at most all, and all frames of the demonstrations.
     """
-    if not isinstance(cfg.algorithm, ReplaySettings):
+    if not isinstance(cfg.algorithm, BufferSettings):
         return 0, 0
     policy, size = blueprint.policy, {f.name: f.record_bytes for f in blueprint.layout.fields}
     kept = whole = sum(size[name] for name in (*OBSERVATION, Record.action))
@@ -230,6 +232,11 @@ def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
     shown = [json.loads((resolve_asset(str(f)) / INFO_PATH).read_text("utf-8")) for f in cfg.algorithm.demonstrations]
     frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
     chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
+    if not isinstance(cfg.algorithm, ReplaySettings):
+        longer = (policy.imitated or length) / length  # chunks are kept as far as they are imitated
+        each = whole - size[Record.action] + int(longer * size[Record.action])
+        seen = min(cfg.algorithm.replay_size, blueprint.max_samples * blueprint.total_steps)
+        return each * seen + whole * frames, whole * frames * (len(shown) > 1)
     seen = min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
     return kept * (seen + chunks), whole * (frames * min(len(shown), 2) + chunks)
 

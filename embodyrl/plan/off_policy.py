@@ -10,12 +10,12 @@ from embodyrl.config.load import COMMAND_LINE
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
-from embodyrl.datasets.layout import ENVIRONMENT_PATH, is_ours, read_card
+from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, is_ours, read_card
 from embodyrl.envs.reward import RewardSection
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.settings import Labels
-from embodyrl.types import EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 
 def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
@@ -27,6 +27,11 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
             "model.likelihood=dsrl or residual; for others algorithm=ppo."
+        )
+    if cfg.algorithm.imitates and policy.steers:
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, {policy.steers} freezes it. Leave out "
+            "model.likelihood, or use algorithm=sac."
         )
     once = f"{policy.steers} sees each picture once" if policy.steers else ""
     blind = once if policy.num_images else f"model '{policy.name}' reads no image"
@@ -42,23 +47,17 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
 
 
 def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
-    """Why transitions of a data set are not those of this environment."""
+    """Why frames, or transitions, of a data set are not those of this environment."""
+    if env.action_kind is ActionKind.text:
+        yield "algorithm.demonstrations hold actions of robots, no replies; `embodyrl sft` imitates replies."
+        return
     if not resolve_asset(folder).is_dir():
         yield f"algorithm.demonstrations: {folder} is no folder; `embodyrl collect collect.out={folder}` fills it."
         return
     card = read_card(resolve_asset(folder))
     shown = card.env
-    if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
-        yield (
-            f"algorithm.demonstrations: {folder} holds what the expert would have done, not the actions that led "
-            "to its rewards and next states. Collect with model.expert_noise=0 and collect.labels=executed, or "
-            "imitate these with `embodyrl sft`."
-        )
-    if not is_ours(resolve_asset(folder)):
-        yield (
-            f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
-            f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."
-        )
+    if not cfg.algorithm.imitates:
+        yield from _transition_problems(folder, card, cfg, env)
     if (shown.action_dim, shown.state_dim, shown.cameras, shown.image_size) != (
         *(env.action_dim, env.state_dim, env.cameras, env.image_size),
     ):
@@ -71,6 +70,21 @@ def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iter
         yield (
             f"algorithm.demonstrations: {folder} shows env '{shown.name}' with none of the tasks of env '{env.name}'. "
             f"Collect some of these, or imitate those with `embodyrl sft`."
+        )
+
+
+def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
+    """Why the rewards and next states of a data set are not what its actions led to."""
+    if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
+        yield (
+            f"algorithm.demonstrations: {folder} holds what the expert would have done, not the actions that led "
+            "to its rewards and next states. Collect with model.expert_noise=0 and collect.labels=executed, or "
+            "imitate these with `embodyrl sft`."
+        )
+    if not is_ours(resolve_asset(folder)):
+        yield (
+            f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
+            f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."
         )
     told = resolve_asset(folder) / ENVIRONMENT_PATH
     saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": plain(cfg.env)}))

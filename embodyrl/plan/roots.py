@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 from pydantic import PrivateAttr
 
 from embodyrl.algorithms.protocol import ADVANTAGES, algorithm_settings
-from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings, ReplaySettings, ValueSettings
+from embodyrl.algorithms.settings import (
+    ActingAlgorithm,
+    AlgorithmSettings,
+    BufferSettings,
+    ReplaySettings,
+    ValueSettings,
+)
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ActingFaults, LauncherSettings, StepTimeout, parse_placement
 from embodyrl.config.settings import Index, Path, Settings, keys_of, spell
@@ -161,8 +167,9 @@ class EvalConfig(ActingConfig):
                 )
         if not isinstance(self, TrainConfig) or self.runner.only_eval:
             yield "env.reward_coef", "returns are reported without it; it is for `embodyrl train`"
-        for key in self.model.only_imitated:
-            yield f"model.{key}", "nothing is imitated here; use `embodyrl sft`"
+        if not (isinstance(self, TrainConfig) and self.algorithm.imitates):
+            reason = "nothing is imitated here; use `embodyrl sft`, or algorithm=filtered_bc"
+            yield from ((f"model.{key}", reason) for key in self.model.only_imitated)
 
 
 class TrainConfig(EvalConfig):
@@ -210,7 +217,7 @@ class TrainConfig(EvalConfig):
         if known and not ADVANTAGES.get(adv_type).counts_chunk_steps:
             reason = f"algorithm.adv_type={adv_type} counts episodes; use algorithm=ppo"
             yield "env.train.max_steps_per_rollout_epoch", reason
-        if self.actor.minibatches is not None and not isinstance(self.algorithm, ReplaySettings):
+        if self.actor.minibatches is not None and not isinstance(self.algorithm, BufferSettings):
             yield (
                 "actor.global_batch_size",
                 f"actor.minibatches={self.actor.minibatches} takes its place; set that to null",

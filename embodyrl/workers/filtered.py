@@ -1,4 +1,4 @@
-"""The actor worker of filtered behaviour cloning: chunks of good episodes go into a buffer, and are imitated."""
+"""The actor worker of filtered behaviour cloning: what good episodes did goes into a buffer, and is imitated."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
-from embodyrl.policies.protocol import LearnsStatistics, weights_changed
+from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
 from embodyrl.types import FloatArray, GripperConvention, ImitationScores, IntArray, Observation
+from embodyrl.workers.imitation import encoded_replies
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer
 from embodyrl.workers.rollout_worker import convert_gripper, read_observation
@@ -92,15 +93,14 @@ class FilteredWorker:
         own = rng.choice(stored, self._batch_size - share)
         fields = {str(name): self._replay[name][own] for name in OBSERVATION}
         actions = self._replay["action"][own]
+        if isinstance(self._policy, TextPolicy):
+            actions = encoded_replies(self._policy, actions)
         if (demos := self._demonstrations) is not None and share:
             steps = rng.integers(demos.stop[-1], size=share)
             width = fields[Record.instruction].shape[1]
-            shown = {
-                Record.images: demos.images[steps],
-                Record.observed_state: demos.state[steps],
-                Record.instruction: np.stack([encode_instruction(str(t), width) for t in demos.instruction[steps]]),
-            }
-            fields = {name: np.concatenate([array, shown[Record(name)]]) for name, array in fields.items()}
+            words = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
+            shown = zip(OBSERVATION, (demos.images[steps], demos.state[steps], words), strict=True)
+            fields = {str(name): np.concatenate([fields[name], array]) for name, array in shown}
             actions = np.concatenate([actions, demos.chunks(steps, self._horizon)])
         return read_observation(fields, np.arange(self._batch_size)), actions
 
@@ -117,11 +117,11 @@ class FilteredWorker:
         good = np.flatnonzero((arena[Record.advantage][records] > 0).any(1))
         episode = np.asarray(request.episode, dtype=np.int64)[good]
         if len(good):
-            own = records[good]
+            own, is_text = records[good], isinstance(self._policy, TextPolicy)
             self._replay.add(
                 Frames(
                     seen={str(name): arena[name][own] for name in OBSERVATION},
-                    action=self._followed(own, episode),
+                    action=arena[Record.reply][own] if is_text else self._followed(own, episode),
                     reward=np.zeros(len(own), np.float32),
                     acted=np.ones(len(own), np.bool_),
                     terminated=np.ones(len(own), np.bool_),
@@ -149,7 +149,8 @@ class FilteredWorker:
 
     def save(self, folder: Path) -> None:
         """Write the buffer, unless the settings say otherwise."""
-        if self._rules.save_replay:
+        # All ranks hold the same.
+        if self._rules.save_replay and self._trainer.ranks.rank_info.rank == 0:
             save_state(folder, REPLAY, self._replay.state())
 
     def load(self, folder: Path) -> None:

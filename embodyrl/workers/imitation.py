@@ -164,8 +164,7 @@ class ImitationWorker:
         """Actions [B, K, A]; of text the tokens of the reply."""
         if not isinstance(self._policy, TextPolicy):
             return self._arena[Record.action][records]
-        replies = [decode_instruction(row) for row in self._arena[Record.reply][records]]
-        return self._policy.encode_replies(replies)[:, :, None].astype(np.float32)
+        return encoded_replies(self._policy, self._arena[Record.reply][records])
 
     def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
         """Random numbers [D, count, C] of each sample's images, the same whichever rank it goes to."""
@@ -176,6 +175,11 @@ class ImitationWorker:
         return torch.cat(
             [draw(n * cameras, seed).unflatten(1, (n, cameras)) for n, seed in zip(sizes, seeds, strict=True)], 1
         )
+
+
+def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
+    """Tokens [B, longest, 1] of replies as they stand in records, in place of actions."""
+    return policy.encode_replies([decode_instruction(row) for row in replies])[:, :, None].astype(np.float32)
 
 
 def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:

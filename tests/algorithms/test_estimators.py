@@ -15,6 +15,7 @@ from algorithm_cases import (
 )
 from settings import algorithm_of
 
+from embodyrl.algorithms.filtered_bc import FilteredSettings, filtered_credits
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import ADVANTAGES, Scores
 from embodyrl.algorithms.settings import RewardLevel
@@ -139,3 +140,10 @@ def test_tasks_with_small_rewards_count_as_much_as_the_others():
         np.testing.assert_allclose(apart.advantage[own].mean(), 0, atol=1e-6)
         np.testing.assert_allclose(apart.advantage[own].std(ddof=1), 1, atol=1e-5)
     np.testing.assert_array_equal(apart.returns, together.returns)
+
+
+def test_episodes_that_earned_more_are_imitated_whole():
+    """What counts is the return of executed actions."""
+    good, bad = (make_episode([[reward], [reward]], valid=[[True], [reward > 0.5]]) for reward in (0.6, 0.5))
+    told = filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
+    assert [credit.advantage.tolist() for credit in told] == [[[1.0], [1.0]], [[0.0], [0.0]]]

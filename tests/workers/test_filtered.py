@@ -1,0 +1,164 @@
+"""Filtered behaviour cloning: which chunks are kept, as what they are imitated, and the update that follows."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from rank_work import RECORDS, Rollout, fill, losses, run_ranks, state
+from toy_runs import toy_config
+
+from embodyrl.channels.arena import Arena, records_of
+from embodyrl.channels.layout import Record
+from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.scheduler.start import policy_init
+from embodyrl.workers.filtered import FilteredWorker
+from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
+from embodyrl.workers.policy_host import PolicyHost
+from embodyrl.workers.rollout_worker import convert_gripper
+
+FILTERED = ("algorithm=filtered_bc", "algorithm.learning_starts=1", "algorithm.updates_per_sample=0.2")
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Build an actor with records of two episodes of three chunks, of which the first is good."""
+    made = []
+
+    def build(*words: str) -> tuple[PolicyHost, FilteredWorker, Arena, np.ndarray]:
+        sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "env.train.total_num_envs=8")
+        blueprint = draw_blueprint(toy_config(tmp_path, *sizes, *FILTERED, *words), training=True)
+        arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
+        host = PolicyHost(policy_init(blueprint, arena, None))
+        tickets = fill(arena, blueprint, host)
+        arena[Record.advantage][records_of(tickets)] = np.repeat([1.0, 0.0], 3)[:, None]
+        made.append((host, arena))
+        assert isinstance(host._actor, FilteredWorker)
+        return host, host._actor, arena, tickets
+
+    yield build
+    for host, arena in made:
+        host.close()
+        arena.close()
+
+
+def update(host: PolicyHost, tickets: np.ndarray, step: int = 0) -> dict[str, float]:
+    (done,) = host.handle(UpdateRequest(step=step, tickets=tickets, episode=[i // 3 for i in range(len(tickets))]))
+    return done.metrics
+
+
+def test_chunks_of_good_episodes_are_kept_with_the_actions_that_followed(make):
+    """Unexecuted actions are none of them; behind the last one it repeats, as in demonstrations."""
+    host, actor, arena, tickets = make("algorithm.learning_starts=1000")
+    records = records_of(tickets)
+    arena[Record.valid][records] = np.arange(4) < np.array([4, 4, 2, 4, 4, 4])[:, None]
+    actor._horizon = 6  # of a policy that executes four
+    assert update(host, tickets)["replay_size"] == 3
+    done = arena[Record.action][records].copy()
+    convert_gripper(done, actor._gripper, actor._policy.spec.gripper)
+    flat = done[:3].reshape(12, -1)[:10]
+    followed = [flat[np.minimum(begin + np.arange(6), 9)] for begin in (0, 4, 8)]
+    np.testing.assert_array_equal(actor._replay["action"][:3], followed)
+    np.testing.assert_array_equal(actor._replay[Record.images][:3], arena[Record.images][records[:3]])
+
+
+def test_actions_are_kept_in_the_meaning_of_the_policy(make):
+    host, actor, _, tickets = make()
+    means, own = actor._gripper, actor._policy.spec.gripper
+    assert means is not None
+    assert own is not None
+    assert (means.open, means.closed) != (own.open, own.closed), "or this test shows nothing"
+    update(host, tickets)
+    assert set(np.unique(actor._replay["action"][:3, :, own.index])) <= {own.open, own.closed}
+
+
+def test_an_update_is_that_of_supervised_training(make):
+    """Loss and gradient of the mean over the drawn samples, by plain torch; micro-batches change nothing."""
+    host, actor, _, tickets = make("actor.optim.lr=0.01", "actor.optim.clip_grad=1e9", "actor.optim.weight_decay=0")
+    twin = deepcopy(actor._policy.module)
+    metrics = update(host, tickets)
+    assert metrics["optimizer_steps"] == 1
+    after = {name: w.detach().clone() for name, w in actor._policy.module.named_parameters()}
+    actor._policy.module.load_state_dict(twin.state_dict())
+    rng = np.random.default_rng(np.random.SeedSequence([actor._seed, 0, 0xF1]))
+    obs, actions = actor._draw(rng, actor._replay.starts, 0)
+    loss = actor._policy.imitate(obs, actions).loss.mean()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    optim = actor._trainer.cfg.optim
+    adam = torch.optim.AdamW(
+        actor._policy.module.parameters(),
+        lr=metrics["lr"],
+        betas=(optim.adam_beta1, optim.adam_beta2),
+        eps=optim.adam_eps,
+        weight_decay=0,
+    )
+    loss.backward()
+    adam.step()
+    for name, weight in actor._policy.module.named_parameters():
+        torch.testing.assert_close(after[name], weight, rtol=0, atol=1e-4 * metrics["lr"] + 1e-6, msg=name)
+    small, other, *_ = make("actor.optim.lr=0.01", "actor.micro_batch_size=2")
+    whole, same, *_ = make("actor.optim.lr=0.01")
+    losses_of = [update(one, tickets)["loss"] for one in (small, whole)]
+    assert losses_of[0] == pytest.approx(losses_of[1], rel=1e-5)
+    for (name, a), b in zip(other._policy.module.named_parameters(), same._policy.module.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4, msg=name)
+
+
+def test_without_a_good_episode_nothing_moves(make):
+    host, actor, arena, tickets = make("actor.optim.lr=0.1")
+    arena[Record.advantage][records_of(tickets)] = 0.0
+    before = deepcopy(actor._policy.module.state_dict())
+    assert update(host, tickets) == {"replay_size": 0.0, "optimizer_steps": 0.0}
+    assert all(torch.equal(before[name], now) for name, now in actor._policy.module.state_dict().items())
+
+
+def test_what_is_saved_goes_on_alike(make, tmp_path):
+    host, actor, _, tickets = make()
+    update(host, tickets)
+    list(host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
+    again, other, _, later = make()
+    list(again.handle(LoadRequest(folder=str(tmp_path / "saved"))))
+    for one, own in ((host, tickets), (again, later)):
+        assert update(one, own, step=1)["replay_size"] == 6
+    np.testing.assert_array_equal(other._replay["action"][:6], actor._replay["action"][:6])
+    for name, weight in other._policy.module.named_parameters():
+        assert torch.equal(weight, dict(actor._policy.module.named_parameters())[name]), name
+
+
+def planned(words: list[str]) -> None:
+    cfg = load_config("train", words)
+    check_components(cfg)
+    draw_blueprint(cfg, training=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("model=flow_small", "model.likelihood=dsrl"), "freezes it"),
+        (("env=text/length", "model=causal_lm_tiny", "algorithm.demonstrations=[assets]"), "actions of robots"),
+        (("algorithm.demonstrations=[nowhere]",), "nowhere is no folder"),
+        (("algorithm.demonstration_share=0.2",), "there are no demonstrations"),
+        (("algorithm.kl_beta=0.1",), "has an update of its own"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, words, said):
+    words = ["algorithm=filtered_bc", *words, f"runner.output_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match=said):
+        planned(words)
+
+
+@pytest.mark.integration
+def test_two_ranks_equal_one(tmp_path):
+    words = (*FILTERED, "actor.micro_batch_size=2", "actor.optim.lr=0.001")
+    run_ranks(tmp_path, 2, [Rollout(name="two", words=words, last=3)])
+    run_ranks(tmp_path, 1, [Rollout(name="one", words=words, last=3)])
+    one, two = state(tmp_path / "one"), state(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["replay_size"] == b["replay_size"] > 0
