@@ -12,9 +12,9 @@ from embodyrl.commands.train import train
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
-OFF_POLICY = {"sac", "rlpd", "filtered_bc"}
-"""`test_off_policy_runs` and `test_filtered_runs` train them: they have no ratio, and the first two take real actions."""
-PRESETS = sorted({p.stem for p in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml")} - OFF_POLICY)
+FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc"}
+"""They have no ratio: see `test_off_policy_runs` and `test_filtered_runs`."""
+PRESETS = sorted({p.stem for p in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml")} - FROM_A_BUFFER)
 
 
 @pytest.mark.integration
