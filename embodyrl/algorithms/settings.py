@@ -269,7 +269,8 @@ class BufferSettings(AlgorithmSettings):
     @property
     def method(self) -> str:
         """What it does, in a line."""
-        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample"
+        shown = f", {self.demonstration_share:.0%} demonstrated" if self.demonstrations else ""
+        return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{shown}"
 
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what policy gradients alone read."""

@@ -18,11 +18,13 @@ from toy_runs import train_toy
 from embodyrl import files
 from embodyrl.cli.main import main
 from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.run_folder import first_weights
 from embodyrl.commands.train import train
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import newest_values, read_history
+from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 
@@ -133,6 +135,16 @@ def test_weights_that_do_not_fit_are_no_evaluation_to_go_on_with(tmp_path):
     with pytest.raises(ConfigError, match=r"--resume .*hidden is \[64, 64\]"):
         train(load_saved_config(run, ["model.hidden_sizes=[8]", "runner.max_steps=2"]), resume=run)
     assert (run / "config.yaml").read_text() == saved, "a run that cannot go on so must still go on as it was"
+
+
+def test_a_policy_that_was_trained_with_proprioception_does_not_act_without(tmp_path):
+    shipped = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
+    words = ("env=tabletop", "model=openvla_oft_tiny", f"ckpt={shipped}", f"runner.output_dir={tmp_path}")
+    cfg = load_config("eval", [*words, "model.use_proprio=true"])
+    env = draw_blueprint(cfg, training=False).env
+    assert first_weights(cfg, env) == shipped
+    with pytest.raises(ConfigError, match=r"trained with proprioception .* model\.use_proprio=true"):
+        first_weights(load_config("eval", [*words, "model.use_proprio=false"]), env)
 
 
 def test_what_is_registered_or_shipped_needs_no_trust(tmp_path):

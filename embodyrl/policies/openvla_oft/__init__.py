@@ -276,6 +276,11 @@ class OpenVlaOftFactory:
         mine = read_config(_folder(cfg))
         if (saved.towers, saved.llama) != (mine.towers, mine.llama):
             raise CheckpointError(f"{folder} holds a model of other sizes than model.path={cfg.path}.")
+        if not cfg.use_proprio and any(folder.glob("*proprio_projector*")):
+            raise CheckpointError(
+                f"{folder} was trained with proprioception (it has a proprio_projector), without which it would act on "
+                "something that it never saw. Fix: model.use_proprio=true."
+            )
         if cfg.corrects:
             _correction(cfg).check(folder)
 
