@@ -22,6 +22,9 @@ class FilteredSettings(BufferSettings):
     imitate_above: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
     """Episodes whose return (after algorithm.reward_scale) is larger are imitated; of success as the reward: the
     successful ones."""
+    average: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The policy that acts and is saved is an exponential moving average of the trained weights, of which so much stays
+    at each update: the noise of a learning rate as high as that of `sft` would cost success. 0: the weights themselves."""
 
 
 def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:

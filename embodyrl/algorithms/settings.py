@@ -246,7 +246,7 @@ class ValueSettings(CreditSettings):
             yield from ((f"algorithm.{key}", missing) for key in ("value_clip", "huber_delta", "critic_warmup"))
 
 
-_BUFFER_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale"}
+_BUFFER_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale", "curriculum"}
 """Keys of all algorithms that mean something beside a replay buffer."""
 
 

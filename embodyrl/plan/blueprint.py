@@ -194,15 +194,15 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
     problems += _weight_problems(cfg, algorithm, env)
-    problems += replay_problems(cfg, algorithm, env, policy)
-    alone = isinstance(cfg.algorithm, ReplaySettings)
-    if alone and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.max_staleness):
+    sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
+    problems += replay_problems(cfg, algorithm, env, policy, sharded=sharded)
+    if isinstance(cfg.algorithm, ReplaySettings) and (sharded or cfg.algorithm.max_staleness):
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
             "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
         )
     following = cfg.algorithm.reference_interval is not None
-    if following and (count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload or cfg.algorithm.reference_path):
+    if following and (sharded or cfg.algorithm.reference_path):
         problems.append(
             "algorithm.reference_interval: the policy's weights replace those of a reference of its own kind in one "
             "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."

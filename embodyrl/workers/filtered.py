@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.protocol import Share
@@ -22,8 +23,8 @@ from embodyrl.workers.rollout_worker import convert_gripper, read_observation
 from embodyrl.workers.settings import ActorSettings
 from embodyrl.workers.training import InParts, Trainer, deal, mean_metrics
 
-REPLAY = "replay"
-"""File of a checkpoint."""
+REPLAY, TRAINED = "replay", "trained"
+"""Files of a checkpoint; the latter: the weights that training goes on with where the policy is their average."""
 
 
 class FilteredWorker:
@@ -45,6 +46,10 @@ class FilteredWorker:
         self._horizon = spec.imitated or spec.num_action_chunks
         # Each chunk stands for itself, so nothing is discounted and nothing follows.
         self._replay = ReplayBuffer(rules.replay_size, 1.0, 1)
+        trained = {name: w for name, w in self._policy.module.named_parameters() if w.requires_grad}
+        self._weights = trained if rules.average else {}
+        # While an update runs the average, else the trained weights: the module holds the other ones.
+        self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}
         self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
@@ -66,6 +71,7 @@ class FilteredWorker:
         share = 0 if self._demonstrations is None else round(self._rules.demonstration_share * self._batch_size)
         self._trainer.ranks.train()
         self._policy.module.train()
+        self._swap()
         steps: list[dict[str, float]] = []
         for done in range(count):
             batch = self._draw(rng, stored, share)
@@ -77,12 +83,26 @@ class FilteredWorker:
             )
             if taken is not None:
                 steps.append(taken[0])
+                with torch.no_grad():
+                    for name, weight in self._weights.items():
+                        self._aside[name].lerp_(weight, 1 - self._rules.average)
+        self._swap()
         # Acting and scoring must be one function: no dropout.
         self._policy.module.eval()
         self._trainer.optimization.zero_grad()
         self._trainer.ranks.reshard()
         result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
         return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange the weights in the module with those that are kept aside."""
+        for name, weight in self._weights.items():
+            there = weight.clone()
+            weight.copy_(self._aside[name])
+            self._aside[name] = there
+        if self._weights:
+            weights_changed(self._policy.module)
 
     @property
     def _sizes(self) -> tuple[int, int | None]:
@@ -148,13 +168,19 @@ class FilteredWorker:
         return demos
 
     def save(self, folder: Path) -> None:
-        """Write the buffer, unless the settings say otherwise."""
+        """Write the buffer, if the settings say so, and the trained weights, where the policy is their average."""
+        if self._aside:
+            save_state(folder, TRAINED, dict(self._aside))
         # All ranks hold the same.
         if self._rules.save_replay and self._trainer.ranks.rank_info.rank == 0:
             save_state(folder, REPLAY, self._replay.state())
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Go on from what `save` wrote; without trained weights from the policy's."""
+        kept = load_state(folder, TRAINED) if (folder / f"{TRAINED}.json").is_file() else {}
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                self._aside[name].copy_(kept.get(name, weight))
         if (folder / f"{REPLAY}.json").is_file():
             state: dict[str, Any] = load_state(folder, REPLAY)
             self._replay.load_state(state)
