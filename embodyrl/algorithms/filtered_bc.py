@@ -24,7 +24,7 @@ class FilteredSettings(BufferSettings):
     successful ones."""
     average: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The policy that acts and is saved is an exponential moving average of the trained weights, of which so much stays
-    at each update: the noise of a learning rate as high as that of `sft` would cost success. 0: the weights themselves."""
+    at each update: the noise of a learning rate like that of `sft` would cost success. 0: the weights themselves."""
 
 
 def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:
