@@ -1,5 +1,6 @@
 """The actor worker of filtered behaviour cloning: what good episodes did goes into a buffer, and is imitated."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,9 @@ class FilteredWorker:
     def _load_demonstrations(self) -> Demonstrations:
         folders = [resolve_asset(folder) for folder in self._rules.demonstrations]
         demos = join_demonstrations([load_demonstrations(folder) for folder in folders])
-        convert_gripper(demos.action, read_card(folders[0]).env.gripper, self._policy.spec.gripper)
-        return demos
+        actions = demos.action.copy()
+        convert_gripper(actions, read_card(folders[0]).env.gripper, self._policy.spec.gripper)
+        return replace(demos, action=actions)
 
     def save(self, folder: Path) -> None:
         """Write the buffer, if the settings say so, and the trained weights, where the policy is their average."""
