@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from rank_work import RECORDS, Rollout, fill, losses, run_ranks, state
-from toy_runs import toy_config
+from toy_runs import TOY_COLLECT, toy_config
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
+from embodyrl.commands.collect import collect
+from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
@@ -162,3 +164,41 @@ def test_two_ranks_equal_one(tmp_path):
     for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["replay_size"] == b["replay_size"] > 0
+
+
+def test_the_policy_may_be_the_average_of_what_is_trained(make, tmp_path):
+    """One update from w to w' leaves the policy at 0.75 w + 0.25 w', and the next one goes on from w'."""
+    plain, moving, again = (make("actor.optim.lr=0.01", *more) for more in ((), *[("algorithm.average=0.75",)] * 2))
+    start, weights = deepcopy(moving[1]._policy.module.state_dict()), {}
+    for (host, actor, _, tickets), name in ((plain, "plain"), (moving, "moving")):
+        update(host, tickets)
+        weights[name] = deepcopy(actor._policy.module.state_dict())
+    for name, weight in weights["moving"].items():
+        torch.testing.assert_close(weight, start[name].lerp(weights["plain"][name], 0.25), rtol=0, atol=1e-7)
+        if name in moving[1]._aside:
+            assert torch.equal(moving[1]._aside[name], weights["plain"][name]), name
+    list(moving[0].handle(SaveRequest(folder=str(tmp_path / "saved"))))
+    list(again[0].handle(LoadRequest(folder=str(tmp_path / "saved"))))
+    losses_now = [update(host, tickets, step=1)["loss"] for host, _, _, tickets in (plain, moving, again)]
+    assert losses_now[0] == losses_now[1] == losses_now[2]
+    after = [actor._policy.module.state_dict() for _, actor, *_ in (moving, again)]
+    assert all(torch.equal(weight, after[1][name]) for name, weight in after[0].items())
+
+
+def test_demonstrations_have_their_share_of_each_batch(make, tmp_path):
+    words = (*TOY_COLLECT, "model=random", "collect.filter=all", "collect.episodes=4", "launcher=inline")
+    demos = tmp_path / "demos"
+    collect(load_config("collect", [*words, f"collect.out={demos}", f"runner.output_dir={tmp_path}"]))
+    host, actor, _, tickets = make(f"algorithm.demonstrations=[{demos}]", "algorithm.demonstration_share=0.34")
+    update(host, tickets)
+    obs, actions = actor._draw(np.random.default_rng(0), actor._replay.starts, 2)
+    shown = load_demonstrations(demos)
+    means, own = actor._gripper, actor._policy.spec.gripper
+    for row in (4, 5):
+        steps = np.flatnonzero((shown.images == obs.images[row]).all(axis=(1, 2, 3, 4)))
+        expected = shown.chunks(steps, 4)
+        convert_gripper(expected, means, own)
+        assert (expected == actions[row]).all(axis=(1, 2)).any()
+        assert obs.instructions[row] in shown.instruction[steps]
+    mine = actor._replay[Record.images][actor._replay.starts]
+    assert all((mine == obs.images[row]).all(axis=(1, 2, 3, 4)).any() for row in range(4))
