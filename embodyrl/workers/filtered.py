@@ -77,7 +77,7 @@ class FilteredWorker:
         for done in range(count):
             batch = self._draw(rng, stored, share)
             taken = yield from self._trainer.descend(
-                deal(np.ones(self._batch_size, np.int64), self._trainer.ranks.rank_info, *self._sizes),
+                self._deal(*batch),
                 request.step + done / count,
                 lambda rows, batch=batch: self._imitate(batch, rows),
                 lambda scores, _: (Share.of(scores.loss.sum() / self._batch_size), None),
@@ -105,9 +105,12 @@ class FilteredWorker:
         if self._weights:
             weights_changed(self._policy.module)
 
-    @property
-    def _sizes(self) -> tuple[int, int | None]:
-        return self._trainer.cfg.micro_batch_size, self._trainer.cfg.max_tokens_per_mbs
+    def _deal(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
+        """Micro-batches of positions; see `deal`."""
+        cfg, costs = self._trainer.cfg, np.ones(self._batch_size, np.int64)
+        if cfg.max_tokens_per_mbs is not None and isinstance(self._policy, TextPolicy):
+            costs = self._policy.prompt_lengths(obs) + (actions[:, :, 0] >= 0).sum(1)
+        return deal(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
     def _draw(self, rng: np.random.Generator, stored: IntArray, share: int) -> tuple[Observation, FloatArray]:
         """Observations [B] and the actions [B, H, A] to imitate: own ones, then `share` demonstrated ones."""

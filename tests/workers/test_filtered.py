@@ -55,18 +55,20 @@ def update(host: PolicyHost, tickets: np.ndarray, step: int = 0) -> dict[str, fl
 
 
 def test_chunks_of_good_episodes_are_kept_with_the_actions_that_followed(make):
-    """Unexecuted actions are none of them; behind the last one it repeats, as in demonstrations."""
+    """Unexecuted actions are none of them; behind an episode's last one it repeats, as in demonstrations."""
     host, actor, arena, tickets = make("algorithm.learning_starts=1000")
     records = records_of(tickets)
-    arena[Record.valid][records] = np.arange(4) < np.array([4, 4, 2, 4, 4, 4])[:, None]
+    arena[Record.advantage][records] = np.repeat([1.0, 0.0, 1.0], 2)[:, None]
+    arena[Record.valid][records] = np.arange(4) < np.array([4, 2, 4, 4, 4, 4])[:, None]
     actor._horizon = 6  # of a policy that executes four
-    assert update(host, tickets)["replay_size"] == 3
+    list(host.handle(UpdateRequest(step=0, tickets=tickets, episode=[0, 0, 1, 1, 2, 2])))
     done = arena[Record.action][records].copy()
     convert_gripper(done, actor._gripper, actor._policy.spec.gripper)
-    flat = done[:3].reshape(12, -1)[:10]
-    followed = [flat[np.minimum(begin + np.arange(6), 9)] for begin in (0, 4, 8)]
-    np.testing.assert_array_equal(actor._replay["action"][:3], followed)
-    np.testing.assert_array_equal(actor._replay[Record.images][:3], arena[Record.images][records[:3]])
+    first, last = done[:2].reshape(8, -1)[:6], done[4:].reshape(8, -1)
+    followed = [part[np.minimum(at + np.arange(6), len(part) - 1)] for part in (first, last) for at in (0, 4)]
+    assert len(actor._replay.starts) == 4
+    np.testing.assert_array_equal(actor._replay["action"][:4], followed)
+    np.testing.assert_array_equal(actor._replay[Record.images][:4], arena[Record.images][records[[0, 1, 4, 5]]])
 
 
 def test_actions_are_kept_in_the_meaning_of_the_policy(make):

@@ -1,0 +1,20 @@
+"""LIBERO whose instructions are those of the next task: in libero_spatial they name a bowl at another place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from embodyrl.envs.libero.factory import LiberoFactory, LiberoSettings
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.types import EnvSpec
+
+
+class LiarFactory(LiberoFactory):
+    """Tells of the next task."""
+
+    def describe(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
+        spec = super().describe(cfg, context)
+        return replace(spec, tasks=(*spec.tasks[1:], spec.tasks[0]))
+
+
+FACTORY = LiarFactory()
