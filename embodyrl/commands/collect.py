@@ -47,7 +47,8 @@ class CollectResult:
 def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResult:
     """Fill `collect.out` up to `collect.episodes` kept episodes, as many of each task.
 
-    Every env step becomes a frame: a policy that plans several actions executes the first and is asked again.
+    Every env step becomes a frame. A policy that plans several actions executes them all before it is asked again, as
+    in `eval`; where the expert labels what it does, it is asked at each step.
 
     Raises:
         EmbodyError: every failure that has a cause to name; what was written before stays usable.

@@ -63,7 +63,7 @@ class Blueprint:
     """Processes that train the policy."""
     devices: Devices
     single_step: bool = False
-    """Every env step is a record: the policy is asked anew after each action."""
+    """Every env step is a record."""
     labelled: bool = False
     """The environment's expert says beside each action what it would have done."""
 

@@ -356,6 +356,8 @@ class PolicyHostInit(WorkerInit):
     threads: int
     rank_info: RankInfo = field(default_factory=RankInfo)
     acts: bool = True
+    single_step: bool = False
+    """Every env step is a record, and a chunk takes as many of them as it has actions."""
     trains: bool
     sharded: bool = False
     """The ranks that train are FSDP's."""

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -95,14 +96,37 @@ def read_observation(arena: Fields, records: IntArray) -> Observation:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A chunk of a slot whose actions are executed one record at a time."""
+
+    episode: int
+    """Its noise seed."""
+    begin: int
+    """The env step that it was chosen at."""
+    actions: FloatArray
+    """[K, A]"""
+
+
 class RolloutWorker:
     """Acts with the policy that it shares with the actor."""
 
-    def __init__(self, policy: Policy, arena: Arena, gripper: GripperConvention | None, rank_info: RankInfo) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        arena: Arena,
+        gripper: GripperConvention | None,
+        rank_info: RankInfo,
+        *,
+        single_step: bool = False,
+    ) -> None:
+        """Where records are single steps, a chunk is executed in as many of them before the policy is asked again."""
         self._policy = policy
         self._rank_info = rank_info
         self._arena = arena
         self._gripper = gripper
+        self._steps = policy.spec.num_action_chunks if single_step else 1
+        self._plans: dict[int, _Plan] = {}
 
     def infer(self, request: InferRequest) -> None:
         """Choose one chunk per ticket and write it beside its observation.
@@ -112,6 +136,11 @@ class RolloutWorker:
                 the place where diverged weights are noticed even if no later update looks at them.
         """
         arena, policy = self._arena, self._policy
+        steps = request.chunks
+        if self._steps > 1:
+            request, steps = self._go_on(request)
+        if not len(request.tickets):
+            return
         records = arena.read(request.tickets)
         # In a deterministic run each slot has its row in every batch: a row's numbers depend on its place too.
         rows = _rows(request.rows, request.padded_size, len(records))
@@ -134,6 +163,9 @@ class RolloutWorker:
         # After the check: a NaN would become a closed or an open gripper without a trace.
         convert_gripper(actions, policy.spec.gripper, self._gripper)
         arena[Record.action][records] = actions
+        if self._steps > 1:
+            about = zip(request.rows, request.noise_seeds, steps, actions, strict=True)
+            self._plans |= {int(row): _Plan(int(seed), int(step), own) for row, seed, step, own in about}
         arena[Record.tokens][records] = out.tokens[own]
         arena[Record.logprob][records] = logprob
         arena[Record.value][records] = value
@@ -145,6 +177,25 @@ class RolloutWorker:
             arena[Record.cut_off][records] = out.cut_off[rows]
         if width := arena[Record.top].shape[1]:
             arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
+
+    def _go_on(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
+        """Write the next action where a chunk is under way; returns what is left to ask, and at which env steps."""
+        waiting: list[int] = []
+        about = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
+        for place, (row, seed, step) in enumerate(about):
+            plan = self._plans.get(int(row))
+            done = 0 if plan is None or plan.episode != int(seed) else int(step) - plan.begin
+            if plan is not None and 0 < done < self._steps:
+                (record,) = self._arena.read(request.tickets[place : place + 1])
+                self._arena[Record.action][record, 0] = plan.actions[done]
+                for name in (Record.tokens, Record.logprob, Record.value):
+                    self._arena[name][record] = 0  # what stood there was said of another record
+            else:
+                waiting.append(place)
+        picked = {name: np.asarray(getattr(request, name))[waiting] for name in ("tickets", "noise_seeds", "rows")}
+        steps = np.asarray(request.chunks)[waiting]
+        # The noise of a chunk is that of an evaluation, which counts chunks.
+        return replace(request, chunks=steps // self._steps, **picked), steps
 
     def values(self, request: ValueRequest) -> None:
         """Write value estimates of final observations, for bootstrapping."""

@@ -11,7 +11,8 @@ from processes import start_cli, wait_until
 from toy_env import toy_spec
 from toy_runs import TOY, TOY_COLLECT, TOY_EVAL
 
-from embodyrl.commands.collect import CollectResult, collect
+from embodyrl.channels.arena import Arena
+from embodyrl.commands.collect import CollectResult, collect, draw_collection
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import check_layout, load_demonstrations
 from embodyrl.datasets.writer import read_episodes
@@ -20,8 +21,11 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, demonstration_episodes, eval_episodes, train_episodes
 from embodyrl.plan.roots import CollectConfig
+from embodyrl.policies.protocol import POLICIES
 from embodyrl.program.environment import make_env
-from embodyrl.types import PolicySpec
+from embodyrl.scheduler.start import policy_init
+from embodyrl.types import Observation, PolicySpec
+from embodyrl.workers.rollout_worker import token_noise
 
 TASKS = "env.kwargs.tasks=2"
 POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_chunk=28)
@@ -170,6 +174,26 @@ def test_a_policy_that_plans_chunks_is_recorded_step_by_step(tmp_path: Path) -> 
         moved, action = np.diff(demos.state[start : start + 8, 0]), demos.action[start : start + 8]
         np.testing.assert_allclose(moved, action[:7, 0], atol=1e-6)
         assert len(np.unique(action, axis=0)) == 8, "every query draws its own noise"
+
+
+def test_chunks_are_executed_to_their_end_as_in_an_evaluation(tmp_path: Path) -> None:
+    """Two episodes at a time, ten steps each: the third chunk is cut."""
+    words = ("model=random", "model.num_action_chunks=4", "eval.sampling_params.do_sample=true", "collect.filter=all")
+    words = (*words, "env.kwargs.goal=99", "env.train.max_episode_steps=10", "env.train.total_num_envs=2")
+    cfg = config(tmp_path, *words, "collect.episodes=3")
+    collect(cfg)
+    blueprint = draw_collection(cfg)
+    plan = demonstration_episodes(cfg, blueprint.env, [(0, 0), (0, 1), (1, 0)])
+    arena = Arena.create(blueprint.layout, blueprint.capacity)
+    policy = POLICIES.get("random").build(cfg.model, policy_init(blueprint, arena, None).request)
+    arena.close()
+    nothing = Observation(images=np.zeros((3, 0, 0, 0, 3), np.uint8), state=np.zeros((3, 1)), instructions=("",) * 3)
+    demos = load_demonstrations(tmp_path / "demos")
+    specs = sorted(plan.episodes, key=lambda spec: spec.episode_id)
+    for start, spec in zip(demos.start, specs, strict=True):
+        noise = token_noise([spec.noise_seed] * 3, range(3), policy.spec.tokens_per_chunk)
+        chosen = policy.act(nothing, noise=noise).actions.reshape(12, -1)
+        np.testing.assert_array_equal(demos.action[start : start + 10, :6], chosen[:10, :6])  # the gripper is converted
 
 
 @pytest.mark.integration
