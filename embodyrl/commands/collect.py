@@ -15,6 +15,7 @@ from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_
 from embodyrl.commands.session import announce, screen_only
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
 from embodyrl.datasets.writer import DatasetWriter
+from embodyrl.envs.reward import changed_reward
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
@@ -115,6 +116,7 @@ def card_of(blueprint: Blueprint) -> Card:
             "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
             "filter": cfg.collect.filter.value,
             **({"labels": cfg.collect.labels.value} if blueprint.labelled else {}),
+            **changed_reward(cfg),
             "seed": cfg.seed,
             "state_ids": cfg.env.train.state_ids,
             "max_episode_steps": cfg.env.train.max_episode_steps,

@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import Path as SettingsPath
-from embodyrl.config.settings import Settings
+from embodyrl.config.settings import Settings, plain
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec, FloatArray, ObservationOut
@@ -142,6 +142,13 @@ class RewardSection(Settings):
         yield from super().idle()
         if self.reward.path is not None and self.reward.mode is RewardMode.replace:
             yield "env.use_rel_reward", "reward.path replaces the simulator's reward; set reward.mode=add"
+
+
+def changed_reward(cfg: object) -> dict[str, Any]:
+    """`reward` and its keys, where a config has another one than the simulator's; else nothing."""
+    if not isinstance(cfg, RewardSection) or cfg.reward.path is None:
+        return {}
+    return {"reward": plain(cfg.reward)}
 
 
 @dataclass(frozen=True, kw_only=True)

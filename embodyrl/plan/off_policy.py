@@ -12,7 +12,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, is_ours, read_card
-from embodyrl.envs.reward import RewardSection
+from embodyrl.envs.reward import RewardSection, changed_reward
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.settings import Labels
@@ -93,6 +93,12 @@ def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec
         yield (
             f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
             f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."
+        )
+    theirs, own = card.collected.get("reward"), changed_reward(cfg).get("reward")
+    if theirs != own:
+        yield (
+            f"algorithm.demonstrations: {folder} was collected with reward.path={theirs and theirs['path']}, this run "
+            f"has {own and own['path']}, or other keys beside it. Collect with the same."
         )
     told = resolve_asset(folder) / ENVIRONMENT_PATH
     saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": plain(cfg.env)}))

@@ -112,6 +112,7 @@ def test_half_of_each_batch_may_be_demonstrations(tmp_path):
         ("env.reward_coef=0.1", r"collected with env.reward_coef=1.0, this run has 0.1"),
         ("env.use_rel_reward=true", "env.use_rel_reward=False, this run has True"),
         ("algorithm.demonstrations=[nowhere]", "nowhere is no folder"),
+        ("reward.path=embodyrl.envs.reward:success", r"reward\.path=None, this run has embodyrl\.envs\.reward:success"),
     ):
         with pytest.raises(ConfigError, match=said):
             draw_blueprint(load_config("train", words_of(tmp_path, *given, wrong)), training=True)
