@@ -164,7 +164,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         arena=arena.handle,
         total_steps=blueprint.total_steps,
         threads=threads,
-        # Labels are asked for at each step, and so is who acts (DAgger).
+        # Where the expert labels each step (DAgger), the policy is asked at each step too.
         single_step=blueprint.single_step and not blueprint.labelled,
         trains=learner is not None,
         start_from=str(start_from) if start_from else None,

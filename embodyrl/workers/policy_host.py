@@ -58,8 +58,9 @@ class PolicyHost:
         self._arena = init.open_arena()
         self._bucket_arena = None if init.bucket_arena is None else Arena.attach(init.bucket_arena)
         self.policy = self._build()
-        gripper, alone = init.request.env.gripper, init.single_step
-        self._rollout = RolloutWorker(self.policy, self._arena, gripper, init.rank_info, single_step=alone)
+        self._rollout = RolloutWorker(
+            self.policy, self._arena, init.request.env.gripper, init.rank_info, single_step=init.single_step
+        )
         self._ranks: Ranks = OneRank(init.rank_info)
         self._trainer: Trainer | None = None
         self._actor: ActorWorker | OffPolicyWorker | FilteredWorker | ImitationWorker | None = None
