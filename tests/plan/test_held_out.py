@@ -170,6 +170,7 @@ def test_shipped_weights_know_what_they_were_trained_on_and_have_a_card(folder: 
         ["experiment=libero_laptop_flow"],
         ["experiment=libero_laptop_long"],
         ["experiment=libero_object_laptop"],
+        ["experiment=libero_spatial_laptop"],
         ["env=tabletop"],
         ["env=gym"],
         ["env=maniskill"],
