@@ -22,6 +22,7 @@ NEWER = {
         *("workers/off_policy.py", "workers/replay.py", "algorithms/sac.py", "policies/actor_critic/critics.py"),
         *("workers/hindsight.py", "envs/gym/goals.py", "plan/off_policy.py"),
     ],
+    "filtered behaviour cloning": ["workers/filtered.py", "algorithms/filtered_bc.py"],
     "text: games, servers, a critic apart, confined code": [
         *("envs/text/game.py", "policies/causal_lm/server.py", "policies/critic.py", "sandboxed.py"),
     ],

@@ -64,9 +64,9 @@ class FlowSettings(ResidualSettings):
     fpo_ratio: FpoRatio = FpoRatio.mean
     """fpo: one ratio from the mean loss of the pairs, or one of each pair (sample; with logprob_type=token_level)."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
-    """sft, dagger: (noise, time) pairs per chunk; the prefix, which is most of the work, is computed once for all."""
+    """Imitation: (noise, time) pairs per chunk; the prefix, which is most of the work, is computed once for all."""
     imitated_time: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """sft, dagger: times are drawn from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA have 1.5. The larger, the nearer
+    """Imitation: times are drawn from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA have 1.5. The larger, the nearer
     to pure noise, where only the observation can tell what is to be done."""
     value_from: ValueFrom = ValueFrom.prefix
     """What the value head reads: the pooled prefix, or the expert's mean hidden row for the middle of the noise."""
