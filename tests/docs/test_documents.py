@@ -192,7 +192,8 @@ def test_a_documented_command_does_what_it_says(line: str, reader: Path, capfd: 
         pytest.importorskip("libero" if "libero" in line else "mani_skill")
         # The page's run is of the experiment's model; the one that was trained here is not.
         if any(word.startswith("experiment=libero") for word in words):
-            words = [word.replace("ckpt=runs/my_run", "ckpt=assets/openvla_oft_tiny_object") for word in words]
+            fits = "flow_small_soup" if "libero_spatial" in line else "openvla_oft_tiny_object"
+            words = [word.replace("ckpt=runs/my_run", f"ckpt=assets/{fits}") for word in words]
         jobs = expand([w for w in words if w not in ("-m", "--dry-run")]) if "-m" in words else [words]
         for job in jobs:
             assert main([name, *job, *(["--dry-run"] if "--dry-run" not in job else [])]) == 0, capfd.readouterr().err
