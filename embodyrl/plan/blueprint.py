@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
+from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import RecordLayout, record_layout
@@ -300,7 +301,8 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     acting = cfg.rollout.acting_processes if isinstance(cfg, ActingConfig) else 0
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
     has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
-    replay = isinstance(cfg, TrainConfig) and isinstance(cfg.algorithm, ReplaySettings)
+    rules = cfg.algorithm if isinstance(cfg, TrainConfig) else None
+    replay = isinstance(rules, ReplaySettings) or (isinstance(rules, FilteredSettings) and rules.average > 0)
     critic = isinstance(cfg, TrainConfig) and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     # Each of these works in one process only: further GPUs are left alone rather than the run refused.
     alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))

@@ -148,6 +148,7 @@ def planned(words: list[str]) -> None:
         (("algorithm.demonstrations=[nowhere]",), "nowhere is no folder"),
         (("algorithm.demonstration_share=0.2",), "there are no demonstrations"),
         (("algorithm.kl_beta=0.1",), "has an update of its own"),
+        (("algorithm.average=0.9", "actor.fsdp.size=2"), "keeps whole weights aside in one process"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, words, said):
@@ -163,6 +164,8 @@ def test_two_ranks_equal_one(tmp_path):
     run_ranks(tmp_path, 1, [Rollout(name="one", words=words, last=3)])
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     assert one.keys() == two.keys()
+    for key, weight in one.items():
+        torch.testing.assert_close(two[key], weight, rtol=0, atol=1e-4, msg=key)
     for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["replay_size"] == b["replay_size"] > 0

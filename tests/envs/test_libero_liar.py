@@ -1,0 +1,22 @@
+"""The environment that documented figures of "told of another place" are of."""
+
+from __future__ import annotations
+
+import pytest
+
+from embodyrl.envs.protocol import told
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
+
+
+def test_each_state_is_told_of_another_bowl_and_nothing_else_changes(tmp_path):
+    pytest.importorskip("libero")
+    words = ["env=libero_spatial", "model=openvla_oft_tiny", f"runner.output_dir={tmp_path}"]
+    honest, liar = (
+        draw_blueprint(load_config("eval", [*words, *more]), training=False).env
+        for more in ((), ("env.env_type=libero_liar:FACTORY", "trust=true"))
+    )
+    assert honest.states_per_task == liar.states_per_task
+    for task in range(10):
+        state = honest.reset_ids_of(task)[3]
+        assert told(liar, state) == told(honest, honest.reset_ids_of((task + 1) % 10)[3]) != told(honest, state)
