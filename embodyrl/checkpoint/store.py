@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, WorkerError
 from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
@@ -269,7 +269,8 @@ class CheckpointStore:
         except BaseException as error:
             written = size_bytes(scratch)
             shutil.rmtree(scratch, ignore_errors=True)
-            if _is_full_disk(error):
+            # A worker that died of it is no checkpoint that failed: training cannot go on without it.
+            if _is_full_disk(error) and not isinstance(error, WorkerError):
                 free = shutil.disk_usage(self.root).free
                 text = _full_disk(self.path(step), needed=max(needed, written), free=free, cause=error)
                 raise CheckpointError(text) from error

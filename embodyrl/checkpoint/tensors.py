@@ -3,7 +3,8 @@
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from safetensors.torch import load_file, save_file
 from embodyrl.errors import CheckpointError
 
 _TAGS = frozenset({"$tensor", "$array", "$tuple", "$dict", "$float"})
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what the file system says (full disk) into a `CheckpointError` that names the folder."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        number = f" (os error {error.errno})" if isinstance(error, OSError) else ""
+        raise CheckpointError(f"{folder}: {error}{number}") from error
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import RecordLayout, record_layout
@@ -196,7 +195,7 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
     problems += _weight_problems(cfg, algorithm, env)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
-    problems += replay_problems(cfg, algorithm, env, policy, sharded=sharded)
+    problems += replay_problems(cfg, algorithm, env, policy)
     if isinstance(cfg.algorithm, ReplaySettings) and (sharded or cfg.algorithm.max_staleness):
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
@@ -301,8 +300,7 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     acting = cfg.rollout.acting_processes if isinstance(cfg, ActingConfig) else 0
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
     has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
-    rules = cfg.algorithm if isinstance(cfg, TrainConfig) else None
-    replay = isinstance(rules, ReplaySettings) or (isinstance(rules, FilteredSettings) and rules.average > 0)
+    replay = isinstance(cfg, TrainConfig) and isinstance(cfg.algorithm, ReplaySettings)
     critic = isinstance(cfg, TrainConfig) and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     # Each of these works in one process only: further GPUs are left alone rather than the run refused.
     alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.config.load import COMMAND_LINE
@@ -19,9 +18,7 @@ from embodyrl.plan.settings import Labels
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 
-def replay_problems(
-    cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec, *, sharded: bool
-) -> list[str]:
+def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What learning from a buffer asks for."""
     problems = []
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.draws_with_gradients:
@@ -35,11 +32,6 @@ def replay_problems(
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, {policy.steers} freezes it. Leave out "
             "model.likelihood, or use algorithm=sac."
-        )
-    if isinstance(cfg.algorithm, FilteredSettings) and cfg.algorithm.average and sharded:
-        problems.append(
-            "algorithm.average keeps whole weights aside in one process: use actor.fsdp.size=1 and "
-            "actor.fsdp.cpu_offload=false, or average=0."
         )
     once = f"{policy.steers} sees each picture once" if policy.steers else ""
     blind = once if policy.num_images else f"model '{policy.name}' reads no image"

@@ -174,18 +174,30 @@ class FilteredWorker:
 
     def save(self, folder: Path) -> None:
         """Write the buffer, if the settings say so, and the trained weights, where the policy is their average."""
-        if self._aside:
-            save_state(folder, TRAINED, dict(self._aside))
-        # All ranks hold the same.
-        if self._rules.save_replay and self._trainer.ranks.rank_info.rank == 0:
+        # All ranks gather, for that is collective, and the first one writes; of the buffer all hold the same.
+        trained = self._trainer.ranks.gathered(self._aside)
+        if self._trainer.ranks.rank_info.rank:
+            return
+        if trained:
+            save_state(folder, TRAINED, trained)
+        if self._rules.save_replay:
             save_state(folder, REPLAY, self._replay.state())
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote; without trained weights from the policy's."""
-        kept = load_state(folder, TRAINED) if (folder / f"{TRAINED}.json").is_file() else {}
-        with torch.no_grad():
-            for name, weight in self._weights.items():
-                self._aside[name].copy_(kept.get(name, weight))
+        ranks = self._trainer.ranks
+        ranks.train()
+        self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        if self._weights and (folder / f"{TRAINED}.json").is_file():
+            trained = load_state(folder, TRAINED)
+            # By way of the module, of which each rank gets its shards; the average waits aside meanwhile.
+            with ranks.full_weights(write=True), torch.no_grad():
+                for name, weight in self._policy.module.named_parameters():
+                    if name in trained:
+                        weight.copy_(trained[name])
+            ranks.train()
+            self._swap()
+        ranks.reshard()
         if (folder / f"{REPLAY}.json").is_file():
             state: dict[str, Any] = load_state(folder, REPLAY)
             self._replay.load_state(state)

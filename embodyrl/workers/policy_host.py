@@ -17,6 +17,7 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
+from embodyrl.checkpoint.tensors import writing
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
@@ -211,9 +212,7 @@ class PolicyHost:
             case LoadWeightsRequest() if self._bucket_arena is not None:
                 take(request, self.policy.module, self._bucket_arena)
             case SaveRequest() if self._trainer is not None:
-                self._trainer.optimization.save(Path(request.folder), self.policy)
-                if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
-                    self._actor.save(Path(request.folder))
+                self._save(self._trainer, Path(request.folder))
             case LoadRequest() if self._trainer is not None:
                 self._trainer.optimization.load(Path(request.folder), self.policy)
                 if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
@@ -232,6 +231,19 @@ class PolicyHost:
                 return end.value
             if in_parts:
                 return None
+
+    def _save(self, trainer: Trainer, folder: Path) -> None:
+        """Write policy and optimizer, then what the algorithm keeps, all ranks.
+
+        Raises:
+            CheckpointError: it could not be written (full disk); the other ranks were not kept waiting.
+        """
+        try:
+            trainer.optimization.save(folder, self.policy)
+        finally:
+            if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
+                with writing(folder):
+                    self._actor.save(folder)
 
     def close(self) -> None:
         """Leave the ranks and let go of the shared memory; idempotent."""

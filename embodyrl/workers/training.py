@@ -10,12 +10,11 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from embodyrl.algorithms.aggregation import merge_metrics
 from embodyrl.algorithms.protocol import Share
-from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state
+from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state, writing
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import ImitationScores, IntArray, PolicyScores
@@ -197,16 +196,16 @@ class Optimization:
         Raises:
             CheckpointError: it could not be written (full disk); this rank has still done its part for the others.
         """
-        problems: list[str] = []
+        problems: list[CheckpointError] = []
 
         def write(files: Callable[[], None]) -> None:
             if self._ranks.rank_info.rank or problems:
                 return
             try:
-                files()
-            except (OSError, SafetensorError) as error:
-                number = f" (os error {error.errno})" if isinstance(error, OSError) else ""
-                problems.append(f"{folder}: {error}{number}")
+                with writing(folder):
+                    files()
+            except CheckpointError as error:
+                problems.append(error)
 
         with self._ranks.full_weights(write=False):
             # Every rank passes through here, and only the first one writes: gathering the weights is collective.
@@ -218,7 +217,7 @@ class Optimization:
         }
         write(lambda: save_state(folder, TRAINING_STATE, state))
         if problems:
-            raise CheckpointError(problems[0])
+            raise problems[0]
 
     def load(self, folder: Path, policy: Policy) -> None:
         """Load what `save` wrote. Learning rates, weight decay and the like stay those of this run's config."""

@@ -12,7 +12,7 @@ import pytest
 
 import embodyrl
 from embodyrl.checkpoint.store import CheckpointStore, read_loop
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, WorkerError
 
 KILL_AT = {
     "in the middle of the data": "fill_hook = die",
@@ -343,6 +343,17 @@ def test_a_really_full_disk_is_reported(tmp_path: Path):
         store.verify(previous)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_worker_that_died_of_a_full_disk_stays_dead(tmp_path: Path):
+    """As a checkpoint that failed it would be tolerated, and the run would wait for the worker for ever."""
+
+    def dies(folder: Path) -> None:
+        raise WorkerError("worker policy raised OSError: No space left on device (os error 28)")
+
+    with pytest.raises(WorkerError, match="worker policy"):
+        write_to(CheckpointStore(tmp_path), 1, dies, {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

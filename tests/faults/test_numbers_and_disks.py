@@ -108,11 +108,16 @@ def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(small_disk)
     assert [row["step"] for row in rows(small_disk / "run")] == [1, 2]
 
 
-def test_training_goes_on_where_the_policy_cannot_write_its_checkpoint(small_disk):
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [((), 2**18), (("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learning_starts=1"), 12 * 2**20)],
+    ids=["the policy", "what the algorithm keeps"],
+)
+def test_training_goes_on_where_a_checkpoint_cannot_be_written(small_disk, words, left):
     """There is no earlier checkpoint to tell its size: the disk fills while the policy's worker writes."""
-    cfg = toy_config(small_disk, "runner.max_steps=3", "runner.save_interval=1")
+    cfg = toy_config(small_disk, "runner.max_steps=3", "runner.save_interval=1", *words)
     with pytest.raises(CheckpointError, match=r"No space left on device") as caught:
-        train(cfg, on_step=fills(small_disk, 2**18))
+        train(cfg, on_step=fills(small_disk, left))
     assert caught.value.exit_code == 6, "the last checkpoint must succeed"
     run = small_disk / "run"
     assert [row["step"] for row in rows(run)] == [1, 2, 3]

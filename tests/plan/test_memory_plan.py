@@ -127,6 +127,24 @@ def test_a_replay_buffer_lies_on_the_host(tmp_path, monkeypatch):
     assert on_gpu.host(1) >= on_cpu.replay
 
 
+def test_imitation_of_own_episodes_keeps_what_is_imitated_and_an_average(tmp_path):
+    base = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=filtered_bc"]
+
+    def plan(*more):
+        blueprint = draw_blueprint(load_config("train", [*base, *more]), training=True)
+        return blueprint, plan_memory(blueprint)
+
+    (blueprint, all_seen), (_, few) = plan("algorithm.replay_size=1000000"), plan("algorithm.replay_size=100")
+    each = 4 * (blueprint.env.state_dim + blueprint.env.action_dim)
+    seen = blueprint.max_samples * blueprint.total_steps
+    words = max(map(len, blueprint.env.tasks))
+    assert each * seen <= all_seen.replay <= (each + words + 64) * seen
+    assert few.replay == 100 * all_seen.replay // seen
+    _, averaged = plan("algorithm.replay_size=100", "algorithm.average=0.99")
+    trained = few.optimizer // 2
+    assert averaged.optimizer - few.optimizer == averaged.checkpoint - few.checkpoint == trained
+
+
 def test_demonstrations_are_kept_and_read_before_that(tmp_path):
     words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=rlpd"]
 

@@ -19,7 +19,7 @@ from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import policy_init
-from embodyrl.workers.filtered import FilteredWorker
+from embodyrl.workers.filtered import TRAINED, FilteredWorker
 from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.rollout_worker import convert_gripper
@@ -148,7 +148,6 @@ def planned(words: list[str]) -> None:
         (("algorithm.demonstrations=[nowhere]",), "nowhere is no folder"),
         (("algorithm.demonstration_share=0.2",), "there are no demonstrations"),
         (("algorithm.kl_beta=0.1",), "has an update of its own"),
-        (("algorithm.average=0.9", "actor.fsdp.size=2"), "keeps whole weights aside in one process"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, words, said):
@@ -158,15 +157,21 @@ def test_what_does_not_fit_is_refused(tmp_path, words, said):
 
 
 @pytest.mark.integration
-def test_two_ranks_equal_one(tmp_path):
-    words = (*FILTERED, "actor.micro_batch_size=2", "actor.optim.lr=0.001")
-    run_ranks(tmp_path, 2, [Rollout(name="two", words=words, last=3)])
-    run_ranks(tmp_path, 1, [Rollout(name="one", words=words, last=3)])
+@pytest.mark.parametrize("average", [0.0, 0.75])
+def test_two_ranks_equal_one(tmp_path, average):
+    """Also when they go on from a checkpoint, with the trained weights and with those that act."""
+    words = (*FILTERED, "actor.micro_batch_size=2", "actor.optim.lr=0.001", f"algorithm.average={average}")
+    first = Rollout(name="first", words=words, last=3)
+    then = Rollout(name="two", words=words, first=3, last=5, load=tmp_path / "first" / "saved")
+    run_ranks(tmp_path, 2, [first, then])
+    run_ranks(tmp_path, 1, [Rollout(name="one", words=words, last=5)])
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     assert one.keys() == two.keys()
+    assert (tmp_path / "two" / "saved" / f"{TRAINED}.safetensors").is_file() == (average > 0)
     for key, weight in one.items():
         torch.testing.assert_close(two[key], weight, rtol=0, atol=1e-4, msg=key)
-    for a, b in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
+    parts = [*losses(tmp_path / "first"), *losses(tmp_path / "two")]
+    for a, b in zip(losses(tmp_path / "one"), parts, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["replay_size"] == b["replay_size"] > 0
 
