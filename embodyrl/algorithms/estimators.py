@@ -263,7 +263,12 @@ def _credited(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
     return valid
 
 
-SAC = AdvantageEstimator(compute=sac_credits, settings=ReplaySettings, counts_chunk_steps=True)
+SAC = AdvantageEstimator(
+    compute=sac_credits,
+    settings=ReplaySettings,
+    counts_chunk_steps=True,
+    learner="embodyrl.workers.off_policy:OffPolicyWorker",
+)
 GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
 REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)
 REMAX = AdvantageEstimator(compute=remax_credits, settings=RemaxSettings, needs_greedy=True)

@@ -38,4 +38,6 @@ def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettin
     ]
 
 
-FILTERED_BC = AdvantageEstimator(compute=filtered_credits, settings=FilteredSettings)
+FILTERED_BC = AdvantageEstimator(
+    compute=filtered_credits, settings=FilteredSettings, learner="embodyrl.workers.filtered:FilteredWorker"
+)

@@ -73,7 +73,7 @@ class Algorithm:
         """Rounds of further groups in place of filtered ones."""
         self._longest_episode = longest_episode
         self._estimator = ADVANTAGES.get(cfg.adv_type)
-        self.needs_replay = self._estimator.needs_replay
+        self.needs_replay, self.learner = self._estimator.needs_replay, self._estimator.learner
         self._loss = LOSSES.get(cfg.loss_type)
         self._has_slopes = has_slopes(cfg, self._loss)
         self.needs_groups = self._estimator.needs_groups

@@ -139,6 +139,9 @@ class AdvantageEstimator:
     """`Scores.states`."""
     needs_greedy: bool = False
     """`Scores.greedy`."""
+    learner: str = "embodyrl.workers.actor_worker:ActorWorker"
+    """package.module:class of what carries out the updates (`workers/learner.py`). One without a `loss_type` has
+    settings below `BufferSettings`."""
 
     @property
     def needs_groups(self) -> bool:

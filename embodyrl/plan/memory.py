@@ -134,7 +134,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
     cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
     fsdp, total, on_gpu = cfg.actor.fsdp, policy.num_parameters, bool(visible_gpus())
     half, adapters, apart = cfg.model.half, policy.num_trained is not None, blueprint.is_disaggregated
-    trained = policy.num_trained if policy.num_trained is not None else total
+    trained = total if policy.num_trained is None else policy.num_trained
     if critic := _beside(blueprint, cfg.critic.path):  # all of it is trained
         trained += critic.num_parameters
     whole = total * (2 if half else 4)
@@ -155,8 +155,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
     if single:  # shards appear as kept activations go
         gradients = max(0, gradients - (activations - _whole_at_a_time(policy)))
     offloaded = fsdp.cpu_offload and on_gpu
-    # Two moments, and the weights in training where the policy is their average.
-    moments = 4 * trained * (3 if getattr(cfg.algorithm, "average", 0.0) else 2)
+    moments = 4 * trained * (3 if getattr(cfg.algorithm, "average", 0.0) else 2)  # and the weights behind an average
     vllm = cfg.rollout.backend == "vllm"
     replay, loading = _replay(blueprint, cfg)
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)

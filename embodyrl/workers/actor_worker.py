@@ -9,18 +9,16 @@ import numpy as np
 import torch
 
 from embodyrl.algorithms.aggregation import merge_metrics, metrics_of
-from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured, Share
-from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
-from embodyrl.policies.protocol import LearnsStatistics, Policy, PulledScores, Pulls, weights_changed
+from embodyrl.policies.protocol import LearnsStatistics, PulledScores, Pulls, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
+from embodyrl.workers.learner import LearnerContext
 from embodyrl.workers.messages import ScoreRequest, UpdateRequest
 from embodyrl.workers.ranks import OneRank
 from embodyrl.workers.rollout_worker import even_parts, read_observation
-from embodyrl.workers.settings import ActorSettings
-from embodyrl.workers.training import InParts, Trainer, deal, mean_metrics
+from embodyrl.workers.training import InParts, deal, mean_metrics
 
 _REFERENCE = "reference"
 AT_ONCE = 2**18
@@ -52,28 +50,20 @@ class _Part:
 
 
 class ActorWorker:
-    """One rank that trains the policy it shares with the rollout worker."""
+    """One rank that trains the policy it shares with the rollout worker; a `Learner`."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        arena: Arena,
-        algorithm: Algorithm,
-        cfg: ActorSettings,
-        seed: int,
-        reference: Policy | None,
-    ) -> None:
-        self._trainer = trainer
+    def __init__(self, context: LearnerContext) -> None:
+        self._trainer = trainer = context.trainer
         self._policy = trainer.policy
         self._ranks = trainer.ranks
         alone, policy = isinstance(trainer.ranks, OneRank), trainer.policy
         self._pulls = policy if alone and isinstance(policy, Pulls) and policy.pulls else None
-        self._arena = arena
-        self._algorithm = algorithm
-        self._cfg = cfg
-        self._rules = algorithm.settings
-        self._seed = seed
-        self._reference = reference
+        self._arena = context.arena
+        self._algorithm = context.algorithm
+        self._cfg = context.actor
+        self._rules = context.algorithm.settings
+        self._seed = context.seed
+        self._reference = context.reference
 
     def score(self, request: ScoreRequest) -> None:
         """Write the reference policy's log-probabilities."""
@@ -126,6 +116,9 @@ class ActorWorker:
         """Load what `save` wrote, where it did."""
         if self._reference is not None and self._rules.reference_interval and (folder / _REFERENCE).is_dir():
             self._reference.load_weights(folder / _REFERENCE)
+
+    def close(self) -> None:
+        """Nothing is held that does not free itself."""
 
     def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
         warming_up = step < self._algorithm.critic_warmup

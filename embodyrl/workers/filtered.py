@@ -9,40 +9,33 @@ import torch
 
 from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.protocol import Share
-from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
-from embodyrl.types import FloatArray, GripperConvention, ImitationScores, IntArray, Observation
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 from embodyrl.workers.imitation import encoded_replies
+from embodyrl.workers.learner import LearnerContext
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer
 from embodyrl.workers.rollout_worker import convert_gripper, read_observation
-from embodyrl.workers.settings import ActorSettings
-from embodyrl.workers.training import InParts, Trainer, deal, mean_metrics
+from embodyrl.workers.training import InParts, deal, mean_metrics
 
 REPLAY, TRAINED = "replay", "trained"
 """Files of a checkpoint; the latter: the weights that training goes on with where the policy is their average."""
 
 
 class FilteredWorker:
-    """One rank that lets its policy imitate its own good episodes, and demonstrations beside them."""
+    """One rank that lets its policy imitate its own good episodes, and demonstrations beside them; a `Learner`."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        arena: Arena,
-        rules: FilteredSettings,
-        actor: ActorSettings,
-        seed: int,
-        gripper: GripperConvention | None,
-    ) -> None:
-        self._trainer, self._policy, self._arena = trainer, trainer.policy, arena
-        self._rules, self._batch_size, self._seed = rules, actor.global_batch_size, seed
-        self._gripper = gripper
+    def __init__(self, context: LearnerContext) -> None:
+        rules = context.algorithm.settings
+        assert isinstance(rules, FilteredSettings)
+        self._trainer, self._policy, self._arena = context.trainer, context.trainer.policy, context.arena
+        self._rules, self._batch_size, self._seed = rules, context.actor.global_batch_size, context.seed
+        self._gripper = context.env.gripper
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
         # Each chunk stands for itself, so nothing is discounted and nothing follows.
@@ -201,3 +194,6 @@ class FilteredWorker:
         if (folder / f"{REPLAY}.json").is_file():
             state: dict[str, Any] = load_state(folder, REPLAY)
             self._replay.load_state(state)
+
+    def close(self) -> None:
+        """Nothing is held that does not free itself."""

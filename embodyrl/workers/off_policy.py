@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodyrl.algorithms.sac import actor_loss, critic_loss, soft_target, temperature_loss
 from embodyrl.algorithms.settings import ReplaySettings
-from embodyrl.channels.arena import Arena, Fields
+from embodyrl.channels.arena import Fields
 from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.config.paths import resolve_asset
@@ -27,11 +27,11 @@ from embodyrl.types import FloatArray, IntArray, Observation
 from embodyrl.workers.augment import shift
 from embodyrl.workers.flat_adam import build_adam
 from embodyrl.workers.hindsight import Hindsight, OpenEpisodes
+from embodyrl.workers.learner import LearnerContext
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer, Transitions
 from embodyrl.workers.rollout_worker import convert_gripper, read_observation
-from embodyrl.workers.settings import ActorSettings
-from embodyrl.workers.training import InParts, Trainer, mean_metrics
+from embodyrl.workers.training import InParts, mean_metrics
 
 CRITICS, REPLAY = "critics", "replay"
 """Files of a checkpoint."""
@@ -42,20 +42,15 @@ FEATURES = "features"
 
 
 class OffPolicyWorker:
-    """Trains the policy that it shares with the rollout worker, and critics of its own."""
+    """Trains the policy that it shares with the rollout worker, and critics of its own; a `Learner`."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        arena: Arena,
-        rules: ReplaySettings,
-        actor: ActorSettings,
-        seed: int,
-        hindsight: Hindsight | None = None,
-    ) -> None:
+    def __init__(self, context: LearnerContext) -> None:
+        trainer, rules, seed = context.trainer, context.algorithm.settings, context.seed
+        assert isinstance(rules, ReplaySettings)
         assert isinstance(trainer.policy, SoftActor), "the plan lets no other policy pass"
-        self._trainer, self._policy, self._arena = trainer, trainer.policy, arena
-        self._rules, self._batch_size, self._seed, self._optim = rules, actor.global_batch_size, seed, actor.optim
+        self._trainer, self._policy, self._arena = trainer, trainer.policy, context.arena
+        self._rules, self._seed = rules, seed
+        self._batch_size, self._optim = context.actor.global_batch_size, context.actor.optim
         self._critics, self._targets = (
             self._policy.build_critics(rules.critics, seed, layer_norm=rules.critic_layer_norm) for _ in range(2)
         )
@@ -72,7 +67,8 @@ class OffPolicyWorker:
             "alpha": build_adam([{"params": [self._log_alpha]}], lr=self._optim.lr, **adam),
         }
         self._target_entropy = float(-self._policy.width if rules.target_entropy is None else rules.target_entropy)
-        self._hindsight, self._open = hindsight, OpenEpisodes()
+        self._hindsight = None if context.judge is None else Hindsight(rules, context.judge, context.env)
+        self._open = OpenEpisodes()
         self._replay = ReplayBuffer(rules.replay_size, rules.gamma, rules.n_step)
         self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
 

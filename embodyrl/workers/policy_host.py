@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
 from embodyrl.checkpoint.tensors import writing
@@ -23,9 +22,8 @@ from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.workers.actor_worker import ActorWorker
-from embodyrl.workers.filtered import FilteredWorker
-from embodyrl.workers.hindsight import Hindsight
 from embodyrl.workers.imitation import ImitationWorker
+from embodyrl.workers.learner import Learner, LearnerContext
 from embodyrl.workers.messages import (
     ContinueRequest,
     Done,
@@ -42,7 +40,6 @@ from embodyrl.workers.messages import (
     ValueRequest,
     WorkerReady,
 )
-from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.ranks import OneRank, Ranks, halve
 from embodyrl.workers.rollout_worker import RolloutWorker
 from embodyrl.workers.settings import ActorSettings, Objective
@@ -64,7 +61,8 @@ class PolicyHost:
         )
         self._ranks: Ranks = OneRank(init.rank_info)
         self._trainer: Trainer | None = None
-        self._actor: ActorWorker | OffPolicyWorker | FilteredWorker | ImitationWorker | None = None
+        self._learner: Learner | None = None
+        self._imitation: ImitationWorker | None = None
         half = init.model.half
         if init.bucket_arena is not None and not init.trains and half and self._trains_all:
             # It only acts, on copies of what the actors keep: in their compute precision that is the same function.
@@ -90,18 +88,20 @@ class PolicyHost:
                 warmup=0 if algorithm is None else self.policy.spec.warmup_steps,
             )
             if algorithm is None:
-                self._actor = ImitationWorker(self._trainer, self._arena, init.objective, reference)
-            elif isinstance(init.algorithm, ReplaySettings):
-                assert isinstance(init.actor, ActorSettings)
-                goals = None if init.env is None else Hindsight(init.algorithm, init.env, init.request.env)
-                self._actor = OffPolicyWorker(self._trainer, self._arena, init.algorithm, init.actor, init.seed, goals)
-            elif isinstance(init.algorithm, FilteredSettings):
-                assert isinstance(init.actor, ActorSettings)
-                means = init.request.env.gripper
-                self._actor = FilteredWorker(self._trainer, self._arena, init.algorithm, init.actor, init.seed, means)
+                self._imitation = ImitationWorker(self._trainer, self._arena, init.objective, reference)
             else:
                 assert isinstance(init.actor, ActorSettings)
-                self._actor = ActorWorker(self._trainer, self._arena, algorithm, init.actor, init.seed, reference)
+                context = LearnerContext(
+                    trainer=self._trainer,
+                    arena=self._arena,
+                    algorithm=algorithm,
+                    actor=init.actor,
+                    seed=init.seed,
+                    env=init.request.env,
+                    judge=init.env,
+                    reference=reference,
+                )
+                self._learner = resolve_name(algorithm.learner)(context)
             self._ranks.reshard()
 
     def _build(self) -> Policy:
@@ -197,13 +197,13 @@ class PolicyHost:
                 self._rollout.infer(request)
             case ValueRequest():
                 self._rollout.values(request)
-            case ScoreRequest() if isinstance(self._actor, ActorWorker):
-                self._actor.score(request)
-            case UpdateRequest() if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
-                self._update = self._actor.update(request)
+            case ScoreRequest() if isinstance(self._learner, ActorWorker):
+                self._learner.score(request)
+            case UpdateRequest() if self._learner is not None:
+                self._update = self._learner.update(request)
                 return self._go_on(in_parts=request.in_parts)
-            case ImitateRequest() if isinstance(self._actor, ImitationWorker):
-                self._update = self._actor.update(request)
+            case ImitateRequest() if self._imitation is not None:
+                self._update = self._imitation.update(request)
                 return self._go_on(in_parts=False)
             case ContinueRequest():
                 return self._go_on(in_parts=True)
@@ -215,8 +215,8 @@ class PolicyHost:
                 self._save(self._trainer, Path(request.folder))
             case LoadRequest() if self._trainer is not None:
                 self._trainer.optimization.load(Path(request.folder), self.policy)
-                if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
-                    self._actor.load(Path(request.folder))
+                if self._learner is not None:
+                    self._learner.load(Path(request.folder))
             case _:
                 raise AssertionError(f"unknown request {request!r}")
         return {}
@@ -241,15 +241,15 @@ class PolicyHost:
         try:
             trainer.optimization.save(folder, self.policy)
         finally:
-            if isinstance(self._actor, ActorWorker | OffPolicyWorker | FilteredWorker):
+            if self._learner is not None:
                 with writing(folder):
-                    self._actor.save(folder)
+                    self._learner.save(folder)
 
     def close(self) -> None:
         """Leave the ranks and let go of the shared memory; idempotent."""
         self._ranks.close()
-        if isinstance(self._actor, OffPolicyWorker):
-            self._actor.close()
+        if self._learner is not None:
+            self._learner.close()
         if self._bucket_arena is not None:
             self._bucket_arena.close()
         if self._init.shared_arena is None:

@@ -83,9 +83,9 @@ def demonstrated_rewards(words: list[str]) -> np.ndarray:
     arena = Arena.create(blueprint.layout, blueprint.capacity)
     host = PolicyHost(policy_init(blueprint, arena, None))
     try:
-        assert isinstance(host._actor, OffPolicyWorker)
-        assert host._actor._demonstrations is not None
-        return host._actor._demonstrations["reward"].copy()
+        assert isinstance(host._learner, OffPolicyWorker)
+        assert host._learner._demonstrations is not None
+        return host._learner._demonstrations["reward"].copy()
     finally:
         host.close()
         arena.close()

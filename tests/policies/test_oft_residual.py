@@ -181,7 +181,7 @@ def test_demonstrations_are_kept_as_corrections_of_what_the_model_proposes(tmp_p
         closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
         closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
     ):
-        policy, actor = host.policy, host._actor
+        policy, actor = host.policy, host._learner
         assert isinstance(policy, ResidualOftPolicy)
         assert isinstance(actor, OffPolicyWorker)
         kept = actor._demonstrations

@@ -201,7 +201,7 @@ def test_small_networks_learn_the_same_with_autograd_and_without(tmp_path, env_i
         host = PolicyHost(policy_init(blueprint, arena, None))
         actor = Actor(host, arena, fill(arena, blueprint, host))
         actor["valid"] = True
-        worker = host._actor
+        worker = host._learner
         assert isinstance(worker, ActorWorker)
         assert worker._pulls is host.policy
         worker._pulls = worker._pulls if apart else None
@@ -236,6 +236,6 @@ def test_a_reference_follows_the_policy_every_so_many_steps(make: Make):
     followed = []
     for step in range(3):
         actor.update(step)
-        pairs = (actor.host._actor._reference.module.state_dict(), actor.host.policy.module.state_dict())
+        pairs = (actor.host._learner._reference.module.state_dict(), actor.host.policy.module.state_dict())
         followed.append(all(torch.equal(pairs[0][name], pairs[1][name]) for name in pairs[0]))
     assert followed == [False, True, False]

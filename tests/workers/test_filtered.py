@@ -40,8 +40,8 @@ def make(tmp_path):
         tickets = fill(arena, blueprint, host)
         arena[Record.advantage][records_of(tickets)] = np.repeat([1.0, 0.0], 3)[:, None]
         made.append((host, arena))
-        assert isinstance(host._actor, FilteredWorker)
-        return host, host._actor, arena, tickets
+        assert isinstance(host._learner, FilteredWorker)
+        return host, host._learner, arena, tickets
 
     yield build
     for host, arena in made:

@@ -284,7 +284,7 @@ def test_demonstrations_get_other_goals_as_well(tmp_path):
     arena = Arena.create(blueprint.layout, blueprint.capacity)
     host = PolicyHost(policy_init(blueprint, arena, None))
     try:
-        actor = host._actor
+        actor = host._learner
         assert isinstance(actor, OffPolicyWorker)
         assert actor._hindsight is not None
         assert actor._demonstrations is not None

@@ -59,8 +59,8 @@ def make(tmp_path: Path):
         arena = Arena.create(blueprint.layout, blueprint.capacity)
         host = PolicyHost(policy_init(blueprint, arena, None))
         hosts.append((host, arena))
-        assert isinstance(host._actor, OffPolicyWorker)
-        return host, host._actor
+        assert isinstance(host._learner, OffPolicyWorker)
+        return host, host._learner
 
     yield build
     for host, arena in hosts:

@@ -144,7 +144,7 @@ def test_updates_find_the_action_that_is_missing_and_leave_the_flow_as_it_was(tm
         closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
         closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
     ):
-        actor, module = host._actor, host.policy.module
+        actor, module = host._learner, host.policy.module
         assert isinstance(actor, OffPolicyWorker)
         frozen = {name: p.clone() for name, p in module.network.state_dict().items()}
         torch.manual_seed(0)

@@ -151,7 +151,7 @@ def test_an_update_learns_from_features_that_were_kept(tmp_path):
         closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
         closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
     ):
-        actor = host._actor
+        actor = host._learner
         assert isinstance(actor, OffPolicyWorker)
         frozen = {name: p.clone() for name, p in host.policy.module.network.named_parameters()}
         torch.manual_seed(0)

@@ -1,0 +1,54 @@
+"""The seam between the policy host and what carries out an algorithm's updates."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.channels.arena import Arena
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.policies.protocol import Policy
+from embodyrl.types import EnvSpec
+from embodyrl.workers.messages import UpdateRequest
+from embodyrl.workers.settings import ActorSettings
+from embodyrl.workers.training import InParts, Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerContext:
+    """What a learner is built of."""
+
+    trainer: Trainer
+    """Of the policy, which acts in the same process or in others."""
+    arena: Arena
+    algorithm: Algorithm
+    actor: ActorSettings
+    seed: int
+    env: EnvSpec
+    judge: EnvSettings | None = None
+    """The environment that says what other goals would have earned, where the algorithm asks."""
+    reference: Policy | None = None
+    """Where the algorithm asks for one."""
+
+
+class Learner(Protocol):
+    """One rank of what `AdvantageEstimator.learner` names, a class that is called with a `LearnerContext`."""
+
+    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+        """Learn from the records of one training step, pausing after each micro-batch; returns metrics.
+
+        The records hold what was seen and done, and the credits; they belong to others once this has returned.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what a checkpoint needs beside policy and optimizer; all ranks are called, the first one writes."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        ...
+
+    def close(self) -> None:
+        """Free what does not free itself; idempotent."""
+        ...

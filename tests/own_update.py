@@ -1,0 +1,74 @@
+"""An algorithm of a user's with an update of its own: reward-weighted regression on the step's own episodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from pydantic import PositiveFloat
+
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores, Share
+from embodyrl.algorithms.settings import BufferSettings
+from embodyrl.channels.layout import Record
+from embodyrl.types import Episode, ImitationScores, IntArray, Observation
+from embodyrl.workers.learner import LearnerContext
+from embodyrl.workers.messages import UpdateRequest
+from embodyrl.workers.rollout_worker import convert_gripper, read_observation
+from embodyrl.workers.training import InParts, deal
+
+
+class RegressionSettings(BufferSettings):
+    """Its key."""
+
+    sharpness: PositiveFloat = 1.0
+    """Of the weights exp(sharpness x return)."""
+
+
+def credits_of(episodes: Sequence[Episode], _: Scores, cfg: RegressionSettings) -> list[Credit]:
+    """Weights of episodes, whose mean over them is 1."""
+    weight = np.exp([cfg.sharpness * e.episode_return for e in episodes])
+    parts = zip(episodes, weight / weight.mean(), strict=True)
+    return [Credit(advantage=np.full(e.reward.shape, w, np.float32), returns=np.zeros_like(e.value)) for e, w in parts]
+
+
+class Regression:
+    """Imitates each chunk of the step once, as much as its episode weighs; counts what it has imitated."""
+
+    def __init__(self, context: LearnerContext) -> None:
+        self.context, self.imitated = context, 0
+
+    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+        trainer, arena, policy = self.context.trainer, self.context.arena, self.context.trainer.policy
+        records = arena.read(request.tickets)
+        obs, actions = read_observation(arena, records), arena[Record.action][records].copy()
+        convert_gripper(actions, self.context.env.gripper, policy.spec.gripper)
+        weight = arena[Record.advantage][records].max(1)
+
+        def imitate(rows: IntArray) -> ImitationScores:
+            words = tuple(obs.instructions[row] for row in rows)
+            part = Observation(images=obs.images[rows], state=obs.state[rows], instructions=words)
+            return policy.imitate(part, actions[rows])
+
+        def weighted(scores: ImitationScores, rows: IntArray) -> tuple[Share, None]:
+            return Share.of((scores.loss * scores.loss.new_tensor(weight[rows])).sum() / len(records)), None
+
+        parts = deal(np.ones(len(records), np.int64), trainer.ranks.rank_info, trainer.cfg.micro_batch_size, None)
+        trainer.ranks.train()
+        taken = yield from trainer.descend(parts, request.step, imitate, weighted)
+        trainer.ranks.reshard()
+        self.imitated += len(records)
+        return {"imitated": float(self.imitated)} | (taken[0] if taken else {})
+
+    def save(self, folder: Path) -> None:
+        (folder / "imitated.json").write_text(json.dumps(self.imitated))
+
+    def load(self, folder: Path) -> None:
+        self.imitated = json.loads((folder / "imitated.json").read_text())
+
+    def close(self) -> None:
+        pass
+
+
+REGRESSION = AdvantageEstimator(compute=credits_of, settings=RegressionSettings, learner="own_update:Regression")

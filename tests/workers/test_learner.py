@@ -1,0 +1,30 @@
+"""Updates of a user's own: one file, named by its estimator, and nothing of the package is edited."""
+
+from __future__ import annotations
+
+import pytest
+from toy_runs import resume_toy, rows, train_toy, weights
+
+from embodyrl.errors import ConfigError
+
+OWN = ("algorithm.adv_type=own_update:REGRESSION",)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("launcher", ["inline", "local"])
+def test_an_update_of_ones_own_trains_saves_and_goes_on(tmp_path, launcher):
+    words = (*OWN, "algorithm.sharpness=2", f"launcher={launcher}", "runner.save_interval=1")
+    run = train_toy(tmp_path, *words, "runner.max_steps=2")
+    first, second = (row["actor/imitated"] for row in rows(run))
+    assert 0 < first < second
+    assert all(row["actor/grad_norm"] > 0 for row in rows(run))
+    assert weights(run, 1) != weights(run, 2)
+    resume_toy(run, "runner.max_steps=3")
+    assert rows(run)[-1]["actor/imitated"] > second, "it went on counting"
+
+
+def test_its_keys_are_checked_and_those_of_a_loss_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"sharpness=-1"):
+        train_toy(tmp_path, *OWN, "algorithm.sharpness=-1")
+    with pytest.raises(ConfigError, match="has an update of its own"):
+        train_toy(tmp_path, *OWN, "algorithm.loss_type=gspo")
