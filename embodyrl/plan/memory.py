@@ -40,6 +40,7 @@ class MemoryPlan:
     """Bytes of each part of one policy process, and of what it shares the host with."""
 
     weights: int
+    """And those in training, where the policy is their average."""
     gathered: int
     """Whole weights while acting, where they are sharded while training."""
     reference: int
@@ -155,7 +156,7 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
     if single:  # shards appear as kept activations go
         gradients = max(0, gradients - (activations - _whole_at_a_time(policy)))
     offloaded = fsdp.cpu_offload and on_gpu
-    moments = 4 * trained * (3 if getattr(cfg.algorithm, "average", 0.0) else 2)  # and the weights behind an average
+    aside = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
     vllm = cfg.rollout.backend == "vllm"
     replay, loading = _replay(blueprint, cfg)
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
@@ -163,11 +164,11 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
     tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else len(blueprint.env_workers[0].slots)
     return MemoryPlan(
-        weights=0 if offloaded else kept // shards,
+        weights=0 if offloaded else (kept + aside) // shards,
         gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
         reference=_reference(blueprint, cfg, kept if adapters else whole + (policy.outside_layers if half else 0)),
         gradients=gradients,
-        optimizer=0 if offloaded else moments // shards,
+        optimizer=0 if offloaded else 8 * trained // shards,
         activations=activations,
         in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
         acting_batch=0 if apart else acting_batch,
@@ -176,8 +177,8 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
         engine=0 if apart else engine,
         sleeps=sleeps and engine > 0 and not apart,
         process=process,
-        saving=max(kept if sharded else 0, moments, loading) + replay if on_gpu else 0,
-        offloaded=(kept + moments + 4 * trained) // shards if offloaded else 0,
+        saving=max(kept if sharded else 0, 8 * trained, loading) + replay if on_gpu else 0,
+        offloaded=(kept + aside + 12 * trained) // shards if offloaded else 0,
         acting=process + max(kept, whole + acting_batch + engine) if apart else 0,  # it is built like an actor
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
@@ -185,8 +186,8 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
         env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(len(blueprint.env_workers[0].slots), tasks),
         arena=blueprint.layout.offsets(blueprint.capacity)[1],
         replay=0 if on_gpu else replay,
-        checkpoint=moments
-        + 4 * trained
+        checkpoint=12 * trained
+        + aside
         + (whole if policy.steers else 0)  # frozen weights are saved beside what steers them
         + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
     )

@@ -142,7 +142,7 @@ def test_imitation_of_own_episodes_keeps_what_is_imitated_and_an_average(tmp_pat
     assert few.replay == 100 * all_seen.replay // seen
     _, averaged = plan("algorithm.replay_size=100", "algorithm.average=0.99")
     trained = few.optimizer // 2
-    assert averaged.optimizer - few.optimizer == averaged.checkpoint - few.checkpoint == trained
+    assert averaged.weights - few.weights == averaged.checkpoint - few.checkpoint == trained
 
 
 def test_demonstrations_are_kept_and_read_before_that(tmp_path):
