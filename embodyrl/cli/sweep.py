@@ -1,5 +1,6 @@
 """`-m`: several runs from one command line, one after the other, each in a process of its own."""
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
 
 def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
-    """Check every combination, then run all; 1 if one of them failed.
+    """Check every combination, then run all; 1 if one of them failed, 130 after Ctrl-C.
 
     Raises:
         ConfigError: a combination is wrong; nothing was started.
@@ -48,20 +49,44 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     jobs = expand(words)
     places = [Path(load_config(command, job, config_dirs=config_dirs).runner.output_dir) for job in jobs]
     flags = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
-    codes, found = [], []
-    for number, (job, place) in enumerate(zip(jobs, places, strict=True), 1):
-        before = run_folders(place)
-        print(f"[{number}/{len(jobs)}] embodyrl {command} {' '.join(job)}", flush=True)
-        done = subprocess.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags], check=False)
-        codes.append(done.returncode)
-        found.append(next((describe_run(run) for run in run_folders(place) if run not in before), {}))
+    codes: list[int | None] = [None] * len(jobs)
+    found: list[dict[str, Any]] = [{} for _ in jobs]
+    stopped = False
+    for number, (job, place) in enumerate(zip(jobs, places, strict=True)):
+        before = _written(place)
+        print(f"[{number + 1}/{len(jobs)}] embodyrl {command} {shlex.join(job)}", flush=True)
+        codes[number], stopped = _run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
+        # Also one that `runner.on_existing=resume` went on with.
+        found[number] = next((describe_run(run) for run, _ in _written(place).items() - before.items()), {})
+        if stopped:
+            break
     _print_table(jobs, codes, found)
+    if stopped and any(word.startswith(_NAME) for word in words):
+        print("go on  with the same words and runner.on_existing=resume")
     if paths := [run["path"] for run in found if run]:
-        print(f"next  embodyrl report {' '.join(paths)} --open")
-    return 1 if any(codes) else 0
+        print(f"next  embodyrl report {shlex.join(paths)} --open")
+    return 130 if stopped else int(any(codes))
 
 
-def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> None:
+def _written(place: Path) -> dict[Path, int]:
+    """Runs of a folder, and when each was last begun."""
+    return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(place)}
+
+
+def _run(words: Sequence[str]) -> tuple[int, bool]:
+    """Run a command to its end; its exit code, and whether Ctrl-C came.
+
+    That reaches the run as well, which saves and says how to go on: it is waited for.
+    """
+    stopped, process = False, subprocess.Popen(words)
+    while True:
+        try:
+            return process.wait(), stopped
+        except KeyboardInterrupt:
+            stopped = True
+
+
+def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int | None], runs: Sequence[Mapping[str, Any]]) -> None:
     """What differs between the runs, and how each ended."""
     same = set(jobs[0]).intersection(*jobs)
     table = [("run", "settings", "step", "success", "return", "")]
@@ -74,7 +99,7 @@ def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int], runs: Sequ
                 str(run.get("step") or "-"),
                 "-" if success is None else f"{100 * success:.1f} %",
                 "-" if earned is None else f"{earned:.4g}",
-                "ok" if code == 0 else f"exit {code}",
+                "not started" if code is None else "ok" if code == 0 else f"exit {code}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

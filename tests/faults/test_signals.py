@@ -150,6 +150,29 @@ def test_a_second_ctrl_c_does_not_wait_for_anybody(start, tmp_path, signum):
     assert_saved(tmp_path / "run")
 
 
+def test_ctrl_c_in_a_sweep_lets_its_run_save_and_starts_no_other(tmp_path):
+    gate = tmp_path / "gate"
+    words = toy_words(tmp_path, "runner.max_steps=50", "launcher.env_workers=1", *hold_in_rollout(gate), "seed=0,1")
+    command = start_cli("train", "-m", *words, cwd=tmp_path)
+    try:
+        command.wait_for(gate)
+        command.signal_group(signal.SIGINT)
+        # Longer than `subprocess` itself would wait for a child before killing it.
+        with pytest.raises(subprocess.TimeoutExpired):
+            command.wait(1.0)
+        open_gate(gate)
+        assert command.wait() == 130
+    finally:
+        command.stop()
+    assert "--resume" in assert_one_line_and_no_traceback(command)
+    assert_saved(tmp_path / "run-0")
+    assert not (tmp_path / "run-1").exists()
+    table = command.out.read_text().splitlines()[-4:]
+    assert table[0].split()[:2] == ["run-0", "seed=0"] and table[0].endswith("exit 130")
+    assert table[1].split() == ["-", "seed=1", "-", "-", "-", "not", "started"]
+    assert table[2].endswith("runner.on_existing=resume")
+
+
 def test_a_third_ctrl_c_makes_no_noise(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))
