@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands.run_folder import RunFolder
@@ -142,7 +144,8 @@ class Session:
 
     def told(self, answer: object) -> None:
         """Take a callback's answer: True makes this step the last one."""
-        if answer is True and self.step < self.total:
+        # Of numpy as well: `np.mean(returns) > 0.9` is no `bool`.
+        if isinstance(answer, (bool, np.bool_)) and answer and self.step < self.total:
             self.monitor.text(f"step {self.step}: a callback ended the run")
             self.total = self.step
 

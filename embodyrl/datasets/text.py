@@ -260,11 +260,14 @@ def _read_file(file: Path) -> list[Any]:
             raise ConfigError(f"{file} is no readable Parquet file: {error}.") from error
     rows = []
     # Not `splitlines`: a text may hold U+2028 and other characters that are line ends elsewhere.
-    for number, line in enumerate(file.read_text(encoding="utf-8").removesuffix("\n").split("\n"), start=1):
+    # Some editors begin a file with a mark of its encoding.
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             rows.append(json.loads(line))
         except ValueError as error:
-            raise ConfigError(f"{file}, row {number}: not JSON ({error}): {line[:60]!r}.") from error
+            raise ConfigError(f"{file}, line {number}: not JSON ({error}): {line[:60]!r}.") from error
     return rows
 
 
@@ -295,6 +298,8 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path) -> TextRow:
     columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
     for key, option in columns:
         if _column(raw, key) is None:
+            if key in raw:
+                raise ConfigError(f"{where}: column '{key}' is empty (null); fill it or leave the row out.")
             raise ConfigError(
                 f"{where}: no column '{key}'. It has {', '.join(map(str, raw))}; set data.{option} to one of them."
             )

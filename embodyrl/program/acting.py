@@ -50,31 +50,57 @@ class LoadedPolicy:
 
         Args:
             obs: of `make_env` (`images` [C, H, W, 3], `state` [S], `instruction`), or a batch of such, each with one
-                more axis in front (a vector environment's).
+                more axis in front (a vector environment's). What the policy does not read may be missing, and the
+                instruction where the environment has one task.
             instruction: says what to do instead of `obs["instruction"]`.
             noise: [B, L] uniform in [0, 1), one number a token, to draw as in training
                 (`algorithm.sampling_params`); None: greedy.
 
         Returns:
             [K, A] actions to be executed one after the other, as the environment takes them; of a batch [B, K, A].
+
+        Raises:
+            ConfigError: the observation is not one of this environment.
         """
-        batched = isinstance(obs["instruction"], Sequence) and not isinstance(obs["instruction"], str)
+        batched = _is_batch(obs)
         out = self.decide(self.observe([obs] if not batched else _rows(obs), instruction), noise=noise)
         return out.actions if batched else out.actions[0]
 
     def observe(self, seen: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
         """Put observations of single environments together as the policy wants them."""
-        env = self.blueprint.env
+        env, reads = self.blueprint.env, self.policy.spec
         shape = (len(env.cameras), *env.image_size, 3)
-        images = [np.asarray(one.get("images", np.zeros(shape, np.uint8)))[: shape[0]] for one in seen]
-        if images[0].shape != shape:
+        images = [self._part(one, "images", shape, reads.num_images > 0)[: shape[0]] for one in seen]
+        state = [self._part(one, "state", (env.state_dim,), reads.uses_state) for one in seen]
+        words = tuple(instruction or self._instruction(one) for one in seen)
+        return Observation(
+            images=np.stack(images).astype(np.uint8, copy=False),
+            state=np.stack(state).astype(np.float32, copy=False),
+            instructions=words,
+        )
+
+    def _part(self, one: dict[str, Any], name: str, shape: tuple[int, ...], read: bool) -> np.ndarray:
+        """A part of an observation; zeros for one that the policy does not read."""
+        if name not in one and not (read and np.prod(shape)):
+            return np.zeros(shape, np.uint8)
+        found = np.asarray(one[name]) if name in one else None
+        kinds = "u" if name == "images" else "biuf"
+        if found is None or found[: shape[0]].shape != shape or found.dtype.kind not in kinds:
+            given = f"only {', '.join(one)}" if found is None else f"{name} {found.shape} {found.dtype}"
             raise ConfigError(
-                f"{self!r} was given images {images[0].shape}, expected {shape}. Fix: env = policy.make_env(), "
-                "which has the cameras and sizes that it knows."
+                f"{self!r} was given {given}, expected {name} {shape}{' uint8' * (name == 'images')}. Fix: env = "
+                "policy.make_env(), which has the cameras and sizes that it knows; or bring yours to the same form."
             )
-        state = [np.asarray(one.get("state", np.zeros(env.state_dim)), np.float32) for one in seen]
-        words = tuple(instruction or str(one["instruction"]) for one in seen)
-        return Observation(images=np.stack(images), state=np.stack(state), instructions=words)
+        return found
+
+    def _instruction(self, one: dict[str, Any]) -> str:
+        env = self.blueprint.env
+        texts = env.instructions or env.tasks
+        if "instruction" not in one and len(texts) > 1:
+            raise ConfigError(
+                f'{self!r} was given no instruction, and knows several tasks. Fix: act(obs, instruction="{texts[0]}").'
+            )
+        return str(one.get("instruction", texts[0]))
 
     def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:
         """Actions [B, K, A] as the environment takes them, with tokens and log-probabilities [B, L]; no gradients."""
@@ -126,5 +152,12 @@ def load_policy(
     return LoadedPolicy(policy, blueprint)
 
 
+def _is_batch(obs: dict[str, Any]) -> bool:
+    if "instruction" in obs:
+        return isinstance(obs["instruction"], Sequence) and not isinstance(obs["instruction"], str)
+    return np.ndim(obs.get("images", ())) == 5 or np.ndim(obs.get("state", ())) == 2
+
+
 def _rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{name: values[row] for name, values in batch.items()} for row in range(len(batch["instruction"]))]
+    count = len(next(iter(batch.values())))
+    return [{name: values[row] for name, values in batch.items()} for row in range(count)]

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 from toy_runs import rows, toy_config
 
 import embodyrl
@@ -26,9 +27,9 @@ def test_a_step_callback_sees_what_is_logged_and_ends_the_run(tmp_path: Path) ->
 def test_an_evaluation_callback_gets_the_results_and_ends_the_run(tmp_path: Path) -> None:
     seen: dict[int, float] = {}
 
-    def on_eval(step: int, result) -> bool:
+    def on_eval(step: int, result) -> np.bool_:
         seen[step] = result.overall.mean_return
-        return len(seen) == 2
+        return np.float64(len(seen)) == 2  # numpy's, as of a mean of returns
 
     result = embodyrl.train(
         toy_config(tmp_path, "runner.max_steps=4", "runner.val_check_interval=1", "eval.episodes=2"), on_eval=on_eval

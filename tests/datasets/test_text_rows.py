@@ -48,6 +48,17 @@ def test_only_a_line_feed_ends_a_row_of_json(tmp_path: Path):
     assert [found[i].messages[0].content for i in range(len(found))] == [row["prompt"] for row in rows]
 
 
+def test_empty_lines_and_a_mark_of_the_encoding_are_no_rows(tmp_path: Path):
+    path = tmp_path / "edited.jsonl"
+    lines = "\r\n\r\n".join(json.dumps({"prompt": word, "answer": "c"}) for word in "abc")
+    path.write_text(f"{lines}\n\n", encoding="utf-8-sig", newline="")
+    found = open_rows(RowSettings(path=str(path), val_share=0.0), tokenizer=None)
+    assert [found[i].messages[0].content for i in range(len(found))] == ["a", "b", "c"]
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="no row is left for training out of 0"):
+        open_rows(RowSettings(path=str(path)), tokenizer=None)
+
+
 def test_parquet_folders_and_messages(tmp_path: Path):
     talk = [
         {"role": "user", "content": "hi"},
@@ -74,7 +85,7 @@ def test_overlong_prompts_are_left_out(tmp_path: Path):
     ("change", "message"),
     [
         ({"answer": "no mark"}, "row 4: column 'answer' does not fit data.answer_pattern"),
-        ({"answer": None}, "row 4: no column 'answer'"),
+        ({"answer": None}, "row 4: column 'answer' is empty"),
         ({"question": 5}, "row 4: column 'question' is neither text nor a list"),
     ],
 )
@@ -87,7 +98,7 @@ def test_a_bad_row_is_named(tmp_path: Path, change: dict, message: str):
 def test_unreadable_sources(tmp_path: Path):
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt"\n')
     for path, message in (
-        ("broken.jsonl", "row 2: not JSON"),
+        ("broken.jsonl", "line 2: not JSON"),
         ("missing.jsonl", "no such file"),
         ("notes.txt", r"are read from \.jsonl and \.parquet"),
     ):

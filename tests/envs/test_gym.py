@@ -12,7 +12,7 @@ from settings import env_of
 
 from embodyrl.commands.check_env import check_env
 from embodyrl.envs import ENVS
-from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_actions
+from embodyrl.envs.gym.spaces import ObservationWriter, action_space, doubts, native_actions
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
@@ -248,6 +248,23 @@ def test_images_and_stacks_of_them_become_cameras(shape, frames, colours):
     expected = np.broadcast_to(picture.reshape(frames, 4, 6, colours), (frames, 4, 6, 3))
     np.testing.assert_array_equal(out.images, expected)
     np.testing.assert_array_equal(writer.image(picture), expected[-1])
+
+
+def test_grey_frames_may_be_stacked_last():
+    writer = ObservationWriter("eyes", spaces.Box(0, 255, (6, 8, 4), np.uint8))
+    assert (writer.image_size, writer.cameras[-1], writer.grey) == ((6, 8), "observation.3", True)
+    picture = np.random.default_rng(0).integers(0, 256, (6, 8, 4), dtype=np.uint8)
+    out = ObservationOut(images=np.zeros((4, 6, 8, 3), np.uint8), state=np.zeros(0, np.float32))
+    writer.write(picture, out)
+    for frame in range(4):
+        np.testing.assert_array_equal(out.images[frame], np.repeat(picture[..., frame, None], 3, axis=2))
+    np.testing.assert_array_equal(writer.image(picture), out.images[3])
+
+
+def test_stacked_pictures_with_colours_first_are_doubted():
+    space = spaces.Box(0, 255, (4, 3, 8, 8), np.uint8)
+    assert "colours do not come last, which become 768 numbers" in next(doubts(space, space.sample()))
+    assert not [*doubts(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), np.zeros((4, 8, 8, 3), np.uint8))]
 
 
 def test_bytes_that_are_no_picture_are_numbers():

@@ -168,7 +168,8 @@ def test_ctrl_c_in_a_sweep_lets_its_run_save_and_starts_no_other(tmp_path):
     assert_saved(tmp_path / "run-0")
     assert not (tmp_path / "run-1").exists()
     table = command.out.read_text().splitlines()[-4:]
-    assert table[0].split()[:2] == ["run-0", "seed=0"] and table[0].endswith("exit 130")
+    assert table[0].split()[:2] == ["run-0", "seed=0"]
+    assert table[0].endswith("exit 130")
     assert table[1].split() == ["-", "seed=1", "-", "-", "-", "not", "started"]
     assert table[2].endswith("runner.on_existing=resume")
 

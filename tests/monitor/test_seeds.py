@@ -16,6 +16,7 @@ from embodyrl.monitor.seeds import (
     improvement,
     interquartile_mean,
     mean_interval,
+    permutation_test,
     probability_of_improvement,
     seed_groups,
     stratified_bootstrap,
@@ -78,7 +79,7 @@ def test_runs_that_differ_in_their_seed_are_one_result(tmp_path: Path) -> None:
     assert said[1].startswith("  interquartile mean over 6 runs x tasks: 66.7 % [66.7, 66.7]")
     chance = improvement(*groups)
     assert chance is not None
-    assert "0.50 [0.50, 0.50] over 2 tasks (no more than chance)" in chance
+    assert "0.50 [0.50, 0.50] over 2 tasks (permutation test p = 1: no more than chance)" in chance
     lines = write_report([*mine, *other], tmp_path / "page.html")
     assert said[0] in lines
     assert chance in lines
@@ -99,14 +100,28 @@ def scored(tmp_path: Path, name: str, *successes: list[bool], tasks: tuple[str, 
     return SeedGroup(tuple(runs))
 
 
-def test_an_improvement_within_its_interval_is_chance(tmp_path: Path) -> None:
-    """The verdict is that of the interval; and each run is scored by its last evaluation."""
+def test_an_improvement_that_shuffled_runs_show_as_well_is_chance(tmp_path: Path) -> None:
+    """The verdict is that of the permutation test; and each run is scored by its last evaluation."""
     first = scored(tmp_path, "a", [True] * 2, [False] * 2, [True] * 2)
     mixed, better = scored(tmp_path, "bb", *[[True] * 2] * 3), scored(tmp_path, "ccc", *[[True] * 2] * 3)
-    assert "0.67 [0.50, 0.83] over 2 tasks (no more than chance)" in str(improvement(first, mixed))
+    assert "0.67 [0.50, 0.83] over 2 tasks (permutation test p = 1: no more" in str(improvement(first, mixed))
     worst = scored(tmp_path, "dddd", *[[False] * 2] * 3)
-    assert "1.00 [1.00, 1.00] over 2 tasks (more than chance)" in str(improvement(worst, better))
+    # Every bootstrap draw says 1, and yet one in ten ways to deal six runs to two sides separates them as well.
+    assert "1.00 [1.00, 1.00] over 2 tasks (permutation test p = 0.1: no more" in str(improvement(worst, better))
+    many = scored(tmp_path, "eeeee", *[[False] * 2] * 4), scored(tmp_path, "ffffff", *[[True] * 2] * 4)
+    assert "1.00 [1.00, 1.00] over 2 tasks (permutation test p = 0.029: more" in str(improvement(*many))
     assert "66.7 % [0.0, 100.0] (100.0 %; 0.0 %; 100.0 %)" in first.summary()[0]
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (2, 5), (4, 4)])
+def test_the_permutation_test_of_one_task_is_mann_and_whitneys(sizes: tuple[int, int]) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(5):
+        a, b = rng.normal(size=(sizes[0], 1)), rng.normal(0.7, size=(sizes[1], 1))
+        exact = stats.mannwhitneyu(a[:, 0], b[:, 0], method="exact").pvalue
+        assert permutation_test(a, b) == pytest.approx(exact, abs=1e-12)
+    far = permutation_test(np.zeros((9, 2)), np.ones((9, 2)))
+    assert 0 < far < 0.01, "of more runs than can be dealt in every way"
 
 
 def test_an_improvement_is_one_in_the_same_tasks(tmp_path: Path) -> None:

@@ -100,6 +100,29 @@ def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
         policy.act(embodyrl.make_env("tabletop").reset(seed=0)[0])
 
 
+def test_what_an_observation_lacks_is_said_and_never_made_up() -> None:
+    policy = embodyrl.load_policy(CHECKPOINT, device="cpu")
+    seen = policy.make_env().reset(seed=0)[0]
+    mine = {"image": seen["images"], **{name: part for name, part in seen.items() if name != "images"}}
+    with pytest.raises(ConfigError, match=r"was given only image, .*expected images"):
+        policy.act(mine)
+    with pytest.raises(ConfigError, match="float64, expected images"):
+        policy.act(seen | {"images": seen["images"] / 255})
+    with pytest.raises(ConfigError, match="knows several tasks"):
+        policy.act({name: part for name, part in seen.items() if name != "instruction"})
+
+
+def test_one_task_needs_no_instruction(tmp_path: Path) -> None:
+    names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
+    few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
+    run = embodyrl.train(embodyrl.compose("train", *SMALL, *names, *few, f"runner.output_dir={tmp_path}")).run
+    policy = embodyrl.load_policy(run, "trust=true", device="cpu")
+    seen = policy.make_env().reset(seed=0)[0]
+    plain = {"images": seen["images"]}
+    np.testing.assert_array_equal(policy.act(plain), policy.act(seen))
+    assert policy.act({"images": np.stack([seen["images"]] * 3)}).shape == (3, *policy.act(seen).shape)
+
+
 def test_a_loaded_policy_draws_as_its_settings_say() -> None:
     """At the temperature of training; fails where it is left at 1 whatever the run or the caller says."""
     words = ("eval.sampling_params.do_sample=true", "algorithm.sampling_params.temperature=2.0")

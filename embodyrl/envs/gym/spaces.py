@@ -1,7 +1,7 @@
 """Between Gymnasium's spaces and flat arrays: what a policy sees, and how an action travels.
 
-Observations: an image (uint8; [H, W, 3], grey [H, W, 1] or [H, W], or a stack [n, ...] of these) becomes a camera, or
-n of them. Everything else becomes a part of the state vector: numbers as they are, categories one-hot; members of Dict
+Observations: an image (uint8; [H, W, 3], grey [H, W, 1] or [H, W], or a stack [n, ...] of these, grey ones also
+[H, W, n]) becomes a camera, or n of them. Everything else becomes a part of the state vector: numbers as they are, categories one-hot; members of Dict
 and Tuple in their space's order.
 """
 
@@ -68,14 +68,14 @@ class ObservationWriter:
             EnvError: a shape or a category does not fit the space.
         """
         for path, leaf, frames, rows in self._images:
-            out.images[rows] = self._fitting(path, _at(observation, path), leaf.shape).reshape(frames)
+            out.images[rows] = _unstacked(self._fitting(path, _at(observation, path), leaf.shape), frames)
         for path, leaf, columns in self._parts:
             out.state[columns] = self._flatten(path, leaf, _at(observation, path))
 
     def image(self, observation: Any) -> np.ndarray:
         """Return the newest frame [H, W, 3] of the first image."""
         path, _, frames, _ = self._images[0]
-        return np.broadcast_to(np.asarray(_at(observation, path)).reshape(frames)[-1], (*self.image_size, 3))
+        return np.broadcast_to(_unstacked(np.asarray(_at(observation, path)), frames)[-1], (*self.image_size, 3))
 
     def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> FloatArray:
         if not isinstance(leaf, _CATEGORIES):
@@ -109,6 +109,11 @@ def doubts(space: Space[Any], observation: Any) -> Iterator[str]:
         if outside.size:
             yield (
                 f"'{_spell(path)}' begins with {outside.flat[0]:g}, outside of its space {leaf!s:.60}; fix: its bounds"
+            )
+        if len(leaf.shape) > 2 and leaf.dtype == np.uint8 and _frames(leaf) is None:
+            yield (
+                f"'{_spell(path)}' {leaf.shape} looks like pictures whose colours do not come last, which become "
+                f"{seen.size} numbers of the state; fix: [H, W, 3], or a stack [n, H, W, 3] of these, for model=cnn"
             )
         least, *others = sorted(leaf.shape) or [0]
         if len(others) == 2 and leaf.dtype.kind == "f" and least <= 4 <= others[0] // 2:
@@ -220,11 +225,19 @@ def _frames(space: Space[Any]) -> _Frames | None:
     shape = [*(space.shape or ())]
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return None
+    if len(shape) == 3 and shape[-1] not in (1, 3) and shape[-1] < min(shape[:2]):
+        shape.insert(0, shape.pop())  # frames come last
     if len(shape) == 2 or shape[-1] not in (1, 3):
         shape.append(1)
     if len(shape) == 3:
         shape.insert(0, 1)
     return (shape[0], shape[1], shape[2], shape[3]) if len(shape) == 4 else None
+
+
+def _unstacked(picture: np.ndarray, frames: _Frames) -> np.ndarray:
+    """The picture as [n, H, W, 1 or 3]."""
+    last = frames[3] == 1 and picture.ndim == 3 and picture.shape[:2] == frames[1:3]
+    return (np.moveaxis(picture, -1, 0) if last else picture).reshape(frames)
 
 
 def _width(env_id: str, name: str, space: Space[Any]) -> int:
