@@ -98,7 +98,7 @@ class EnvSpec(EnvFootprint):
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps them all at once."""
-    doubts: tuple[str, ...] = ()  # what works, but is hardly meant, a line each; `check-env` warns of it
+    doubts: tuple[str, ...] = ()  # what works, but is hardly meant, a line each; the banner says it
     draws: bool = True  # there are pictures for people: recordings, `embodyrl play`
     on_gpu: bool | None = None  # env workers compute or draw on a GPU; None: nobody knows, so each sees one
     max_chunks: int = 0

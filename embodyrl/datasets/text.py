@@ -129,6 +129,8 @@ class TextRows:
     cfg: RowSettings
     name: str
     held_out: int
+    repeated: int = 0
+    """Rows held out that ask what a row to learn from asks too; those with pictures are not compared."""
     prompt_bytes: int = 0
     keep: IntArray | None = field(default=None, compare=False)
     """Rows that are not too long; None: all."""
@@ -203,6 +205,8 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
             f"data.path={cfg.path}: no row is left for training out of {rows.total}; raise data.max_prompt_length or "
             "lower data.val_share."
         )
+    border = len(keep) - held_out
+    asked = {conversations[i] for i in keep[:border]}
     longest = max(len(join_messages(conversations[i]).encode()) for i in keep)
     shown = [[picture.size for picture in all_rows[i].pictures] for i in keep]
     sizes = [size for row in shown for size in row] or [(0, 0)]
@@ -210,6 +214,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
         rows,
         keep=keep if len(keep) < rows.total else None,
         held_out=held_out,
+        repeated=sum(conversations[i] in asked and not all_rows[i].pictures for i in keep[border:]),
         prompt_bytes=longest,
         pictures=max(map(len, shown)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),

@@ -124,6 +124,11 @@ class Rows(Protocol):
         ...
 
     @property
+    def repeated(self) -> int:
+        """How many of these ask what another row asks too."""
+        ...
+
+    @property
     def prompt_bytes(self) -> int:
         """UTF-8 bytes of the longest conversation that a row begins."""
         ...

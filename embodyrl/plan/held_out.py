@@ -1,21 +1,24 @@
 """What the figures of an evaluation stand for: how many different episodes, and who has used their initial states."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from embodyrl.config.paths import resolve_asset, resolve_run
-from embodyrl.config.settings import flat, leaves
+from embodyrl.config.settings import flat, leaves, plain
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.datasets.layout import read_card
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
+from embodyrl.monitor.paired import other_worlds
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.config import run_config
 from embodyrl.plan.episodes import count_asked, eval_episodes, first_states, selected_reset_ids, selected_tasks
-from embodyrl.plan.roots import EvalConfig, TrainConfig
+from embodyrl.plan.keys import state_keys
+from embodyrl.plan.roots import EvalConfig, TextTask, TrainConfig
 from embodyrl.plan.texts import rows_of
 from embodyrl.types import EnvSpec
 
@@ -76,12 +79,26 @@ def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, s
     here = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
     # Supervised training has no environment, earlier versions had fewer keys.
     if "env.env_type" in made and all(made.get(key, value) == value for key, value in here.items()):
-        if (shown := _shown(made, env)) is None:
+        found, shown = _with_rows_of(made, cfg, env), _shown(made, env)
+        if found is None or shown is None:
             return {}
+        env = found
         parts = {"training": "train"} | ({"validation": "eval"} if made.get("runner.val_check_interval") != -1 else {})
         across = bool(made.get("runner.val_suites"))
         return {what: _drawn(made, split, env, across and split == "eval") for what, split in parts.items()} | shown
     return _shown(made, env) or {}
+
+
+def _with_rows_of(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> EnvSpec | None:
+    """The environment as that run split its rows; None: they were other rows, which this one numbers otherwise."""
+    if not isinstance(cfg, TextTask):
+        return env
+    share = made.get("data.val_share")
+    if other_worlds(made, plain(cfg), {key for key in state_keys() if key.startswith("data.")} - {"data.val_share"}):
+        return None
+    if cfg.data.val_path or cfg.data.val_split or not isinstance(share, float):
+        return env
+    return replace(env, held_out=round(share * env.states_per_task[0]))
 
 
 def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:

@@ -96,11 +96,11 @@ class LoadedPolicy:
     def _instruction(self, one: dict[str, Any]) -> str:
         env = self.blueprint.env
         texts = env.instructions or env.tasks
-        if "instruction" not in one and len(texts) > 1:
-            raise ConfigError(
-                f'{self!r} was given no instruction, and knows several tasks. Fix: act(obs, instruction="{texts[0]}").'
-            )
-        return str(one.get("instruction", texts[0]))
+        if "instruction" in one or len(texts) == 1:
+            return str(one.get("instruction", *texts[:1]))
+        raise ConfigError(
+            f"{self!r} was given no instruction, and knows several tasks. Fix: act(obs, instruction={texts[-1]!r})."
+        )
 
     def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:
         """Actions [B, K, A] as the environment takes them, with tokens and log-probabilities [B, L]; no gradients."""

@@ -10,11 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from embodyrl.commands.facts import facts
 from embodyrl.conversation import Message, TextRow, join_messages, split_messages, split_pictures
 from embodyrl.datasets import tasks
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
 from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
 from embodyrl.rewards.functions import countdown
 
 ROWS = [{"question": f"{i}+1?", "answer": f"think\n#### {i + 1}"} for i in range(10)]
@@ -71,6 +74,20 @@ def test_parquet_folders_and_messages(tmp_path: Path):
     assert [rows[i].reference for i in (0, 4)] == ["4", "5"]
     assert split_messages(join_messages(rows[0].messages)) == tuple(Message(**m) for m in talk)
     assert split_messages("pick up the cup") == (Message(role="user", content="pick up the cup"),)
+
+
+def test_rows_held_out_that_training_asks_too_are_counted_and_said(tmp_path: Path):
+    asked = ["a", "b", "c", "d", "a", "e", "b", "b"]
+    path = jsonl(tmp_path / "again.jsonl", [{"prompt": word, "answer": str(i)} for i, word in enumerate(asked)])
+    assert open_rows(RowSettings(path=path, val_share=0.5), tokenizer=None).repeated == 3
+    assert open_rows(RowSettings(path=path, val_path=path), tokenizer=None).repeated == 8
+    assert open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None).repeated == 0
+    colours = RowSettings(path="embodyrl.datasets.tasks:colour", kwargs={"rows": 40}, val_share=0.5)
+    assert open_rows(colours, tokenizer=None).repeated == 0, "one question, but other pictures"
+    words = ["env=text/math", "model=causal_lm_tiny", f"data.path={path}", "data.prompt_key=prompt"]
+    cfg = load_config("train", [*words, "data.answer_key=answer", "data.val_share=0.5"])
+    told = dict(facts(draw_blueprint(cfg, training=True)))
+    assert told["warning"] == "3 of the 4 rows held out ask what a row for training asks too"
 
 
 def test_overlong_prompts_are_left_out(tmp_path: Path):

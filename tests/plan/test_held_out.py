@@ -129,6 +129,26 @@ def test_initial_states_that_only_the_run_had_are_left_aside(tmp_path: Path) -> 
     assert f"of these 100 initial states training of {run} uses 50, validation of {run} uses 0;" in told
 
 
+def test_rows_of_text_are_known_by_the_shares_and_files_of_the_run(tmp_path: Path) -> None:
+    """Rows have numbers only: fails where those of another split, or of other data, are taken for the run's."""
+    run, rows = tmp_path / "learned", tmp_path / "rows.jsonl"
+    (run / "checkpoints").mkdir(parents=True)
+    rows.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": "a"}) + "\n" for i in range(20)))
+    other = rows.with_name("other.jsonl")
+    other.write_text(rows.read_text())
+    text = ("env=text/math", "model=causal_lm_tiny", "data.prompt_key=prompt", "data.answer_key=answer")
+    save_config(load_config("train", [*text, f"data.path={rows}", "runner.val_check_interval=5"]), run / "config.yaml")
+
+    def told(*words: str) -> str:
+        cfg = load_config("eval", [f"ckpt={run}", *text, *words])
+        return dict(evaluation_facts(draw_blueprint(cfg, training=False)))["held out"]
+
+    assert told(f"data.path={rows}").startswith(f"warning: of these 2 initial states training of {run} uses 0, valid")
+    half = told(f"data.path={rows}", "data.val_share=0.5")
+    assert f"of these 10 initial states training of {run} uses 8, validation of {run} uses 2;" in half
+    assert told(f"data.path={other}").startswith("unknown: ")
+
+
 def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path) -> None:
     run = tmp_path / "across"
     (run / "checkpoints").mkdir(parents=True)

@@ -1,8 +1,8 @@
 """Between Gymnasium's spaces and flat arrays: what a policy sees, and how an action travels.
 
 Observations: an image (uint8; [H, W, 3], grey [H, W, 1] or [H, W], or a stack [n, ...] of these, grey ones also
-[H, W, n]) becomes a camera, or n of them. Everything else becomes a part of the state vector: numbers as they are, categories one-hot; members of Dict
-and Tuple in their space's order.
+[H, W, n]) becomes a camera, or n of them. Everything else becomes a part of the state vector: numbers as they are,
+categories one-hot; members of Dict and Tuple in their space's order.
 """
 
 from collections.abc import Callable, Iterator

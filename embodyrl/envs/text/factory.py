@@ -26,8 +26,10 @@ class TextFactory:
         """Describe the environment: one task, whose initial states are the rows."""
         assert context.rows is not None and context.judge is not None
         rows, judge = context.rows, context.judge
+        known = f"{rows.repeated} of the {rows.held_out} rows held out ask what a row for training asks too"
         return EnvSpec(
             name=f"text/{rows.name}",
+            doubts=(known,) if rows.repeated else (),
             action_dim=1,
             tasks=(rows.name,),
             states_per_task=(len(rows),),
