@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -82,7 +83,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
             if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
                 raise  # another try would end like this one
             said, *details = str(error).splitlines()
-            said += f"; go on with: embodyrl eval --resume {folder.root}{resume_word(cfg)}"
+            said += f"; go on with: embodyrl eval --resume {shlex.quote(str(folder.root))}{resume_word(cfg)}"
             error.args = ("\n".join([said, *details]),)
             raise
         print_table(result, monitor.text)

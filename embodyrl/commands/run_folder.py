@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import shutil
 import socket
 import subprocess
@@ -104,7 +105,9 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
         logs.mkdir(parents=True)
         save_config(cfg, root / CONFIG_FILE)
         with open(root / "overrides.txt", "a", encoding="utf-8") as f:
-            f.write(" ".join([f"# attempt {attempt}:", command, *overrides]) + "\n")
+            # Whoever copies it into a shell types the same words; a line each.
+            words = " ".join(shlex.join([command, *overrides]).splitlines())
+            f.write(f"# attempt {attempt}: {words}\n")
         (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error

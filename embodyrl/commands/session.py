@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
@@ -219,9 +220,10 @@ class Session:
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
         """Say where the run stopped and how to go on, once the checkpoint is complete; None: workers were starting."""
         self.wait_for_save()
+        run = f"{shlex.quote(str(self.folder.root))}{resume_word(self.cfg)}"
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "
             f"{f'saved {saved}; ' if saved else ''}"
-            f"go on with: embodyrl {self._command} --resume {self.folder.root}{resume_word(self.cfg)}",
+            f"go on with: embodyrl {self._command} --resume {run}",
         )
         return interruption

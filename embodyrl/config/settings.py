@@ -55,7 +55,11 @@ Positive = Annotated[float, Field(gt=0, le=10**9)]
 # No system has longer names, and asking for one is an error of its own.
 _short = only(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
 Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Says("a path")]
-Name = Annotated[str, Field(pattern=r"^[^/\s\x00]+$", max_length=100), Says("a name without '/' and blanks")]
+Name = Annotated[
+    str,
+    Field(pattern=r"^[^./\s\x00][^/\s\x00]*$", max_length=100),
+    Says("a name without '/' and blanks that begins with no dot"),
+]
 
 
 if TYPE_CHECKING:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from embodyrl.config.trust import TRUST
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import COSTS_FILE, Evaluation, History, read_history, read_rows, read_table
 from embodyrl.monitor.intervals import Rate, Score
@@ -49,7 +51,7 @@ def card_of(folder: Path) -> dict[str, Any]:
         "embodyrl": machine.pop("embodyrl", __version__),
         "commit": machine.pop("commit", None),
         "config_sha256": hashlib.sha256(history.text("config.yaml").encode()).hexdigest(),
-        "command": _last_command(history),
+        "command": _commands(history),
         "environment": _environment(config),
         "model": {"type": _at(config, "model.model_type"), "weights": _weights(config)},
         "algorithm": _at(config, "algorithm.adv_type") if history.rows else None,
@@ -108,9 +110,16 @@ def _machine(history: History) -> dict[str, str]:
     return {name: value for name, value in found.items() if value not in ("not installed", "not known")}
 
 
-def _last_command(history: History) -> str:
-    lines = history.text("overrides.txt").splitlines()
-    return f"embodyrl {lines[-1].partition(': ')[2]}" if lines else "embodyrl"
+def _commands(history: History) -> str:
+    """What began the run, and what went on with it where that said something new: words for a shell."""
+    first, *later = [line.partition(": ")[2] for line in history.text("overrides.txt").splitlines()] or [""]
+    command, _, words = first.partition(" ")
+    said = [f"embodyrl {first}".rstrip()]
+    for line in dict.fromkeys(later):
+        more = " ".join(word for word in line.partition(" ")[2].split(" ") if word != TRUST)
+        if more not in ("", words):
+            said.append(f"embodyrl {command} --resume {shlex.quote(history.name)} {more}")
+    return " && ".join(said)
 
 
 def _environment(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,10 +56,10 @@ def test_a_run_remembers_how_it_was_started(tmp_path):
     cfg = toy_config(tmp_path, "seed=3")
     folder = open_run(cfg, "train", ["seed=3"], None)
     folder.close()
-    open_run(cfg, "train", ["runner.max_steps=9"], folder.root)
+    open_run(cfg, "train", ["runner.max_steps=9", "env.kwargs={a: 1}"], folder.root)
     assert load_saved_config(folder.root, ["trust=true"]) == cfg.updated({"trust": True})
     overrides = (folder.root / "overrides.txt").read_text().splitlines()
-    assert overrides == ["# attempt 1: train seed=3", "# attempt 2: train runner.max_steps=9"]
+    assert overrides == ["# attempt 1: train seed=3", "# attempt 2: train runner.max_steps=9 'env.kwargs={a: 1}'"]
     assert f"python {sys.version.split()[0]}" in (folder.root / "env.txt").read_text()
 
 

@@ -35,8 +35,11 @@ def test_the_card_is_what_the_files_say(tmp_path: Path) -> None:
     assert (card["commit"], card["embodyrl"], card["command"]) == (
         "abc+changes",
         "0.1.0",
-        "embodyrl train runner.max_steps=3",
+        "embodyrl train seed=7 && embodyrl train --resume mine runner.max_steps=3",
     )
+    with (run / "overrides.txt").open("a") as file:
+        file.write("# attempt 3: train trust=true\n# attempt 4: train seed=7\n# attempt 5: train runner.max_steps=3\n")
+    assert card_of(run)["command"] == card["command"], "nothing new was typed"
     assert card["config_sha256"] == hashlib.sha256((run / "config.yaml").read_bytes()).hexdigest()
     assert card["seeds"] == {"run": 7, "evaluation": "1000 to 1005"}
     assert card["states"] == {"training": [0, 2999], "evaluation": [3000, 3499], "evaluated": 6}
