@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import imageio.v2
@@ -25,7 +26,7 @@ def write_video(path: Path) -> Path:
 def write_evaluation(
     run: Path,
     step: int,
-    outcomes: list[bool],
+    outcomes: Sequence[bool | None],
     *,
     videos: int = 0,
     tasks: tuple[str, str] = TASKS,
@@ -45,9 +46,9 @@ def write_evaluation(
             seed=1000 + k,
             success_once=success,
             success_at_end=success,
-            episode_return=float(success),
+            episode_return=-9.0 if success is None else float(success),
             steps=10 + k,
-            terminated=success,
+            terminated=bool(success),
             truncated=not success,
             seconds=0.5,
             video=f"videos/{run.name}/{write_video(place).name}" if k < videos else None,

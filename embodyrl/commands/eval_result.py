@@ -53,10 +53,15 @@ class TaskResult:
     """The task's number in its suite."""
 
     @property
+    def rate(self) -> Rate:
+        """Success; where nothing is said of it there was none."""
+        return Rate(self.successes or 0, self.episodes, self.states, self.effective_episodes)
+
+    @property
     def score(self) -> Score:
         """Success, or the return where success is not known."""
         if self.successes is not None:
-            return Rate(self.successes, self.episodes, self.states, self.effective_episodes)
+            return self.rate
         low = -math.inf if self.return_low is None else self.return_low
         high = math.inf if self.return_high is None else self.return_high
         return Mean(self.mean_return, (low, high), self.episodes, self.states, self.effective_episodes)
@@ -289,10 +294,16 @@ def episode_row(
 def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
     """Score per task, of all of them and per suite, before and after; both validations ran the same episodes."""
     own = first.suites[0].task if first.suites else ""
-    before = {row.task_id: row.score for row in first.tasks if row.suite == own}
-    found = [(row.task, before[row.task_id], row.score) for row in last.tasks if row.task_id in before]
-    both = [(a.task, a.score, b.score) for a, b in zip(first.suites[1:], last.suites[1:], strict=False)]
-    return [*found, *[("all tasks", first.overall.score, last.overall.score)] * (len(found) > 1), *both]
+    before = {row.task_id: row for row in first.tasks if row.suite == own}
+    found = [_alike(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before]
+    both = [_alike(a.task, a, b) for a, b in zip(first.suites[1:], last.suites[1:], strict=False)]
+    return [*found, *[_alike("all tasks", first.overall, last.overall)] * (len(found) > 1), *both]
+
+
+def _alike(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:
+    """Both scores as rates where one of them is: some environments speak of success only where it comes."""
+    rated = first.successes is not None or last.successes is not None
+    return (name, first.rate, last.rate) if rated else (name, first.score, last.score)
 
 
 def paired_changes(first: EvalResult, last: EvalResult) -> list[Paired]:

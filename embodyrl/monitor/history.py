@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -95,9 +95,12 @@ _KINDS: Mapping[str, Any] = {
 """What is stored as it is."""
 
 
-def score_of(episodes: Sequence[EpisodeRow]) -> Score:
-    """Success of episodes, or their return where success is not known."""
-    if episodes and all(e.success_once is None for e in episodes):
+_SUCCESS = {"train/success_once", "eval/success_once"}
+
+
+def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
+    """Success of episodes, or their return where success is not known (`known`: others say it is)."""
+    if episodes and not known and all(e.success_once is None for e in episodes):
         return Mean.of((e.reset_id, e.episode_return) for e in episodes)
     return Rate.of((e.reset_id, bool(e.success_once)) for e in episodes)
 
@@ -127,9 +130,9 @@ class Evaluation:
         scores = {name: score_of([e for e in self.episodes if e.suite == name]) for name in names}
         return scores if len(scores) > 1 else {}
 
-    def score(self, task: str | None = None) -> Score:
+    def score(self, task: str | None = None, *, known: bool = False) -> Score:
         """Success of the own suite's episodes of one task, or of all; their return where success is not known."""
-        return score_of([e for e in self.own if task in (None, e.task)])
+        return score_of([e for e in self.own if task in (None, e.task)], known=known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,10 +278,24 @@ def read_history(folder: Path) -> History:
             evaluations.append(found)
         else:
             unfinished = found
+    rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
+    every = [*evaluations, *([unfinished] if unfinished else [])]
+    if any(e.success_once is not None for one in every for e in one.episodes) or any(_SUCCESS & {*r} for r in rows):
+        # Some environments speak of success only where it comes: what they say nothing of was none.
+        evaluations = [_judged(one) for one in evaluations]
+        unfinished = unfinished and _judged(unfinished)
+        for row in rows:
+            row |= {name: 0.0 for name in _SUCCESS - {*row} if f"{name.partition('/')[0]}/return" in row}
     return History(
         folder=folder,
         config=read_plain_yaml(file),
-        rows=tuple(row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS),
+        rows=tuple(rows),
         evaluations=tuple(evaluations),
         unfinished=unfinished,
     )
+
+
+def _judged(evaluation: Evaluation) -> Evaluation:
+    failed = {"success_once": False, "success_at_end": False}
+    episodes = (replace(e, **failed) if e.success_once is None else e for e in evaluation.episodes)
+    return replace(evaluation, episodes=tuple(episodes))

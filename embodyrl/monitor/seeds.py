@@ -116,20 +116,22 @@ class SeedGroup:
 
     @property
     def rates(self) -> bool:
-        """Whether scores are success rates."""
-        return isinstance(self.runs[0].evaluations[-1].score(), Rate)
+        """Whether scores are success rates; some environments say nothing of it where nothing succeeds."""
+        return any(isinstance(run.evaluations[-1].score(), Rate) for run in self.runs)
 
-    def matrix(self, tasks: Sequence[str]) -> Matrix:
-        """Scores of the last evaluations in these tasks."""
-        return np.array([[run.evaluations[-1].score(task).value for task in tasks] for run in self.runs])
+    def matrix(self, tasks: Sequence[str], *, rates: bool) -> Matrix:
+        """Scores of the last evaluations in these tasks, as success rates or as they are."""
+        ends = [run.evaluations[-1] for run in self.runs]
+        return np.array([[end.score(task, known=rates).value for task in tasks] for end in ends])
 
     def summary(self) -> list[str]:
         """Lines about the runs as one result; none without evaluations of the same tasks, or with a single run."""
         if len(self.runs) < 2 or not all(run.evaluations for run in self.runs) or not (tasks := self.tasks):
             return []
-        matrix, rate = self.matrix(tasks), self.rates
+        rate = self.rates
+        matrix = self.matrix(tasks, rates=rate)
         seeds = ", ".join(str(run.config.get("seed")) for run in self.runs)
-        overall = [run.evaluations[-1].score().value for run in self.runs]
+        overall = [run.evaluations[-1].score(known=rate).value for run in self.runs]
         mean, low, high = mean_interval(overall)
         said = "; ".join(_spell(value, rate) for value in overall)
         middle, bounds = interquartile_mean(matrix), stratified_bootstrap([matrix], interquartile_mean)
@@ -170,9 +172,10 @@ def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
         return None
     # By name: as many other tasks, or the same ones in another order, would be compared without a word.
     tasks = [task for task in first.tasks if task in second.tasks]
-    if not tasks or first.rates != second.rates:
+    if not tasks:
         return None
-    a, b = first.matrix(tasks), second.matrix(tasks)
+    rates = first.rates or second.rates
+    a, b = first.matrix(tasks, rates=rates), second.matrix(tasks, rates=rates)
     value, (low, high) = probability_of_improvement(a, b), stratified_bootstrap([a, b], probability_of_improvement)
     # Not by the interval: bootstrap draws of three runs hardly vary, and separate any two lucky samples.
     p_value = permutation_test(a, b)

@@ -186,3 +186,13 @@ def test_a_row_keeps_what_was_earned_before_the_factor_of_learning():
     assert (kept.terminated, kept.truncated, kept.seconds) == (False, True, 1.235)
     unknown = episode_row(replace(episode, success=np.zeros_like(won)), known=False)
     assert (unknown.success_once, unknown.success_at_end) == (None, None)
+
+
+def test_changes_are_of_success_where_one_side_says_nothing_of_it():
+    """Fails where a return of one side is subtracted from a rate of the other."""
+    silent = [row(k, 0, k, won=None, earned=-38.0) for k in range(4)]
+    told = [row(0, 0, 0, won=True), *silent[1:]]
+    ((_, first, last),) = changes(table(silent, toy_spec()), table(told, toy_spec()))
+    assert (first.change(last), last.change(first)) == ("+25.0", "-25.0")
+    ((_, first, last),) = changes(table(silent, toy_spec()), table(silent, toy_spec()))
+    assert (str(first.value), first.change(last)) == ("-38.0", "+0")

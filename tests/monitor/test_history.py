@@ -1,4 +1,5 @@
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,6 +20,21 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert [e.step for e in history.evaluations] == [0, 3]
     assert [e.episode for e in history.evaluations[0].episodes] == list(range(6))
     assert history.config["runner"]["max_steps"] == 3
+
+
+def test_where_only_success_is_told_what_says_nothing_failed(tmp_path: Path) -> None:
+    """Fails where steps and validations without a success are left out of its curve, or told by their return."""
+    run = write_run(tmp_path / "runs" / "late")
+    rows = [{"step": 0, "eval/return": -9.0}, {"step": 1, "train/return": -9.0}, {"step": 2, "train/return": -8.0}]
+    rows[2]["train/success_once"] = 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step, outcomes in ((0, [None] * 4), (3, [None, True, None, None])):
+        shutil.rmtree(run / "eval" / f"step_{step:06d}")
+        write_evaluation(run, step, outcomes)
+    found = read_history(run)
+    assert [str(one.score()) for one in found.evaluations] == ["0.0 % [0.0, 49.0] (0/4)", "25.0 % [4.6, 69.9] (1/4)"]
+    assert found.series("train/success_once") == [(1, 0.0), (2, 0.5)]
+    assert found.series("eval/success_once") == [(0, 0.0)]
 
 
 def test_a_recording_is_found_after_its_folders_moved(tmp_path: Path) -> None:

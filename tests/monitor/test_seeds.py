@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from run_files import TASKS, write_evaluation, write_run
 
-from embodyrl.monitor.history import read_history
+from embodyrl.monitor.history import Evaluation, History, read_history
 from embodyrl.monitor.report.page import write_report
 from embodyrl.monitor.seeds import (
     SeedGroup,
@@ -90,7 +92,7 @@ def test_runs_that_differ_in_their_seed_are_one_result(tmp_path: Path) -> None:
     assert curve[0] == (1, 0.25, 0.25, 0.25)
 
 
-def scored(tmp_path: Path, name: str, *successes: list[bool], tasks: tuple[str, str] = TASKS) -> SeedGroup:
+def scored(tmp_path: Path, name: str, *successes: Sequence[bool | None], tasks: tuple[str, str] = TASKS) -> SeedGroup:
     """Runs of two tasks with these outcomes of their last evaluation."""
     runs = []
     for seed, outcomes in enumerate(successes):
@@ -122,6 +124,24 @@ def test_the_permutation_test_of_one_task_is_mann_and_whitneys(sizes: tuple[int,
         assert permutation_test(a, b) == pytest.approx(exact, abs=1e-12)
     far = permutation_test(np.zeros((9, 2)), np.ones((9, 2)))
     assert 0 < far < 0.01, "of more runs than can be dealt in every way"
+
+
+def test_a_seed_that_never_succeeds_counts_as_none_where_only_success_is_told(tmp_path: Path) -> None:
+    """Fails where the return of one run is averaged with the success rates of others."""
+    silent = [None] * 4
+    group = scored(tmp_path, "a", silent, [True, None, None, True], [None, True, None, None])
+    assert "(0.0 %; 50.0 %; 25.0 %)" in group.summary()[0]
+    never = SeedGroup(tuple(replace(r, evaluations=(silent_end(r),)) for r in group.runs))
+    assert "mean over seeds 0, 1, 2: -9 " in never.summary()[0], "of no run anything is known"
+    mixed = SeedGroup((never.runs[0], *group.runs[1:]))
+    assert "(0.0 %; 50.0 %; 25.0 %)" in mixed.summary()[0]
+    assert "over 2 tasks" in str(improvement(never, mixed))
+
+
+def silent_end(run: History) -> Evaluation:
+    end = run.evaluations[-1]
+    said = (replace(e, success_once=None, success_at_end=None, episode_return=-9.0) for e in end.episodes)
+    return replace(end, episodes=tuple(said))
 
 
 def test_an_improvement_is_one_in_the_same_tasks(tmp_path: Path) -> None:
