@@ -207,8 +207,11 @@ def test_truncation_and_penalty():
     np.testing.assert_allclose(np.bincount(drawn.numpy()) / 10001, (logits[0] / 2.0).softmax(-1).numpy(), atol=2e-4)
 
 
-def test_weights_travel_through_the_public_layout(tmp_path: Path, policy: CausalLMPolicy):
+def test_weights_travel_through_the_public_layout(
+    tmp_path: Path, policy: CausalLMPolicy, capfd: pytest.CaptureFixture[str]
+):
     policy.save(tmp_path)
+    assert capfd.readouterr() == ("", ""), "no bar of the library's in the lines of a run"
     wanted = policy.act(observe(*PROMPTS), noise=noise(5))
     other = build(seed=9)
     assert not np.array_equal(other.act(observe(*PROMPTS), noise=noise(5)).tokens, wanted.tokens)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.utils import logging
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
@@ -351,7 +352,13 @@ class CausalLMPolicy:
     def save(self, folder: Path) -> None:
         """Write the public layout: model and tokenizer, or in `adapter/` the adapters; and the value head."""
         self.processor.save_pretrained(folder)
-        self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
+        bars = logging.is_progress_bar_enabled()  # a run in one process has a line of its own for progress
+        logging.disable_progress_bar()
+        try:
+            self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
+        finally:
+            if bars:
+                logging.enable_progress_bar()
         if self._net.value_head is not None:
             (folder / VALUE_FILE).parent.mkdir(exist_ok=True)
             save_file({k: v.cpu() for k, v in self._net.value_head.state_dict().items()}, folder / VALUE_FILE)
