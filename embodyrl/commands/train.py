@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -102,6 +103,8 @@ class _Training:
     on_eval: OnEval | None
     first: EvalResult | None = None
     last: EvalResult | None = None
+    telling: bool = False
+    """A callback runs, or raised."""
 
     def __post_init__(self) -> None:
         assert self.blueprint.algorithm is not None
@@ -148,6 +151,14 @@ class _Training:
         except Interrupted as interruption:
             workers.scheduler.abandon()
             raise self.session.stop_message(interruption, self._save(workers, actors)) from None
+        except Exception as error:
+            # A fault of the caller's own: what was learned is whole.
+            if self.telling and self.session.step:
+                workers.scheduler.abandon()
+                saved = self._save(workers, actors)
+                self.session.wait_for_save()
+                error.add_note(f"raised by a callback of embodyrl.train after step {self.session.step}; saved {saved}")
+            raise
         self._report(checkpoint)
         return TrainResult(
             run=self.session.folder.root,
@@ -231,7 +242,7 @@ class _Training:
                     session.step, split_clock_metrics(metrics, deterministic=self.cfg.runner.deterministic)
                 )
             if self.on_step is not None:
-                session.told(self.on_step(session.step, metrics))
+                self._tell(self.on_step, metrics)
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
             session.save_if_due(lambda: self._save(workers, actors))
@@ -265,8 +276,13 @@ class _Training:
             self.monitor.text(f"step {session.step}: {len(result.videos)} recordings in {session.folder.videos}")
         session.record_score(result.overall.success_once or 0.0, result.overall.mean_return)
         if self.on_eval is not None:
-            session.told(self.on_eval(session.step, result))
+            self._tell(self.on_eval, result)
         return result
+
+    def _tell(self, callback: Callable[[int, Any], bool | None], news: Any) -> None:
+        self.telling = True
+        self.session.told(callback(self.session.step, news))
+        self.telling = False
 
     def _dump(self, workers: Workers, rollout: RolloutResult, batch: PreparedBatch) -> None:
         try:

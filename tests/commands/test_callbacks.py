@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from toy_runs import rows, toy_config
 
 import embodyrl
@@ -36,3 +37,18 @@ def test_an_evaluation_callback_gets_the_results_and_ends_the_run(tmp_path: Path
     )
     assert result.step == 1
     assert seen == {row["step"]: row["eval/return"] for row in rows(result.run)}
+
+
+@pytest.mark.parametrize("name", ["on_step", "on_eval"])
+def test_a_callback_that_raises_loses_no_step(tmp_path: Path, name: str) -> None:
+    def fail(step: int, news) -> None:
+        if step == 2:
+            raise KeyError("a key that is not there")
+
+    cfg = toy_config(tmp_path, "runner.max_steps=4", "runner.val_check_interval=1", "eval.episodes=2")
+    with pytest.raises(KeyError) as raised:
+        embodyrl.train(cfg, **{name: fail})
+    saved = tmp_path / "run" / "checkpoints" / "step_000002"
+    assert raised.value.__notes__ == [f"raised by a callback of embodyrl.train after step 2; saved {saved}"]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2]
+    assert embodyrl.train(cfg, resume=tmp_path / "run").step == 4
