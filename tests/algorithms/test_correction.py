@@ -144,3 +144,27 @@ def inputs(algorithm) -> LossInputs:
         value_weight=torch.zeros(6, 0),
         positive_weight=torch.from_numpy(positive / positive.sum()),
     )
+
+
+def test_a_mask_and_weights_of_older_data_hold_both():
+    """Fails where the mask takes the place of the weights: what it keeps is not weighed any more."""
+    algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
+    factor = torch.linspace(0.5, 1.5, 30).double().reshape(6, 5, 1)
+    terms = LOSSES.get("ppo_clip").compute(fixed_units()[1], config(0.1, 0.1))
+    kept = torch.tensor([True, True, True, True, False, True])[:, None, None]
+    expected = (terms.loss * factor * kept * weights("token-mean")).sum().item()
+    loss, _ = algorithm.loss(scores(), replace(inputs(algorithm), correction=factor))
+    assert loss.item() == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("k1", -0.023), ("abs", 0.124), ("k2", 0.01046), ("k3", 0.010765)])
+def test_the_chosen_kl_enters_the_loss_unless_rewards_have_paid_for_it(kind: str, expected: float):
+    total, _, _ = compute("ppo_clip", bounds(0.1, 0.1), "token-mean")
+    for paid in (False, True):
+        keys = {"kl_beta": 0.5, "kl_penalty_type": kind, "kl_in_reward": paid, "group_size": 3}
+        algorithm = Algorithm(config(0.1, 0.1, **keys))
+        # The advantages are those without a reference: here nothing but the loss is looked at.
+        given = inputs(Algorithm(config(0.1, 0.1, group_size=3)))
+        loss, measured = algorithm.loss(scores(), given)
+        assert metrics_of([measured])[0]["ref_kl"] == pytest.approx(expected, abs=2e-6)
+        assert loss.item() - total == pytest.approx(0.0 if paid else 0.5 * expected, abs=2e-6)

@@ -147,3 +147,24 @@ def test_episodes_that_earned_more_are_imitated_whole():
     good, bad = (make_episode([[reward], [reward]], valid=[[True], [reward > 0.5]]) for reward in (0.6, 0.5))
     told = filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
     assert [credit.advantage.tolist() for credit in told] == [[[1.0], [1.0]], [[0.0], [0.0]]]
+
+
+def test_opo_weighs_by_executed_actions_and_not_by_chunks():
+    """Lengths 1 and 4, of one chunk each: the baseline of returns 1 and 0 is 1 / 5."""
+    episodes = [
+        make_episode([[1.0, 0, 0, 0]], valid=[[True, False, False, False]], episode_id=0),
+        make_episode([[0.0, 0, 0, 0]], episode_id=1, first_record=1),
+    ]
+    batch = Algorithm(algorithm_of(adv_type="opo", group_size=2)).prepare(episodes)
+    np.testing.assert_allclose(batch.advantage[:, 0], [1 - 0.2, -0.2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("unbiased", "scale"), [(True, np.sqrt(1 / 2)), (False, 1 / 2)])
+def test_the_kind_of_standard_deviation_is_chosen(unbiased: bool, scale: float):
+    """Returns 1 and 0, half of their difference each; steps of one state are compared by the same kind."""
+    episodes = [make_episode([[won]], episode_id=i, first_record=i) for i, won in enumerate((1.0, 0.0))]
+    found = Algorithm(algorithm_of(group_size=2, std_unbiased=unbiased)).prepare(episodes)
+    np.testing.assert_allclose(found.advantage[:, 0], np.array([0.5, -0.5]) / scale, rtol=1e-5)
+    same = Scores(states=(np.array([7]), np.array([7])))
+    found = Algorithm(algorithm_of(adv_type="gigpo", group_size=2, std_unbiased=unbiased)).prepare(episodes, same)
+    np.testing.assert_allclose(found.advantage[:, 0], np.array([1.0, -1.0]) / scale, rtol=1e-5)

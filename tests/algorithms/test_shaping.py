@@ -165,3 +165,11 @@ def test_an_episode_that_goes_on_counts_as_one():
     parts.apply([second, replace(make_episode(rewards[9:], episode_id=2), earlier=second.whole)])
     ours, theirs = ({**scale.state(), "returns_cut": None} for scale in (parts, whole))
     assert ours == pytest.approx(theirs)
+
+
+def test_a_reward_far_beyond_the_spread_is_bounded():
+    """One reward among a thousand zeros would be 31 deviations."""
+    episodes = [make_episode([[0.0]] * 999), make_episode([[-50.0]], episode_id=1)]
+    first, last = ReturnScale(0.9).apply(episodes)
+    assert not first.reward.any()
+    assert last.reward.tolist() == [[-10.0]]
