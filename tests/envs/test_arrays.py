@@ -7,15 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from settings import env_of
+from toy_runs import running_crew
 
 from embodyrl.commands.check_env import check_env
 from embodyrl.envs.arrays import ArrayEnv
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.reward import RewardStep, StepRewardSettings
+from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 from embodyrl.envs.simulators import ArraySimulators, SimSteps
 from embodyrl.errors import EnvError
+from embodyrl.plan.config import load_config
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.scheduler.rollout import Rollout
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, EpisodeStart, FloatArray, IntArray
 
 SPEC = EnvSpec(
@@ -157,3 +161,64 @@ def test_flags_of_another_shape_are_refused(monkeypatch):
 def test_the_contract_holds():
     found = list(check_env(env_of(env_type="test_arrays:FACTORY", use_rel_reward=False)))
     assert {finding.level for finding in found} == {"ok"}, found
+
+
+class Stairs(CartPoles):
+    """After its k-th step a slot earns k squared; the third one reaches the goal."""
+
+    def advance(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+        self.state[slots] += 1
+        k = np.rint(self.state[slots, 0])
+        return SimSteps(reward=(k**2).astype(np.float32), terminated=k >= 3, success=k >= 3, truncated=k < 0)
+
+
+def as_told(step: RewardStep) -> float:
+    return step.reward
+
+
+STILL = np.zeros((2, 5, 1), np.float32)
+
+
+def test_relative_rewards_begin_anew_with_each_episode():
+    env = ArrayEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=2.0)
+    for _ in range(2):
+        begin(env, [1, 2])
+        assert env.step_chunk([0, 1], STILL).reward.tolist() == [[2.0, 6.0, 10.0, 0.0, 0.0]] * 2
+
+
+def test_a_goal_at_the_time_limit_terminates_and_one_that_is_ignored_does_not():
+    env = ArrayEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
+    starts = [EpisodeStart(reset_id=1, seed=0, max_episode_steps=n, ignore_terminations=n > 3) for n in (3, 4)]
+    env.reset([0, 1], starts)
+    result = env.step_chunk([0, 1], STILL)
+    assert result.valid.sum(axis=1).tolist() == [3, 4]
+    assert result.terminated.sum(axis=1).tolist() == [1, 0]
+    assert result.truncated.tolist() == [[False] * 5, [False, False, False, True, False]]
+    assert result.success.tolist() == [[False, False, True, False, False], [False, False, True, True, False]]
+
+
+def test_a_function_is_told_the_simulators_own_reward_and_added_to_what_it_earns():
+    """Absolute 1, 4, 9 are told, relative 1, 3, 5 are earned."""
+    reward = StepRewardSettings(path="test_arrays:as_told", mode=RewardMode.add)
+    env = ArrayEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=1.0, reward=reward)
+    begin(env, [1, 2])
+    result = env.step_chunk([0, 1], STILL)
+    assert result.reward[:, :3].tolist() == [[2.0, 7.0, 14.0]] * 2
+    assert result.components is not None
+    assert result.components.tolist() == [[14.0, 9.0, 0.0]] * 2
+
+
+def test_every_slot_is_told_its_own_task(tmp_path):
+    """In the records of a rollout as by the environment."""
+    env = make(4)
+    begin(env, [0, 99, 100, 149])
+    assert env.tasks_of(np.arange(4)).tolist() == [0, 0, 1, 1]
+    words = ("env=libero_10", "env.env_type=test_arrays:FACTORY", "env.train.state_ids=null", "env.eval.state_ids=null")
+    more = ("model=mlp", "algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=12", "launcher=inline")
+    short = ("env.train.max_episode_steps=2", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}")
+    cfg = load_config("train", [*words, *more, *short])
+    with running_crew(tmp_path, cfg=cfg) as stage:
+        plan = train_episodes(cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        found = stage.workers.scheduler.collect(Rollout(plan, keep=False)).episodes
+    assert {e.spec.task_id for e in found} == {0, 1}
+    assert all(e.instruction == SPEC.tasks[e.spec.task_id] for e in found)

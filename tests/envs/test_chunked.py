@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,3 +196,29 @@ def test_an_episode_that_terminates_inside_a_chunk_costs_a_batch_no_picture():
     env.reset([0, 1], [start(0), start(1)])
     assert env.step_chunk([0, 1], chunk(2, 4)).terminated[0].tolist() == [False, True, False, False]
     assert looked == []
+
+
+class Still(ScriptedSims):
+    """Their expert does nothing."""
+
+    def expert(self, slot):
+        return np.zeros(2, np.float32)
+
+
+def test_the_noise_of_an_expert_is_that_of_its_episode_and_step():
+    """Fails where all steps of an episode are shaken alike, or where slots and chunks decide."""
+    sims = Still([steps_of([0.0] * 9)] * 2)
+    sims.spec = replace(sims.spec, expert_tasks=(0, 1))
+    env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)
+
+    def shaken(slot, seed, chunks):
+        env.reset([slot], [start(slot, seed=seed)])
+        sims.log.clear()
+        for length in chunks:
+            assert not env.expert_chunk([slot], length, noise=0.1)[0].any(), "what is kept is clean"
+        return [value for _, _, value in sims.log]
+
+    once = shaken(0, 5, [4])
+    assert len(set(once)) == 4
+    assert shaken(1, 5, [1, 3]) == once
+    assert not set(shaken(0, 6, [4])) & set(once)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from doubles import ScriptedBatch, ScriptedSims, steps_of
+from safetensors.numpy import save_file
 from settings import env_of
 from toy_runs import rows, toy_config
 
@@ -12,11 +15,11 @@ from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
 from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings, reward_problems
+from embodyrl.envs.reward import LearnedReward, RewardMode, RewardStep, StepRewardSettings, reward_problems
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.types import EpisodeStart
+from embodyrl.types import EpisodeStart, ObservationOut
 
 SEEN: list[RewardStep] = []
 
@@ -211,3 +214,25 @@ def test_the_tabletop_trains_on_it(tmp_path):
     assert row["train/reward_near"] == pytest.approx(row["train/episode_len"])  # 1 for each step
     assert row["train/reward_effort"] < 0
     assert row["actor/grad_norm"] > 0
+
+
+def test_a_learned_reward_is_what_success_has_become_likelier_in_this_episode(tmp_path):
+    """A network of one weight: the state is the log-odds. Another slot's and the next episode begin at 0."""
+    shape = {"num_images": 0, "normalized": False, "activation": "tanh", "hidden": [], "state_dim": 1}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    save_file(
+        {"value_head.0.weight": np.ones((1, 1), np.float32), "value_head.0.bias": np.zeros(1, np.float32)},
+        tmp_path / "model.safetensors",
+    )
+    reward = LearnedReward(tmp_path)
+
+    def earned(step: int, chance: float, slot: int = 0) -> float:
+        state = np.array([np.log(chance / (1 - chance))], np.float32)
+        seen = ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=state)
+        told = {"reset_id": 0, "task_id": 0, "instruction": "", "action": np.zeros(1, np.float32), "reward": 0.0}
+        flags = dict.fromkeys(("success", "terminated", "truncated"), False)
+        return reward(RewardStep(slot=slot, step=step, **told, **flags, look=lambda: seen, ask=dict))
+
+    first = [earned(1, 0.2), earned(2, 0.6), earned(1, 0.5, slot=1), earned(3, 0.4), earned(4, 0.7)]
+    assert first == pytest.approx([0.2, 0.4, 0.5, 0.0, 0.1], abs=1e-6)
+    assert [earned(1, 0.3), earned(2, 0.4)] == pytest.approx([0.3, 0.1], abs=1e-6)
