@@ -127,3 +127,14 @@ def test_what_a_killed_attempt_took_is_not_left_out(tmp_path: Path) -> None:
     costs = card_of(run)["costs"]
     assert costs["wall_hours"] == 6.0
     assert {"cpu_hours", "gpu_hours"}.isdisjoint(costs), "of the killed one nobody knows them"
+
+
+def test_protocol_and_seeds_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
+    run = carded(tmp_path)
+    first = run / "eval" / "step_000000"
+    (first / "eval.json").write_text(json.dumps({"protocol": {"name": "older", "departures": []}}))
+    rows = [json.loads(line) for line in (first / "episodes.jsonl").read_text().splitlines()]
+    (first / "episodes.jsonl").write_text("".join(json.dumps(row | {"seed": row["seed"] - 500}) + "\n" for row in rows))
+    card = card_of(run)
+    assert card["protocol"]["name"] == "p"
+    assert card["seeds"]["evaluation"] == "1000 to 1005"

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.paired import pair
 from embodyrl.monitor.report import media
 from embodyrl.monitor.report.charts import Line, curve, differing, line_chart, stacked_bars, ticks
-from embodyrl.monitor.report.page import _task_table, write_report
+from embodyrl.monitor.report.page import _task_table, _tiles, _timeline, write_report
 from embodyrl.monitor.timing import time_tree
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -371,3 +372,26 @@ def test_values_at_the_ends_of_curves_do_not_cover_each_other() -> None:
     heights = sorted(float(y) for y in re.findall(r'class="value c\d" x="[\d.]+" y="([\d.]+)"', drawn))
     assert len(heights) == 3
     assert min(after - before for before, after in pairwise(heights)) >= 12
+
+
+def test_the_tiles_of_a_run_by_hand(tmp_path: Path) -> None:
+    """Three steps of 10 s, 100 env steps and 8 episodes, the last with 5 s of validation; restarts count up."""
+    history = read_history(write_run(tmp_path / "runs" / "a"))
+    more = [{}, *({"env/restarts": float(n), "env/dropped_episodes": 2.0} for n in (1, 1, 4))]
+    rows = tuple(row | own for row, own in zip(history.rows, more, strict=True))
+    told = replace(history, rows=rows)
+    found = {label: (value, note) for label, value, note in _tiles(told, rows[1:])}
+    assert found == {
+        "success": ("17% → 67%", found["success"][1]),
+        "steps": ("3", "of 3"),
+        "time": ("35 s", "12 s per step"),
+        "env steps": ("300", "24 training episodes"),
+        "restarts": ("4", "6 episodes dropped"),
+    }
+
+
+def test_a_bar_of_many_steps_is_as_high_as_their_mean(tmp_path: Path) -> None:
+    """120 steps in 60 bars, each of 4 and 6 s of an update and nothing else."""
+    steps = [{"step": k, "time/step": 4.0 + k % 2 * 2, "time/update": 4.0 + k % 2 * 2} for k in range(120)]
+    drawn = _timeline(steps)
+    assert len(re.findall(r"<title>[^<]*: 5 s", drawn)) == 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -170,3 +171,31 @@ def test_runs_of_one_seed_are_not_joined(tmp_path: Path) -> None:
 def test_one_run_alone_is_no_group(tmp_path: Path) -> None:
     (group,) = seed_groups([read_history(write_run(tmp_path / "alone"))])
     assert (group.name, group.summary()) == ("alone", [])
+
+
+def test_tasks_of_a_group_are_those_that_all_its_runs_have_played(tmp_path: Path) -> None:
+    """A task that one of them lacks would count as never solved."""
+    first = scored(tmp_path, "a", [True, True])
+    second = scored(tmp_path, "bb", [True, True], tasks=(TASKS[1], "x"))
+    group = SeedGroup((*first.runs, *second.runs))
+    assert group.tasks == [TASKS[1]]
+    assert group.matrix(group.tasks).tolist() == [[1.0], [1.0]]
+
+
+def test_of_three_runs_two_with_one_seed_are_no_sample(tmp_path: Path) -> None:
+    runs = [read_history(write_run(tmp_path / f"r{k}", f"seed={seed}")) for k, seed in enumerate((3, 3, 4))]
+    assert [len(group.runs) for group in seed_groups(runs)] == [1, 1, 1]
+
+
+def test_returns_have_no_bounds_of_a_rate(tmp_path: Path) -> None:
+    """Four of six episodes earned 90, the others 10."""
+    runs = runs_of(tmp_path, "mine", seeds=2)
+    for path in (file for run in runs for file in run.glob("eval/*/episodes.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        unknown = {"success_once": None, "success_at_end": None}
+        told = [row | unknown | {"return": 10.0 + 80.0 * row["return"]} for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in told))
+    (group,) = seed_groups([read_history(run) for run in runs])
+    first, second = group.summary()
+    assert "63.33 [63.33, 63.33] (63.33; 63.33)" in first
+    assert second.endswith("63.33 [63.33, 63.33]")
