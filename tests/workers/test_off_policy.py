@@ -48,6 +48,13 @@ def frames(length: int, *, terminated: bool, final: bool, episode: int = 0) -> F
     )
 
 
+def four_chunks() -> Frames:
+    """That terminate, as Pendulum shows them: states of ones."""
+    seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
+    seen["observed_state"] = np.ones((4, 3), np.float32)
+    return replace(frames(4, terminated=True, final=False), seen=seen)
+
+
 @pytest.fixture
 def make(tmp_path: Path):
     hosts: list[tuple[PolicyHost, Arena]] = []
@@ -119,9 +126,7 @@ def test_the_policy_follows_the_smaller_of_two_critics_and_the_mean_of_more():
 
 def test_between_its_turns_the_policy_and_the_temperature_stand_still(make):
     _, actor = make("algorithm.policy_interval=2")
-    batch = frames(4, terminated=True, final=False)
-    seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
-    actor._replay.add(replace(batch, seen=seen | {"observed_state": np.ones((4, 3), np.float32)}))
+    actor._replay.add(four_chunks())
     chosen = [actor._replay.transitions(actor._replay.starts)]
 
     def weights() -> list[list[torch.Tensor]]:
@@ -181,19 +186,8 @@ def test_the_oldest_make_room_and_a_copy_goes_on_alike():
 
 def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
     host, actor = make()
-    batch = frames(4, terminated=True, final=False)
-    seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
-    state = np.full((4, 3), np.nan, np.float32)
-    actor._replay.add(
-        Frames(
-            seen=seen | {"observed_state": state},
-            action=batch.action,
-            reward=batch.reward,
-            acted=batch.acted,
-            terminated=batch.terminated,
-            episode=batch.episode,
-        )
-    )
+    batch = four_chunks()
+    actor._replay.add(replace(batch, seen={**batch.seen, "observed_state": np.full((4, 3), np.nan, np.float32)}))
     before = [p.clone() for p in (*host.policy.module.parameters(), *actor._critics.parameters())]
     with pytest.raises(NonFiniteError, match=r"actor\.optim\.lr"):
         actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0)
@@ -339,9 +333,7 @@ def drained(parts):
 def test_what_is_saved_comes_back(make, tmp_path):
     """Critics, their slow copies, the temperature and the moments of their optimizers; rates are the config's."""
     _, actor = make()
-    batch = frames(4, terminated=True, final=False)
-    seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
-    actor._replay.add(replace(batch, seen=seen | {"observed_state": np.ones((4, 3), np.float32)}))
+    actor._replay.add(batch := four_chunks())
     actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0)
     (tmp_path / "saved").mkdir()
     actor.save(tmp_path / "saved")
@@ -351,6 +343,53 @@ def test_what_is_saved_comes_back(make, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
     assert float(other._log_alpha.detach()) == float(actor._log_alpha.detach()) != 0
     assert other._optimizers["critics"].param_groups[0]["lr"] == 0.5
-    moments = [o._optimizers["critics"].state_dict()["state"][0]["exp_avg"] for o in (actor, other)]
-    assert torch.equal(*moments)
+    for name in ("critics", "alpha"):
+        moments = [o._optimizers[name].state_dict()["state"][0]["exp_avg"] for o in (actor, other)]
+        assert torch.equal(*moments)
+        assert moments[0].any()
     np.testing.assert_array_equal(other._replay["reward"][other._replay.starts], batch.reward)
+
+
+def test_critics_and_temperature_follow_their_keys(make):
+    rates = ("actor.optim.lr=0.002", "actor.optim.value_lr=0.05")
+    _, plain = make(*rates)
+    _, chosen = make(*rates, "algorithm.target_entropy=-3.5", "algorithm.critic_layer_norm=true")
+    assert [actor._target_entropy for actor in (plain, chosen)] == [-1.0, -3.5], "Pendulum has one dimension"
+    assert {n: o.param_groups[0]["lr"] for n, o in chosen._optimizers.items()} == {"critics": 0.05, "alpha": 0.002}
+    seen, done = filled((5, 3), 1), filled((5, 1), 2)
+    for one in ("_critics", "_targets"):
+        values = [getattr(actor, one)(seen, done) for actor in (plain, chosen)]
+        assert not torch.allclose(*values), "the same weights, normalised in one of them"
+
+
+def test_critics_have_a_gradient_limit_of_their_own(make):
+    """A tenth of the first gradient is what Adam's running mean begins with."""
+    norms = []
+    for words in (("actor.optim.value_clip_grad=0.5",), ()):
+        _, actor = make("actor.optim.clip_grad=0.001", *words)
+        actor._replay.add(four_chunks())
+        actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0)
+        moments = actor._optimizers["critics"].state_dict()["state"].values()
+        norms.append(sum(float(one["exp_avg"].square().sum()) for one in moments) ** 0.5 / 0.1)
+    assert norms[0] == pytest.approx(0.5, rel=1e-3)
+    assert norms[1] > 1.0
+
+
+def test_every_training_step_ends_with_an_update_of_the_policy(make):
+    """However seldom it has its turn; before there is enough to learn from, nothing moves."""
+    _, actor = make("algorithm.learning_starts=5", "algorithm.policy_interval=100")
+    moved = []
+    for step in range(2):
+        before = [p.detach().clone() for p in actor._policy.module.parameters()]
+        (*_, result) = drained(actor.update(stored(actor, [(4, "terminated")], step)))
+        same = [torch.equal(a, b) for a, b in zip(before, actor._policy.module.parameters(), strict=True)]
+        moved.append((result["optimizer_steps"], not all(same)))
+    assert moved == [(0, False), (4, True)]
+
+
+def test_updates_that_were_left_out_are_counted(make):
+    _, actor = make("algorithm.learning_starts=1", "faults.on_nonfinite=skip")
+    with torch.no_grad():
+        actor._critics.biases[-1].fill_(torch.nan)
+    (*_, result) = drained(actor.update(stored(actor, [(4, "terminated")])))
+    assert (result["optimizer_steps"], result["skipped_nonfinite"]) == (0, 4)
