@@ -8,13 +8,20 @@ from itertools import pairwise
 
 import pytest
 from toy_env import toy_spec
-from toy_runs import toy_config
+from toy_runs import TOY_COLLECT, toy_config
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
-from embodyrl.plan.episodes import EpisodeList, eval_episodes, refill_episodes, selected_reset_ids, train_episodes
+from embodyrl.plan.episodes import (
+    EpisodeList,
+    demonstration_episodes,
+    eval_episodes,
+    refill_episodes,
+    selected_reset_ids,
+    train_episodes,
+)
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.policies import POLICIES
 from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
@@ -267,3 +274,30 @@ def test_one_task_is_drawn_row_by_row(config):
     ]
     assert drawn.count(5) > len(drawn) / 2
     assert {*drawn} <= {4, 5, 6, 7}
+
+
+def test_refills_differ_from_step_to_step_and_repeat_nothing(config):
+    cfg = config("env.train.total_num_envs=8", "algorithm.group_size=4")
+    plans = {(s, a): [*refill_episodes(cfg, ENV, s, a, 2).episodes] for s in range(6) for a in range(2)}
+    starts = {place: tuple(e.reset_id for e in plan if e.member == 0) for place, plan in plans.items()}
+    assert len({starts[step, 0] for step in range(6)}) > 3
+    for step in range(6):
+        own = [*plan_of(cfg, step).episodes, *plans[step, 0], *plans[step, 1]]
+        assert len({e.episode_id for e in own}) == len({e.noise_seed for e in own}) == 3 * 8
+    assert len({e.noise_seed for plan in plans.values() for e in plan}) == 12 * 8
+
+
+def test_demonstrations_visit_their_states_in_orders_of_their_own(config):
+    """Each lap of a task has another order, each trial a seed and noise of its own."""
+    cfg = load_config("collect", [*TOY_COLLECT, "env.kwargs.tasks=3", "collect.out=demos"])
+    plan = [*demonstration_episodes(cfg, ENV, [(task, trial) for task in (0, 1) for trial in range(24)]).episodes]
+    laps = [[e.reset_id for e in plan[start : start + 4]] for start in range(0, 48, 4)]
+    assert [sorted(lap) for lap in laps] == [[0, 1, 2, 3]] * 6 + [[4, 5, 6, 7]] * 6
+    assert len({tuple(lap) for lap in laps[:6]}) > 1
+    assert len({e.seed for e in plan}) == len({e.noise_seed for e in plan}) == 48
+
+
+def test_every_split_has_its_own_limits(config):
+    cfg = config("env.train.max_episode_steps=8", "env.eval.max_episode_steps=5", "env.eval.ignore_terminations=true")
+    plans = plan_of(cfg), eval_episodes(cfg, ENV, POLICY)
+    assert [(plan.max_episode_steps, plan.ignore_terminations) for plan in plans] == [(8, False), (5, True)]

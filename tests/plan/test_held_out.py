@@ -116,6 +116,11 @@ def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
     assert "training of" in told(replayed, "[1,1]")
     assert re.search(r"uses 0, demonstrations of \S+ uses 1;", told(replayed, "[1,1]"))
     assert "unknown: " in told(learned | {"data": {"path": first, "more": ["gone"]}}, "[2,3]")
+    start = tmp_path / "start"
+    (start / "checkpoints").mkdir(parents=True)
+    (start / "config.yaml").write_text(json.dumps({"data": {"path": more}}))
+    began = told({"data": {"path": first}, "model": {"path": str(start)}}, "[1,1]")
+    assert f"demonstrations of {start} uses 1;" in began, "also of the run that it started from"
 
 
 def test_initial_states_that_only_the_run_had_are_left_aside(tmp_path: Path) -> None:
@@ -160,6 +165,9 @@ def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path
     save_config(load_config("train", [*words, "eval.episodes=7"]), run / "config.yaml")
     told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
     assert f"validation of {run} uses 7;" in told, "it was allowed more, and looked at these"
+    save_config(load_config("train", [*words, "eval.episodes=null", "eval.episodes_per_task=1"]), run / "config.yaml")
+    told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
+    assert f"validation of {run} uses 6;" in told, "one of each task"
 
 
 WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetensors"))
