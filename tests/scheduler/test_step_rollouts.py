@@ -97,6 +97,7 @@ def test_without_any_group_left_the_weights_stay(tmp_path):
     words = ("env.kwargs.goal=99", "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=2")
     for row in rows(train_toy(tmp_path, *words)):
         assert row["train/groups_refilled"] == 4, "two rounds of two groups"
+        assert (row["train/episodes"], row["env/steps"]) == (12, 12 * 8), "what was played for them counts"
         assert row["train/groups_filtered"] == 1
         assert row["actor/optimizer_steps"] == 0
 

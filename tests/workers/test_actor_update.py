@@ -239,3 +239,34 @@ def test_a_reference_follows_the_policy_every_so_many_steps(make: Make):
         pairs = (actor.host._learner._reference.module.state_dict(), actor.host.policy.module.state_dict())
         followed.append(all(torch.equal(pairs[0][name], pairs[1][name]) for name in pairs[0]))
     assert followed == [False, True, False]
+
+
+def test_policy_and_value_head_may_have_limits_of_their_own():
+    """Gradients 3 and 4, of norm 5; a tenth of each is what Adam's running means begin with."""
+    module = TwoParts()
+    optimization = Optimization(module, ValueOptimSettings(clip_grad=0.5, value_clip_grad=2.0), 10)
+    module.policy.weight.grad, module.value_head.weight.grad = torch.full((1, 1), 3.0), torch.full((1, 1), 4.0)
+    assert optimization.step(0.0) == pytest.approx(5.0)
+    means = [state["exp_avg"].item() for state in optimization.optimizer.state_dict()["state"].values()]
+    assert means == pytest.approx([0.05, 0.2], rel=1e-4)
+
+
+def test_a_step_that_was_left_out_is_no_step_of_the_warm_up():
+    module = TwoParts()
+    optimization = Optimization(module, ValueOptimSettings(lr=0.1, warmup_steps=2), 10)
+    for gradient in (torch.nan, 1.0):
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimization.step(0.0)
+    assert optimization.lr == pytest.approx(0.1 / 2)
+
+
+def test_the_rate_falls_within_an_update_and_the_gap_is_that_before_it(make: Make):
+    """The last of four optimizer steps of the first of two training steps is at three quarters of it."""
+    words = ("actor.optim.schedule=linear", "runner.max_steps=2", "actor.optim.lr=0.01", "algorithm.update_epoch=4")
+    actor = make(*words)
+    actor["advantage"] = np.array([1, -1, 1, 1, -1, 1])[:, None]
+    metrics = actor.update()
+    assert metrics["lr"] == pytest.approx(0.01 * (1 - 0.75 / 2))
+    assert metrics["ratio_max"] > 1.01, "or the policy has not moved"
+    assert metrics["logprob_gap"] < 1e-4

@@ -212,3 +212,25 @@ def test_demonstrations_have_their_share_of_each_batch(make, tmp_path):
         assert obs.instructions[row] in shown.instruction[steps]
     mine = actor._replay[Record.images][actor._replay.starts]
     assert all((mine == obs.images[row]).all(axis=(1, 2, 3, 4)).any() for row in range(4))
+
+
+def test_each_training_step_draws_samples_of_its_own(make):
+    """Of a buffer that holds the same three chunks after every step, with weights that stay."""
+    host, _, _, tickets = make("algorithm.replay_size=3", "actor.optim.lr=0")
+    assert len({round(update(host, tickets, step)["loss"], 6) for step in range(4)}) > 1
+
+
+def test_updates_are_counted_by_all_new_chunks_and_the_rate_moves_with_each(make):
+    """Six chunks, of which three are good; the last of three updates of the first of two steps is at a third."""
+    words = ("algorithm.updates_per_sample=0.5", "actor.optim.schedule=linear", "actor.optim.lr=0.003")
+    host, _, _, tickets = make(*words, "runner.max_steps=2")
+    metrics = update(host, tickets)
+    assert metrics["optimizer_steps"] == 3
+    assert metrics["lr"] == pytest.approx(0.003 * (1 - (2 / 3) / 2))
+
+
+def test_nothing_is_learned_before_there_is_enough_and_a_buffer_need_not_be_saved(make, tmp_path):
+    host, _, _, tickets = make("algorithm.learning_starts=4", "algorithm.save_replay=false")
+    assert [update(host, tickets, step)["optimizer_steps"] for step in range(2)] == [0, 1]
+    list(host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
+    assert [file.name for file in (tmp_path / "saved").rglob("replay*")] == []

@@ -29,6 +29,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.rewards.services import RewardModel
 from embodyrl.types import EnvSpec, Observation, ObservationOut
+from embodyrl.workers.imitation import ImitationWorker
 from embodyrl.workers.messages import ImitateRequest, PolicyHostInit
 from embodyrl.workers.policy_host import PolicyHost
 from embodyrl.workers.settings import Objective, ObjectiveSettings, OptimSettings, SupervisedActorSettings
@@ -94,14 +95,14 @@ def test_dpo_is_that_of_trl(tmp_path: Path, micro: int, budget: int | None, forw
     assert done.metrics["grad_norm"] == pytest.approx(2.7978238, rel=1e-5)
 
 
-def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
-    """The policy as it began is its own reference: whatever the actions, the loss is that of a tossed coin."""
-    blueprint = draw_blueprint(toy_config(tmp_path), training=True)
+def judging(folder: Path, objective: ObjectiveSettings) -> tuple[PolicyHost, Arena]:
+    """The toy's policy with room for eight records."""
+    blueprint = draw_blueprint(toy_config(folder), training=True)
     arena = Arena.create(blueprint.layout, 8)
     host = PolicyHost(
         PolicyHostInit(
             model=blueprint.cfg.model,
-            objective=ObjectiveSettings(name=Objective.dpo, beta=0.5),
+            objective=objective,
             actor=SupervisedActorSettings(micro_batch_size=2, global_batch_size=4),
             seed=3,
             request=PolicyRequest(env=blueprint.env, device="cpu", seed=3),
@@ -112,6 +113,12 @@ def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
             trains=True,
         )
     )
+    return host, arena
+
+
+def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
+    """The policy as it began is its own reference: whatever the actions, the loss is that of a tossed coin."""
+    host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, beta=0.5))
     tickets = arena.allocate_all(8)
     with arena.write_all(tickets) as records:
         shape = arena[Record.action][records].shape
@@ -120,6 +127,19 @@ def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
     host.close()
     arena.close()
     assert done.metrics["loss"] == pytest.approx(np.log(2.0), abs=1e-5)
+
+
+def test_labels_are_smoothed_as_far_as_the_settings_say(tmp_path: Path) -> None:
+    """Two pairs, one of them the wrong way round; only the loss is smoothed."""
+    host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, label_smoothing=0.2))
+    assert isinstance(host._actor, ImitationWorker)
+    found = host._actor._compared(torch.tensor([2.0, 0.0, -1.0, 1.0]).double())
+    host.close()
+    arena.close()
+    gap = torch.tensor([3.0, -1.0]).double()
+    expected = -0.8 * torch.nn.functional.logsigmoid(gap) - 0.2 * torch.nn.functional.logsigmoid(-gap)
+    torch.testing.assert_close(found.loss, expected)
+    assert found.accuracy.tolist() == [1.0, 0.0]
 
 
 def test_smoothing_is_a_mixture_of_both_labels() -> None:
