@@ -120,6 +120,16 @@ def test_correct_joins_weights_and_mask():
     assert metrics["behaviour_gap"] == pytest.approx(LOG_WEIGHT[MASK].abs().mean().item())
 
 
+@pytest.mark.parametrize("mode", list(WeightMode))
+@pytest.mark.parametrize("level", list(WeightLevel))
+def test_weights_are_those_of_the_chosen_mode_and_level(mode: WeightMode, level: WeightLevel):
+    keys = {"behave_weight_threshold": 1.1, "behave_weight_mode": mode, "behave_weight_level": level}
+    algorithm = Algorithm(config(0.1, 0.1, group_size=3, old_logprob=OldLogprob.recompute, **keys))
+    factors, _ = algorithm.correct(torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB), MASK)
+    expected = importance_weights(LOG_WEIGHT, MASK, cap=1.1, mode=mode, level=level)
+    torch.testing.assert_close(factors[:, :, 0][MASK], expected[MASK])
+
+
 def scores(leaf: torch.Tensor | None = None) -> PolicyScores:
     logprob = torch.from_numpy(LOGPROB) if leaf is None else leaf
     return PolicyScores(logprob=logprob, entropy=torch.zeros(6, 5).double(), value=torch.zeros(6, 0))

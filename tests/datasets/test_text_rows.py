@@ -13,7 +13,7 @@ from PIL import Image
 from embodyrl.commands.facts import facts
 from embodyrl.conversation import Message, TextRow, join_messages, split_messages, split_pictures
 from embodyrl.datasets import tasks
-from embodyrl.datasets.settings import RowSettings
+from embodyrl.datasets.settings import PairSettings, RowSettings
 from embodyrl.datasets.text import open_rows
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
@@ -203,3 +203,21 @@ def test_splits_of_a_data_set_in_the_layout_of_the_hub(tmp_path: Path):
     assert len(open_rows(RowSettings(path=str(tmp_path), split="train", val_share=0.0), tokenizer=None)) == 4
     with pytest.raises(ConfigError, match=r"no split 'dev'; its files and folders begin with .*test, train"):
         open_rows(cfg.updated({"split": "dev"}), tokenizer=None)
+
+
+def test_columns_are_those_that_were_named(tmp_path: Path):
+    """Beside others that have the usual names."""
+    row = {"q": "1+1", "good": "2", "bad": "3"} | dict.fromkeys(("prompt", "chosen", "rejected", "answer"), "other")
+    keys = {"path": jsonl(tmp_path / "a.jsonl", [row]), "prompt_key": "q", "answer_key": "good", "val_share": 0.0}
+    found = open_rows(PairSettings(**keys, rejected_key="bad"), tokenizer=None)[0]
+    assert (found.messages[0].content, found.reference, found.rejected) == ("1+1", "2", "3")
+    assert open_rows(RowSettings(**keys), tokenizer=None)[0].reference == "2"
+
+
+def test_held_out_rows_are_counted_without_those_that_are_left_out(tmp_path: Path):
+    own, val = (
+        jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "x" * n, "answer": str(n)} for n in lengths])
+        for name, lengths in (("own", (3, 9, 4)), ("val", (12, 2, 11, 1)))
+    )
+    found = open_rows(RowSettings(path=own, val_path=val, max_prompt_length=5), tokenizer=None)
+    assert ([row.reference for row in found], found.held_out) == (["3", "4", "2", "1"], 2)
