@@ -1,9 +1,17 @@
 """How the death of a worker is told."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from embodyrl.cluster.protocol import WorkerDied
+from embodyrl.cluster import supervisor
+from embodyrl.cluster.inline import InlineLauncher
+from embodyrl.cluster.protocol import ActingFaults, WorkerDied
 from embodyrl.cluster.supervisor import _fatal
+from embodyrl.errors import WorkerError
+from embodyrl.workers.lifecycle import WorkerSpec
 
 
 @pytest.mark.parametrize(("code", "shown"), [(1, True), (6, False)], ids=["bug", "error with a cause"])
@@ -13,3 +21,23 @@ def test_only_an_error_without_a_cause_shows_its_traceback(code: int, shown: boo
     assert ("Traceback" in str(error)) == shown
     assert "Log: policy.log" in str(error)
     assert error.exit_code == (4 if shown else code)
+
+
+def test_a_worker_is_restarted_at_once_and_then_later_and_later(monkeypatch: pytest.MonkeyPatch):
+    """0.5, 1, 2 ... s, at most 8; after as many restarts as were granted the run ends."""
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    said: list[str] = []
+    faults = ActingFaults(max_restarts_per_worker=7)
+    launcher = InlineLauncher(Path())
+    unused: Any = None
+    one = supervisor.Supervisor(launcher, faults, said.append, timeline=unused)
+    one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
+    delays = []
+    for _ in range(7):
+        one._on_worker_death("env_0", WorkerDied(reason="died", log="env_0.log"))
+        delays.append(one._restart_at["env_0"] - 100.0)
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+    assert one.restarts == len(said) == 7
+    with pytest.raises(WorkerError, match=r"it was restarted 7 times already"):
+        one._on_worker_death("env_0", WorkerDied(reason="died", log="env_0.log"))
+    launcher.stop()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from toy_env import toy_spec
 from toy_runs import TOY_COLLECT, TOY_EVAL, rows, weights
 
+from embodyrl.checkpoint.store import read_loop
 from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.sft import SftResult, sft
@@ -86,6 +87,7 @@ def success(folder: Path, *overrides: str) -> float:
 @pytest.mark.integration
 @pytest.mark.timeout(240)
 def test_twenty_demonstrations_are_learnt_and_the_policy_then_succeeds(trained: SftResult, tmp_path: Path) -> None:
+    assert read_loop(trained.checkpoint) == (60, [-trained.metrics["eval/loss"]], 60), "the least loss is the best"
     assert trained.metrics["train/token_accuracy"] > 0.95
     assert trained.metrics["eval/token_accuracy"] > 0.95
     first = rows(trained.run)[0]
@@ -346,3 +348,32 @@ def test_without_pictures_nothing_is_said_of_their_size(demos: Path, tmp_path: P
 def test_demonstrations_stay_as_they_are(demos: Path) -> None:
     """Collected data are in the environment's units: the gripper conversion works on a copy."""
     np.testing.assert_array_equal(load_demonstrations(demos).action[:, 6], 0.0)
+
+
+@pytest.mark.integration
+def test_every_epoch_has_an_order_and_every_step_pictures_of_its_own(tmp_path: Path) -> None:
+    """Sample by sample through one episode, twice, with weights that stay: losses tell what was drawn."""
+    places = (f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "launcher=inline")
+    few = ("collect.episodes=1", "env.train.task_ids=[0]", "runner.logger.backends=[jsonl]")
+    collect(load_config("collect", [*TOY_COLLECT, *HARD, *places, *few]))
+    count = len(load_demonstrations(tmp_path / "demos").action)
+    still = ("actor.optim.lr=0", "runner.val_check_interval=-1", "actor.global_batch_size=1", "runner.max_epochs=2")
+
+    def losses(name: str, *more: str) -> tuple[list[float], list[float]]:
+        """Of each of the two epochs."""
+        found: list[float] = []
+        cfg = config(tmp_path / name, tmp_path / "demos", *still, "actor.micro_batch_size=1", *more)
+        result = sft(cfg, on_step=lambda _, row: found.append(row["actor/loss"]))
+        (*_, row) = rows(result.run)
+        assert row["time/samples_per_s"] == pytest.approx(1 / row["time/step"])
+        assert len(found) == 2 * count, "epochs end a run before its steps do"
+        return found[:count], found[count:]
+
+    first, again = losses("plain", "data.shuffle=false")
+    assert first == pytest.approx(again)
+    one, two = losses("shuffled")
+    assert one != pytest.approx(two, rel=1e-5)
+    assert sorted(one) == pytest.approx(sorted(two), rel=1e-4), "each epoch shows every sample"
+    assert sorted(one) == pytest.approx(sorted(first), rel=1e-4)
+    one, two = losses("seen", "data.shuffle=false", "data.image_aug=true")
+    assert one != pytest.approx(two, rel=1e-5)

@@ -11,8 +11,8 @@ from demos import ENV, card, demonstration
 
 from embodyrl.datasets import writer as writer_module
 from embodyrl.datasets.layout import Demonstration, read_card
-from embodyrl.datasets.reader import check_layout, load_demonstrations
-from embodyrl.datasets.writer import DatasetWriter
+from embodyrl.datasets.reader import check_layout, join_demonstrations, load_demonstrations
+from embodyrl.datasets.writer import DatasetWriter, read_episodes
 from embodyrl.errors import EmbodyError
 
 
@@ -29,12 +29,13 @@ def test_frames_states_and_actions_come_back_bit_for_bit(tmp_path: Path) -> None
     write(tmp_path, written)
     assert len(list(tmp_path.glob("data/*/*.parquet"))) == 2
     demos = load_demonstrations(tmp_path)
-    for name in ("images", "state", "action"):
+    for name in ("images", "state", "action", "reward", "success"):
         found, expected = getattr(demos, name), np.concatenate([getattr(d, name) for d in written])
         assert found.dtype == expected.dtype
         np.testing.assert_array_equal(found, expected)
     assert demos.instruction.tolist() == [d.instruction for d in written for _ in range(len(d))]
     assert (demos.stop - demos.start).tolist() == [len(d) for d in written]
+    assert demos.reset_id.tolist() == [d.source.reset_id for d in written]
     assert read_card(tmp_path).env == ENV
 
 
@@ -131,3 +132,23 @@ def test_a_damaged_or_missing_data_set_is_named(tmp_path: Path) -> None:
     (tmp_path / "d/data/chunk-000/file-000.parquet").unlink()
     with pytest.raises(EmbodyError, match=r"is damaged: .*file-000.parquet of episode 0 is missing"):
         load_demonstrations(tmp_path / "d")
+
+
+def test_what_came_of_an_episode_is_known_without_its_steps(tmp_path: Path) -> None:
+    """It succeeded on the way and earned before and after."""
+    success, reward = np.zeros(6, np.bool_), np.array([0, 0.5, 1, 0, -0.25, 0], np.float32)
+    success[2] = True
+    write(tmp_path, [replace(demonstration(1), success=success, reward=reward)])
+    (row,) = read_episodes(tmp_path)
+    assert (row["embodyrl/success"], row["embodyrl/return"]) == (True, 1.25)
+
+
+def test_of_joined_sets_each_episode_keeps_what_is_its_own(tmp_path: Path) -> None:
+    for name, numbers in (("a", (0, 1)), ("b", (1, 2, 3))):
+        write(tmp_path / name, [demonstration(n, 3 + n) for n in numbers])
+    parts = [load_demonstrations(tmp_path / name) for name in ("a", "b")]
+    both = join_demonstrations(parts)
+    assert both.reset_id.tolist() == [0, 5, 5, 0, 5]
+    assert (both.start.tolist(), both.stop.tolist()) == ([0, 3, 7, 11, 16], [3, 7, 11, 16, 22])
+    for name in ("images", "state", "action", "reward", "success", "instruction"):
+        np.testing.assert_array_equal(getattr(both, name), np.concatenate([getattr(part, name) for part in parts]))

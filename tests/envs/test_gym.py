@@ -353,3 +353,22 @@ def test_mistakes_are_named_before_anything_starts(env_id, values, error, text):
 def test_bad_settings_are_refused_without_gymnasium(words, text):
     with pytest.raises(ConfigError, match=text):
         check_components(load_config("train", ["env=gym", "model=mlp", *words]))
+
+
+class DrawsFirst(gymnasium.Wrapper):
+    """Chooses something before the environment hears its seed."""
+
+    def reset(self, **options):
+        drawn = float(self.unwrapped.np_random.uniform())
+        seen, info = self.env.reset(**options)
+        return seen, info | {"drawn": drawn}
+
+
+def test_what_a_wrapper_draws_before_the_seed_is_that_of_the_reset_id():
+    cfg = env_of(env_type="gym", id="CartPole-v1", wrappers=["test_gym:DrawsFirst"], use_rel_reward=False)
+    env, drawn = ENVS.get("gym").make(cfg, EnvContext(num_slots=1)), []
+    for reset_id in (3, 4, 3):
+        env.reset([0], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=9)])
+        drawn.append(env._sims.info(0)["drawn"])
+    env.close()
+    assert drawn[0] == drawn[2] != drawn[1]

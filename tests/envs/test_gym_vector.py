@@ -172,3 +172,12 @@ def test_stages_are_refused():
     cfg = load_config("train", [*WORDS, "env.id=test_gym_vector:CartPoles", "rollout.pipeline_stage_num=2"])
     with pytest.raises(ConfigError, match=r"steps all slots of a worker at once.*set it to 1"):
         draw_blueprint(cfg, training=True)
+
+
+def test_what_a_batch_says_of_a_slot_is_its_own():
+    """Pushed to the left and to the right, their poles lean apart."""
+    env = ENVS.get("gym").make(config("test_gym_vector:TellingBatch"), EnvContext(num_slots=2))
+    env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=9) for i in range(2)])
+    env.step_chunk([0, 1], np.repeat([[[0.0]], [[1.0]]], 5, axis=1).astype(np.float32))
+    assert [bool(env._sims.info(slot)["success"]) for slot in range(2)] == [True, False]
+    env.close()

@@ -9,7 +9,7 @@ from run_files import write_evaluation, write_run, write_video
 from embodyrl.errors import ConfigError
 from embodyrl.monitor import history
 from embodyrl.monitor.card import card_of
-from embodyrl.monitor.history import newest_values, read_history, read_rows
+from embodyrl.monitor.history import EpisodeRow, newest_values, read_history, read_rows
 from embodyrl.monitor.report.page import write_report
 
 
@@ -101,3 +101,14 @@ def test_an_evaluation_that_has_not_ended_is_no_result(tmp_path: Path) -> None:
     assert "step 3: 66.7 %" in line
     assert "that of step 7 is unfinished and not counted (2 episodes)" in line
     assert [figures["step"] for figures in card_of(run)["figures"]] == [0, 3]
+
+
+def test_the_least_likely_tokens_are_told_in_their_order() -> None:
+    said = (-0.1, -3.0, -0.2, -2.0, -5.0, -1.0, -4.0)
+    raw = dict.fromkeys(("task_id", "reset_id", "seed", "episode", "steps", "return", "seconds"), 0)
+    raw |= dict.fromkeys(("terminated", "truncated", "success_once", "success_at_end"), False)
+    raw |= {"task": "copy", "video": None}
+    tokens = [[(f"t{i}", value), ("best", -0.25)] for i, value in enumerate(said)]
+    assert EpisodeRow.from_json(raw | {"logprobs": tokens}).doubts == [
+        f'token {i + 1}: "t{i}" {said[i]:.2f}; most probable "best" -0.25' for i in (1, 3, 4, 5, 6)
+    ]

@@ -14,6 +14,7 @@ from embodyrl.channels.layout import Record
 from embodyrl.errors import WorkerError
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
+from embodyrl.workers.messages import EnvRequest
 
 
 def collect(stage: Stage, step: int = 0) -> RolloutResult:
@@ -223,3 +224,20 @@ def test_on_env_crash_fail_ends_the_run_at_the_first_death(tmp_path):
     words = ("env.kwargs.fault=raise", "env.kwargs.at=3", "faults.on_env_crash=fail")
     with running_crew(tmp_path, *words) as stage, pytest.raises(WorkerError, match=r"env_0 .*the toy broke"):
         collect(stage)
+
+
+def test_deadlines_grow_with_the_slots_that_a_request_is_about(tmp_path, monkeypatch):
+    """They may run one after the other: fails where many slots have the time of one."""
+    with running_crew(tmp_path, "faults.step_timeout_s=7", "rollout.pipeline_stage_num=2") as stage:
+        supervisor, given = stage.workers.supervisor, []
+        send = supervisor.send
+
+        def noted(worker, request, *, timeout_s):
+            if isinstance(request, EnvRequest):
+                given.append((len(request.slots) + len(request.resets), timeout_s))
+            send(worker, request, timeout_s=timeout_s)
+
+        monkeypatch.setattr(supervisor, "send", noted)
+        collect(stage)
+    assert {count for count, _ in given} == {2}
+    assert all(limit == 7 * count for count, limit in given)

@@ -91,6 +91,18 @@ def test_temperature_multiplies_the_deviation_once(way):
     assert (warm - cool).detach().numpy() == pytest.approx(steps * math.log(2.0), abs=1e-4)
 
 
+def test_the_temperature_of_fpo_scales_the_noise_that_it_begins_with():
+    """A flow that stands still ends where it began."""
+
+    def still(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(x), x
+
+    chances = likelihood(Field(4), likelihood="fpo")
+    warm, cool = (chances.sample(still, seeds(4), CPU, temperature).state for temperature in (1.0, 0.5))
+    torch.testing.assert_close(cool, 0.5 * warm)
+    assert warm.std() > 0.5
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scoring_repeats_acting(way, temperature):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,27 @@ def test_imitation_is_flow_matching_with_fixed_draws_in_validation(folder, power
     many = uniforms(np.arange(4000), TIMES, 1)[:, 0] ** (1 / power)
     assert many.mean() == pytest.approx(power / (power + 1), abs=0.01)  # of Beta(power, 1)
     assert policy.imitate(obs, actions).loss.requires_grad
+
+
+def test_imitation_is_the_mean_over_so_many_pairs(folder):
+    """Each with noise and time of its own, in the order in which single ones would have them."""
+    one, three = (build(folder, imitated_pairs=pairs) for pairs in (1, 3))
+    three.module.load_state_dict(one.module.state_dict())
+    obs = observe(4)
+    actions = np.random.default_rng(2).uniform(0.0, 1.0, (4, 3, 4)).astype(np.float32)
+    torch.manual_seed(0)
+    expected = torch.stack([one.imitate(obs, actions).loss for _ in range(3)]).mean(0)
+    torch.manual_seed(0)
+    torch.testing.assert_close(three.imitate(obs, actions).loss, expected)
+
+
+def test_a_greedy_start_is_drawn_from_all_that_is_seen(folder):
+    policy, obs = build(folder, greedy_start="random"), observe(3)
+    alike = replace(obs, images=np.repeat(obs.images[:1], 3, axis=0))
+    starts = policy._greedy_start(alike)
+    assert len({start.numpy().tobytes() for start in starts}) == 3, "states differ, if pictures do not"
+    assert torch.equal(policy._greedy_start(alike), starts)
+    assert not build(folder, greedy_start="zero")._greedy_start(obs).any()
 
 
 def test_imitation_learns_what_it_is_shown(folder):

@@ -1,0 +1,48 @@
+"""Small networks: what is bounded, and what does not depend on how actions are drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from settings import model_of
+
+from embodyrl.policies import POLICIES
+from embodyrl.policies.actor_critic.heads import SquashedHead
+from embodyrl.policies.actor_critic.policy import RunningMoments
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import EnvSpec, Observation
+
+ENV = EnvSpec(name="e", action_dim=2, tasks=("t",), states_per_task=(1,), state_dim=3)
+
+
+def test_a_state_far_from_all_others_is_bounded() -> None:
+    """Of mean 1 and deviation 2: ten deviations at most."""
+    moments = RunningMoments(1)
+    moments.take(torch.tensor([[-1.0], [3.0]]))
+    found = moments(torch.tensor([[2.0], [1000.0], [-1000.0]]))
+    torch.testing.assert_close(found, torch.tensor([[0.5], [10.0], [-10.0]]))
+
+
+def test_a_squashed_deviation_is_neither_nothing_nor_without_end() -> None:
+    head = SquashedHead((-1.0,), (1.0,))
+    log_std = torch.tensor([-100.0, -1.0, 100.0])
+    mean, found = head.spread(torch.stack([torch.full((3,), 0.5), log_std], 1)[:, None])
+    assert mean.flatten().tolist() == [0.5] * 3
+    assert found.flatten().tolist() == [-20.0, -1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", ["mlp"])
+def test_imitation_does_not_depend_on_the_temperature_of_acting(name: str) -> None:
+    rng = np.random.default_rng(0)
+    state = rng.normal(size=(4, 3)).astype(np.float32)
+    obs = Observation(images=np.zeros((4, 0, 0, 0, 3), np.uint8), state=state, instructions=("",) * 4)
+    actions = rng.uniform(-1, 1, (4, 1, 2)).astype(np.float32)
+    losses = [
+        POLICIES.get(name)
+        .build(model_of(name, num_action_chunks=1), PolicyRequest(env=ENV, device="cpu", seed=0, temperature=warm))
+        .imitate(obs, actions)
+        .loss
+        for warm in (1.0, 0.5)
+    ]
+    torch.testing.assert_close(*losses)
