@@ -109,8 +109,8 @@ def test_restarts_are_counted_over_all_processes_of_a_run(tmp_path):
 
 def test_the_best_is_kept_where_it_is_asked_for(tmp_path):
     for keep, steps in (("true", [1, 3]), ("false", [3])):
-        words = ("checkpoint.keep=1", "runner.save_interval=1", f"checkpoint.keep_best={keep}")
-        one = session(tmp_path / keep, *words)
+        words = ("checkpoint.keep=1", "runner.save_interval=1", "runner.val_check_interval=1")
+        one = session(tmp_path / keep, *words, f"checkpoint.keep_best={keep}")
         for score in (9.0, 1.0, 2.0):
             one.step += 1
             one.record_score(score)

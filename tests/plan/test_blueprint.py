@@ -67,6 +67,6 @@ def test_epochs_end_a_run_unless_its_steps_are_fewer():
     """Twelve states and four groups a step: three steps are an epoch."""
     words = ("algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=8", "env.train.task_ids=[0,1,2]")
     words = (*words, "env.train.state_ids=[0,3]", "runner.max_epochs=3")
-    assert blueprint(*words, "runner.max_steps=100", training=True).total_steps == 9
+    assert blueprint(*words, "runner.max_steps=100", "algorithm.rollout_epoch=1", training=True).total_steps == 9
     assert blueprint(*words, "runner.max_steps=100", "algorithm.rollout_epoch=4", training=True).total_steps == 3
-    assert blueprint(*words, "runner.max_steps=5", training=True).total_steps == 5
+    assert blueprint(*words, "runner.max_steps=5", "algorithm.rollout_epoch=1", training=True).total_steps == 5
