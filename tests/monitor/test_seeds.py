@@ -179,7 +179,7 @@ def test_tasks_of_a_group_are_those_that_all_its_runs_have_played(tmp_path: Path
     second = scored(tmp_path, "bb", [True, True], tasks=(TASKS[1], "x"))
     group = SeedGroup((*first.runs, *second.runs))
     assert group.tasks == [TASKS[1]]
-    assert group.matrix(group.tasks).tolist() == [[1.0], [1.0]]
+    assert group.matrix(group.tasks, rates=True).tolist() == [[1.0], [1.0]]
 
 
 def test_of_three_runs_two_with_one_seed_are_no_sample(tmp_path: Path) -> None:
@@ -195,6 +195,8 @@ def test_returns_have_no_bounds_of_a_rate(tmp_path: Path) -> None:
         unknown = {"success_once": None, "success_at_end": None}
         told = [row | unknown | {"return": 10.0 + 80.0 * row["return"]} for row in rows]
         path.write_text("".join(json.dumps(row) + "\n" for row in told))
+    for run in runs:  # an environment that ever speaks of success has rates
+        (run / "metrics.jsonl").unlink()
     (group,) = seed_groups([read_history(run) for run in runs])
     first, second = group.summary()
     assert "63.33 [63.33, 63.33] (63.33; 63.33)" in first
