@@ -2,7 +2,8 @@
 
     python tests/mutants/run.py [--only TEXT] [--out FILE] [--unchanged]
 
-Each mutant is one entry of mutants.toml: a file, old text that occurs in it once, new text, and tests that must fail.
+Each mutant is one entry of planted/<folder of the package>.toml: a file, old text that occurs in it once, new text, and
+tests that must fail.
 Libraries are loaded once; every mutant runs in a process of its own. `--unchanged` runs the same tests without any
 mutant: they must pass, or a failure would prove nothing.
 """
@@ -39,10 +40,11 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-def read_mutants(file: Path | None = None) -> list[Mutant]:
-    """All entries of mutants.toml, in its order."""
-    raw = tomllib.loads((file or Path(__file__).with_name("mutants.toml")).read_text(encoding="utf-8"))
-    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in raw["mutant"]]
+def read_mutants() -> list[Mutant]:
+    """All entries of planted/, file by file."""
+    files = sorted(Path(__file__).with_name("planted").glob("*.toml"))
+    raw = [entry for file in files for entry in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]]
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in raw]
 
 
 def copy_tree(target: Path) -> Path:
