@@ -41,9 +41,16 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
     """
     frames = on_device(np.ascontiguousarray(images), device).flatten(0, 1)
     draws = on_device(draws.flatten(1), device)
+    # A processor's cache holds what one frame becomes on the way; a batch takes twice the time. A GPU wants many.
+    parts = zip(frames.split(size := 1 if device.type == "cpu" else len(frames)), draws.split(size, 1), strict=True)
+    return torch.cat([_changed(part, each) for part, each in parts]).reshape(images.shape).cpu().numpy()
+
+
+def _changed(frames: Tensor, draws: Tensor) -> Tensor:
+    """New frames [N, H, W, 3] uint8 by `draws` [6, N]."""
     shifted = shift(frames, draws[0], draws[1])
-    coloured = jitter(shifted.permute(0, 3, 1, 2).float() / 255.0, draws[2:])
-    return (coloured * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1).reshape(images.shape).cpu().numpy()
+    coloured = jitter(shifted.permute(0, 3, 1, 2).contiguous().float() / 255.0, draws[2:])
+    return (coloured * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1)
 
 
 def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None) -> Tensor:
@@ -60,6 +67,10 @@ def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None
         return (torch.arange(size, device=frames.device) + offset[:, None]).clamp_(0, size - 1)
 
     rows, columns = sources(height, down), sources(width, right)
+    if frames.device.type == "cpu":
+        # Copies whole rows first: a fifth of the time of the gather below, which takes pixel by pixel.
+        moved = zip(frames, rows, columns, strict=True)
+        return torch.stack([frame.index_select(0, row).index_select(1, column) for frame, row, column in moved])
     each = torch.arange(count, device=frames.device)[:, None, None]
     return frames[each, rows[:, :, None], columns[:, None, :]]
 
@@ -76,21 +87,26 @@ def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
 def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
     """Scale saturation and turn the hue of [N, 3, H, W] in 0..1, in HSV; factor and turn broadcast over pixels.
 
-    HSV to RGB in closed form: channel n of (5, 3, 1) is v - v*s*max(0, min(k, 4-k, 1)), k = (n + 6 h) mod 6.
+    HSV to RGB in closed form: channel n of (5, 3, 1) is v - v*s*max(0, min(k, 4-k, 1)), k = (n + 6 h) mod 6; turns of
+    up to a third of the circle. `where`, `remainder` and a maximum that says where it is would be plainer, and take ten
+    times as long as sums and products on a CPU.
     """
-    value, _ = pixels.max(dim=1, keepdim=True)
+    value = pixels.amax(dim=1, keepdim=True)
     spread = value - pixels.amin(dim=1, keepdim=True)
     red, green, blue = pixels.split(1, dim=1)
     safe = spread.clamp(min=1e-12)
-    sixth = torch.where(
-        value == red,
-        (green - blue) / safe,
-        torch.where(value == green, (blue - red) / safe + 2.0, (red - green) / safe + 4.0),
-    )
+    is_red = value == red
+    is_green = (value == green) & ~is_red
+    # Red, yellow, green, ... are 0, 1, 2, ... of six. Exactly one of three is taken; the others are times 0.
+    sixth = (green - blue) / safe * is_red
+    sixth += ((blue - red) / safe + 2.0) * is_green
+    sixth += ((red - green) / safe + 4.0) * ~(is_red | is_green)
     chroma = torch.minimum(spread * saturation, value)
-    offsets = torch.tensor([5.0, 3.0, 1.0], device=pixels.device)[:, None, None]
-    k = (offsets + sixth + 6.0 * hue).remainder_(6.0)
-    return value - chroma * torch.minimum(k, 4.0 - k).clamp_(0.0, 1.0)
+    # min(k, 4-k) is 2-|k-2|. For k in -2..12, which is all that comes here, the nearer of its peaks at 2 and 8 stands
+    # for the remainder: |k-2| becomes ||k-5|-3|.
+    offsets = torch.tensor([0.0, -2.0, -4.0], device=pixels.device)[:, None, None]
+    distance = (sixth + 6.0 * hue + offsets).abs_().sub_(3.0).abs_()
+    return value - chroma * (2.0 - distance).clamp_(0.0, 1.0)
 
 
 def _between(draw: Tensor, bounds: tuple[float, float]) -> Tensor:

@@ -58,3 +58,21 @@ def test_frames_differ_from_each_other_but_not_between_calls() -> None:
     assert len({row.tobytes() for row in flat}) == 6
     assert (augment(images, draw(6, 8).unflatten(1, (3, 2)), CPU) != one).any()
     assert images.base is None or (images[0, 0] == frame[0, 0]).all()
+
+
+def test_turns_of_a_third_of_the_circle_either_way() -> None:
+    rng = np.random.default_rng(1)
+    colours = rng.random((300, 3))
+    for turn in (-1 / 3, 1 / 3):
+        expected = [
+            colorsys.hsv_to_rgb((h + turn) % 1.0, s, v) for h, s, v in (colorsys.rgb_to_hsv(*c) for c in colours)
+        ]
+        found = turn_hue(torch.tensor(colours.T[None, :, None, :]), torch.tensor(1.0), torch.tensor(turn))[0, :, 0].T
+        np.testing.assert_allclose(found.numpy(), np.array(expected), atol=1e-6)
+
+
+def test_rows_and_columns_are_shifted_by_their_own_draws() -> None:
+    frames = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (2, 40, 60, 3), np.uint8))
+    moved = shift(frames, torch.tensor([0.0, 0.999]), torch.tensor([0.999, 0.0]), 2)
+    torch.testing.assert_close(moved[0, 2:, :-2], frames[0, :-2, 2:])
+    torch.testing.assert_close(moved[1, :-2, 2:], frames[1, 2:, :-2])
