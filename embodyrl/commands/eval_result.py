@@ -260,20 +260,22 @@ def episode_row(
     reward_factor: float = 1.0,
     suite: str = "",
     task: str = "",
+    turns: bool = False,
     first: int | None = None,
 ) -> EpisodeRow:
     """What is kept of an episode; its return without the factor that learning multiplies rewards by.
 
-    `task` names that of a conversation, whose instruction is all that was said; `first` is the suite's first reset id.
+    `task` names that of a conversation, whose instruction is all that was said, and of environments of several `turns`,
+    whose instruction is what was said last; `first` is the suite's first reset id.
     """
     # What is not announced may come all the same: some environments only speak of success at the end.
     known = known or episode.success_once
-    turns = split_messages(episode.instruction)
-    talks = len(turns) > 1
+    said = split_messages(episode.instruction)
+    talks = len(said) > 1
     return EpisodeRow(
         episode=episode.spec.episode_id,
         task_id=episode.spec.task_id,
-        task=task if talks and task else episode.instruction,
+        task=task if task and (talks or turns) else episode.instruction,
         reset_id=episode.spec.reset_id,
         seed=episode.spec.seed,
         success_once=episode.success_once if known else None,
@@ -286,7 +288,7 @@ def episode_row(
         video=episode.video,
         suite=suite,
         state=None if first is None else episode.spec.reset_id - first,
-        conversation=tuple((turn.role, spoken(turn.content)) for turn in turns) if talks else (),
+        conversation=tuple((turn.role, spoken(turn.content)) for turn in said) if talks else (),
         logprobs=tuple(tokens for row in episode.top for tokens in json.loads(decode_instruction(row) or "[]")),
     )
 

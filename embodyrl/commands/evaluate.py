@@ -123,7 +123,17 @@ def run_evaluation(
             env, suite = blueprint.env, suites[episode.spec.task_id]
             known, factor = env.reports_success, env.reward_factor
             task, first = env.tasks[episode.spec.task_id], env.reset_ids_of(suites.index(suite)).start
-            rows.append(episode_row(episode, known=known, reward_factor=factor, suite=suite, task=task, first=first))
+            rows.append(
+                episode_row(
+                    episode,
+                    known=known,
+                    reward_factor=factor,
+                    suite=suite,
+                    task=task,
+                    turns=env.max_chunks > 1,
+                    first=first,
+                )
+            )
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation goes on with the episodes that it has.
             log.flush()

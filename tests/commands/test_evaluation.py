@@ -12,6 +12,7 @@ from pathlib import Path
 import imageio.v2 as imageio
 import numpy as np
 import pytest
+from text_runs import text_config
 from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
@@ -20,8 +21,9 @@ from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.fanout import Fanout
-from embodyrl.monitor.history import EpisodeRow, read_rows
+from embodyrl.monitor.history import EpisodeRow, read_episodes, read_rows
 from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.paired import pair
 from embodyrl.monitor.report.page import write_report
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
@@ -357,6 +359,20 @@ def test_training_validates_on_further_suites(tmp_path):
     assert all("eval/tabletop_positions/success_once" in row for row in rows)
     assert write_report([tmp_path / "run"], tmp_path / "page.html")[1].startswith("  tabletop: ")
     assert "suite tabletop_positions" in (tmp_path / "page.html").read_text()
+
+
+def test_games_are_paired_by_their_start_and_not_by_how_they_ended(tmp_path):
+    """Fails where an episode's task is what was said last, which another policy reads elsewhere."""
+    words = (
+        "env.words=embodyrl.envs.text.game:number",
+        "env.max_turns=3",
+        "algorithm.sampling_params.max_new_tokens=1",
+    )
+    cfg = text_config(tmp_path, *words, "runner.val_check_interval=2", "actor.optim.lr=0.01", task="gym")
+    run = train(cfg).run
+    first, last = (read_episodes(run / f"eval/step_{step:06}/episodes.jsonl") for step in (0, 2))
+    assert {row.task for row in (*first, *last)} == {"FrozenLake-v1"}
+    assert pair(first, last).pairs == 4
 
 
 def test_greedy_and_temperature_reach_the_policy(tmp_path):

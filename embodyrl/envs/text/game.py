@@ -15,7 +15,7 @@ from embodyrl.conversation import Message, join_messages
 from embodyrl.envs.protocol import AfterStep, EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardFactor
 from embodyrl.envs.text.environment import clip
-from embodyrl.errors import ConfigError, EnvError, MissingDependencyError
+from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, one_line
 from embodyrl.registry import Registry, takes
 from embodyrl.types import ActionKind, ActionSpace, BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
@@ -262,7 +262,7 @@ def make_game(cfg: GameSettings) -> Any:
         return gymnasium.make(cfg.id, **({} if cfg.words else {"render_mode": "ansi"}), **cfg.kwargs)
     except (gymnasium.error.Error, TypeError, ValueError) as error:
         raise ConfigError(
-            f"env.id={cfg.id} with env.kwargs={cfg.kwargs} cannot be built: {' '.join(str(error).split())[:200]}. An "
+            f"env.id={cfg.id} with env.kwargs={cfg.kwargs} cannot be built: {one_line(error).rstrip('.')}. An "
             "environment without a picture in characters (render_mode=ansi) wants env.words."
         ) from error
 
