@@ -119,8 +119,9 @@ def load_config(
         command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
         words: `group=option` and `key=value` as typed by the user.
         config_dirs: further folders with YAML groups, searched after the shipped one.
-        base: the config.yaml of a run whose weights are used: its model, and unless these are trained its environment,
-            its algorithm and (`eval`) how it was evaluated, hold wherever the command line does not choose that group.
+        base: the config.yaml of a run whose weights are used: its model, its environment and, unless they are
+            trained, its algorithm and (`eval`) how it was evaluated, hold wherever the command line does not choose
+            that group.
         fetch: names on the hub become folders here; false: they stay as they are.
 
     Returns:
@@ -138,14 +139,16 @@ def load_config(
     else:
         # What suits an environment and a shipped model says nothing about the weights of a run.
         alone = {"start": "none"} if "model" not in groups and tree.follows(command, "start") else {}
-        wanted = ["model"] if command == "train" else ["env", "model", "algorithm"]
+        wanted = ["env", "model"] if command == "train" else ["env", "model", "algorithm"]
         if command == "eval" and "env" not in groups:
             wanted.append("eval")  # measured as the run measured itself
         wanted = [section for section in wanted if section not in groups]
         saved, shown = read_saved(base), list[Setting]()
         if "env" in wanted and not any(s.key.startswith("env.") for s in saved):  # supervised training played none
             shown = _shown_environment(base.parent, problems)
-            alone |= _option_like(command, shown, config_dirs)
+        if "env" in wanted and (shown or command == "train"):
+            # With the option come the states to evaluate on and, for training, the algorithm that suits it.
+            alone |= _option_like(command, shown or saved, config_dirs)
         composed = compose_groups(command, {**groups, **alone}, config_dirs, problems)
         if shown and "env" not in alone:  # what holds for another environment's episodes does not for its own
             composed = [setting for setting in composed if not setting.key.startswith("env.")]

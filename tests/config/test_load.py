@@ -10,7 +10,7 @@ from embodyrl.config import tree
 from embodyrl.config.settings import leaves
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import load_config, load_saved_config, save_config
+from embodyrl.plan.config import ENVIRONMENT_FILE, dump_config, load_config, load_saved_config, save_config
 from embodyrl.plan.keys import all_keys
 
 BAD = [
@@ -289,6 +289,33 @@ def test_weights_of_a_run_bring_its_model_and_its_pictures(tmp_path: Path) -> No
         assert (large.model.num_images_in_input, large.env.init_params.camera_names) == (2, ["front", "wrist"])
         other = load_config(command, ["env=libero_10"], base=tmp_path / "large.yaml")
         assert other.env.init_params.camera_heights == 256
+
+
+def test_weights_of_a_run_are_trained_in_its_environment(tmp_path: Path) -> None:
+    """Fails where they are trained in the environment of the default run because none was typed."""
+    base, demos = tmp_path / "config.yaml", "env=libero_object env.train.task_ids=[3] env.train.max_episode_steps=90"
+    save_config(load_config("train", [*demos.split(), "algorithm=ppo"]), base)
+    cfg = load_config("train", [], base=base)
+    assert (cfg.env.task_suite_name, cfg.env.train.task_ids, cfg.env.train.max_episode_steps) == (
+        "libero_object",
+        [3],
+        90,
+    )
+    assert cfg.algorithm.adv_type == "grpo"  # what trains them is chosen anew
+    assert load_config("train", ["env=tabletop"], base=base).env.env_type == "tabletop"
+
+    save_config(load_config("sft", ["data.path=demos"]), base)
+    with pytest.raises(ConfigError, match="do not say what they come from"):
+        load_config("train", [], base=base)
+    shown = load_config("collect", [*demos.split(), "collect.out=demos"])
+    (tmp_path / ENVIRONMENT_FILE).write_text(dump_config(shown, only="env"))
+    cfg = load_config("train", [], base=base)
+    assert (cfg.env.task_suite_name, cfg.env.eval.task_ids, cfg.env.eval.max_episode_steps) == (
+        "libero_object",
+        [3],
+        90,
+    )
+    assert (cfg.env.train.state_ids, cfg.env.eval.state_ids) == ([20, 49], [0, 9])
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "collect", "serve"])
