@@ -22,8 +22,11 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     cfg, env, policy = blueprint.cfg, blueprint.env, blueprint.policy
     workers = len(blueprint.env_workers)
     split = cfg.env.splits["train" if blueprint.algorithm or blueprint.single_step else "eval"]
+    slots = f"{blueprint.num_slots} slots"
+    if blueprint.algorithm is not None and split.total_num_envs < blueprint.num_slots:
+        slots = f"{split.total_num_envs} slots (while validating {blueprint.num_slots})"
     lines = {
-        "env": f"{env.name} ({len(env.tasks)} tasks) · {blueprint.num_slots} slots in {workers} workers · "
+        "env": f"{env.name} ({len(env.tasks)} tasks) · {slots} in {workers} workers · "
         f"{split.max_episode_steps} steps/episode · {_sight(env)}",
         "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",

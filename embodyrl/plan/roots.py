@@ -102,7 +102,8 @@ class ActingConfig(RunConfig):
     """A command in which a policy plays episodes."""
 
     ckpt: Path | None = None
-    """Weights to start from: a run, a checkpoint folder, or assets/<name>."""
+    """Weights to start from: a run, a checkpoint folder, or assets/<name>. Its model and environment hold too,
+    unless others are typed."""
     runner: ActingRunSettings = ActingRunSettings()
     launcher: LauncherSettings
     env: EnvSettings
