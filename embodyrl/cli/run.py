@@ -7,7 +7,6 @@ import importlib
 import json
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, masked
-from embodyrl.plan.config import dump_config, load_config, load_saved_config, run_config
+from embodyrl.plan.config import config_of_ckpt, dump_config, load_config, load_saved_config
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
 from embodyrl.version import __version__
 
@@ -79,7 +78,7 @@ def _compose_with_ckpt(args: argparse.Namespace) -> Any:
     """
     if args.words and "=" not in args.words[0]:
         args.words[0] = f"ckpt={args.words[0]}"
-    return load_config(args.command, args.words, config_dirs=args.config_dir, base=_config_of_ckpt(args.words))
+    return load_config(args.command, args.words, config_dirs=args.config_dir, base=config_of_ckpt(args.words))
 
 
 def _resumed(args: argparse.Namespace) -> Path:
@@ -87,12 +86,6 @@ def _resumed(args: argparse.Namespace) -> Path:
     if args.resume != NEWEST:
         return Path(args.resume) if args.command != "eval" else find_run(args.resume)
     return latest_run(f"embodyrl {args.command} --resume", trained=args.command != "eval")
-
-
-def _config_of_ckpt(words: Sequence[str]) -> Path | None:
-    """The saved config of the run that `ckpt=` points into, so that its model need not be typed again."""
-    named = [w.removeprefix("ckpt=") for w in words if w.startswith("ckpt=")]
-    return run_config(resolve_run(named[-1])) if named else None
 
 
 def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
@@ -114,7 +107,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
             raise ConfigError("ckpt cannot be combined with --resume: a resumed run has weights of its own; drop one.")
         found = resolve_run(resume)
         return load_saved_config(found, words, command=args.command), found if found.is_dir() else found.parent
-    base = _config_of_ckpt(words) if args.command == "train" else None
+    base = config_of_ckpt(words) if args.command == "train" else None
     cfg = load_config(args.command, words, config_dirs=args.config_dir, base=base)
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None

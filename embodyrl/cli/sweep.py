@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import load_config
+from embodyrl.plan.config import config_of_ckpt, load_config
 
 _NAME = "runner.experiment_name="
 
@@ -47,7 +47,8 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
         ConfigError: a combination is wrong; nothing was started.
     """
     jobs = expand(words)
-    places = [Path(load_config(command, job, config_dirs=config_dirs).runner.output_dir) for job in jobs]
+    configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
+    places = [Path(cfg.runner.output_dir) for cfg in configs]
     flags = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     codes: list[int | None] = [None] * len(jobs)
     found: list[dict[str, Any]] = [{} for _ in jobs]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pydantic import ValidationError
 
 from embodyrl.config import tree as groups_of
-from embodyrl.config.settings import Settings, branches_of, find_key, flat, nested, plain, spell
+from embodyrl.config.settings import Settings, branches_of, find_key, flat, keys_of, nested, parents_of, plain, spell
 from embodyrl.errors import ConfigError, hide
 from embodyrl.registry import closest
 
@@ -64,6 +64,12 @@ class Setting:
         return self.source == COMMAND_LINE
 
     @property
+    def text(self) -> str | None:
+        """A number as it was typed, for where it is a text: 2026_11_24 is no name of the run 20261124."""
+        name, _, said = self.words.partition("=")
+        return said.strip() if name == self.key else None
+
+    @property
     def where(self) -> str:
         """Text in front of a message."""
         return f"{_short(self.words)}: " if self.typed else f"{self.source}: "
@@ -84,8 +90,8 @@ def split_words(
         if name in groups_of.default_options(command):
             if problem := _refuse_option(command, name, value, text, config_dirs):
                 problems.append(problem)
-            elif value is not None:  # null is only accepted where it is the default
-                groups[name] = str(value)
+            else:
+                groups[name] = "null" if value is None else str(value)
         else:
             settings += [Setting(key, leaf, COMMAND_LINE, text) for key, leaf in flat({name: value}).items()]
     return groups, settings
@@ -224,15 +230,20 @@ def build(settings: Sequence[Setting], tree: KeyTree[S_co], problems: list[str])
             last.pop(setting.key, None)
             last[setting.key] = setting
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
-    values = _resolved(last, problems)
+    values = _resolved(last, tree, problems)
     root, unclear = tree.choose(values, problems)
+    # Typed, it leaves out what files say below it, where names are the user's own.
+    emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
     read: dict[str, Any] = {}
     for name, value in values.items():
         key = find_key(root, name)
+        if key is not None and key.name in emptied and not last[name].typed:
+            continue
         if key is not None:
             # A number is a fine text, where it was not written as one by mistake.
-            textual = key.kind is str and isinstance(value, int) and not isinstance(value, bool)
-            read[name] = str(value) if textual else value
+            number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
+            said = last[name].text if value is last[name].value else None
+            read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
         elif tree.is_known(name) and _is_unclear(name.partition(".")[0], root, unclear):
             continue
         elif problem := _refuse_key(root, last[name], tree, values):
@@ -249,8 +260,10 @@ def _covers(name: str, other: str) -> bool:
     return other.startswith(f"{name}.")
 
 
-def _resolved(last: Mapping[str, Setting], problems: list[str]) -> dict[str, Any]:
-    """Values with `${...}` and `???` resolved; what cannot be is reported and left out."""
+def _resolved(last: Mapping[str, Setting], tree: KeyTree[Any], problems: list[str]) -> dict[str, Any]:
+    """Values with `${...}` (of what was set, or is a default) and `???` resolved; what cannot be is reported and left
+    out.
+    """
     values = {name: setting.value for name, setting in last.items()}
     marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
     if not marked:
@@ -260,7 +273,14 @@ def _resolved(last: Mapping[str, Setting], problems: list[str]) -> dict[str, Any
 
     # Replaced by one that remembers what it gave, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
-    whole = OmegaConf.create(nested(values))
+    root, _ = tree.choose({name: value for name, value in values.items() if name not in marked}, [])
+    said = {at for name in values for at in (name, *parents_of(name))}
+    unset = {
+        name: plain(key.default)
+        for name, key in keys_of(root).items()
+        if name not in said and values.keys().isdisjoint(parents_of(name)) and not key.required
+    }
+    whole = OmegaConf.create(nested({**unset, **values}))
     for name in marked:
         try:
             value = OmegaConf.select(whole, name, throw_on_missing=True)

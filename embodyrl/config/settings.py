@@ -217,7 +217,7 @@ class Key:
         """The type as it is printed in help, for example `int | null` or `bf16 | fp32`."""
         hint, _, optional = self._type
         plain_type = isinstance(hint, type) and not typing.get_args(hint)
-        text = " | ".join(self.choices) or (hint.__name__ if plain_type else _strip(str(hint)))
+        text = " | ".join(self.choices) or (hint.__name__ if plain_type else _strip(str(_bare(hint))))
         return f"{text} | null" if optional else text
 
     @property
@@ -230,13 +230,19 @@ class Key:
         return f"{said} or null" if optional and "null" not in said else said
 
 
+def _bare(hint: Any) -> Any:
+    """A list's type without the bounds of its members."""
+    of = typing.get_args(hint)
+    return list[of[0].__origin__] if of and typing.get_origin(of[0]) is Annotated else hint
+
+
 def _strip(text: str) -> str:
     return text.replace("typing.", "")
 
 
 def _noun(hint: Any, metadata: list[Any]) -> str:
     if typing.get_origin(hint) is list:
-        example = {int: "[0,1]", float: "[0.1,0.9]"}.get(typing.get_args(hint)[0], "[a,b]")
+        example = {int: "[0,1]", float: "[0.1,0.9]"}.get(typing.get_args(_bare(hint))[0], "[a,b]")
         return f"a list such as {example}"
     if hint is dict or typing.get_origin(hint) is dict:
         return "a mapping such as {a: 1}"

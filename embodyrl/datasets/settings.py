@@ -6,12 +6,20 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, NumbersStates, Path, Says, Settings
+from embodyrl.config.settings import Count, NumbersStates, Path, Says, Settings, only
 
 
 def is_function(path: str) -> bool:
     """Whether a path is package.module:function."""
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 class DataSettings(Settings):
@@ -58,7 +66,7 @@ class RowSettings(DataSettings):
     """Column of what is asked: text, or a list of messages with role and content."""
     answer_key: str = "answer"
     """Column of what an answer is judged by, and what `embodyrl sft` imitates; a.b is b within a column a."""
-    answer_pattern: str | None = None
+    answer_pattern: Annotated[str, only(_is_pattern), Says("a regular expression")] | None = None
     """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
     prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Says("text that contains {prompt}")] = "{prompt}"
     """Text around each prompt."""
@@ -87,9 +95,14 @@ class RowSettings(DataSettings):
     def idle(self) -> Iterator[tuple[str, str]]:
         """Name what the other split replaces, and what only files have."""
         yield from super().idle()
+        functions = [path for path, _ in self.sources if is_function(path)]
+        reason = f"data.path={self.path} is a function; use data.kwargs"
         if is_function(self.path or ""):
-            reason = f"data.path={self.path} is a function; use data.kwargs"
-            yield from (("data.subset", reason), ("data.split", reason))
+            yield "data.split", reason
+        if functions and len(functions) == len(self.sources):
+            yield "data.subset", reason
+        if self.path and not functions:
+            yield "data.kwargs", f"data.path={self.path} names files; use package.module:function"
         if self.val_split is not None:
             yield "data.val_share", f"data.val_split={self.val_split} names the validation data"
 

@@ -191,7 +191,12 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
     assert cfg.path is not None
     name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
     rows = TextRows(cfg=cfg, name=name, held_out=0)
-    all_rows = [rows.row(i) for i in range(rows.total)]
+    try:
+        all_rows = [rows.row(i) for i in range(rows.total)]
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError) or not cfg.kwargs:
+            raise
+        raise ConfigError(f"data.path={cfg.path} gives no rows with data.kwargs={cfg.kwargs}: {error}.") from error
     conversations = [row.messages for row in all_rows]
     keep = np.arange(rows.total)
     if cfg.max_prompt_length is not None and rows.total:
@@ -235,8 +240,6 @@ def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
             return SOURCES.get(path)(**cfg.kwargs)
         except TypeError as error:
             raise ConfigError(f"data.path={path} refuses data.kwargs={cfg.kwargs}: {error}.") from error
-    if cfg.kwargs:
-        raise ConfigError(f"data.kwargs={cfg.kwargs}: only a function reads them; data.path={path} is a file.")
     found = resolve_asset(path) / (cfg.subset or "")
     files = sorted(f for f in found.rglob("*") if f.suffix in SUFFIXES) if found.is_dir() else [found]
     if not files or not files[0].is_file():
@@ -311,12 +314,13 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path) -> TextRow:
     reference = _answer(_column(raw, cfg.answer_key))
     if cfg.answer_pattern is not None:
         match = re.search(cfg.answer_pattern, reference)
-        if match is None:
+        found = match and match[1 if match.re.groups else 0]
+        if found is None:
             raise ConfigError(
                 f"{where}: column '{cfg.answer_key}' does not fit data.answer_pattern={cfg.answer_pattern!r}: "
                 f"{reference[-60:]!r}. Correct the row or the pattern."
             )
-        reference = match[1].strip() if match.groups() else match[0].strip()
+        reference = found.strip()
     system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
     rejected = _answer(_column(raw, cfg.rejected_key)) if isinstance(cfg, PairSettings) else None
     messages = system + _messages(_column(raw, cfg.prompt_key), cfg, where)

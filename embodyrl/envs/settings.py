@@ -41,7 +41,9 @@ class EnvSplit(PlayedSplit):
 class TrainSplit(EnvSplit):
     """Episodes to train on."""
 
-    task_weights: Annotated[list[Positive], Field(min_length=2)] | None = None
+    task_weights: (
+        Annotated[list[Positive], Field(min_length=2), Says("a list of two or more numbers above 0, [1,0.5]")] | None
+    ) = None
     """How often groups are of each of the selected tasks, in relation to each other; null: equally often."""
 
     auto_reset: bool = True

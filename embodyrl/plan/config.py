@@ -23,7 +23,7 @@ from embodyrl.config.load import (
     split_words,
     wrong_values,
 )
-from embodyrl.config.paths import HUB_NAME
+from embodyrl.config.paths import HUB_NAME, resolve_run
 from embodyrl.config.settings import find_key, flat, leaves, nodes, plain
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked, one_line
@@ -101,6 +101,7 @@ def _why(error: BaseException) -> str:
     return one_line(error).rstrip(".") or type(error).__name__
 
 
+_REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
 """In a run that learned from demonstrations: the settings of the environment that they come from."""
 
@@ -134,7 +135,7 @@ def load_config(
     problems: list[str] = []
     groups, typed = split_words(command, words, config_dirs, problems)
     problems += _unread_groups(command, groups)
-    if base is None or "experiment" in groups:  # an experiment chooses everything
+    if base is None or groups.get("experiment", "null") != "null":  # an experiment chooses everything
         composed, inherited = compose_groups(command, groups, config_dirs, problems), []
     else:
         # What suits an environment and a shipped model says nothing about the weights of a run.
@@ -209,6 +210,12 @@ def run_config(path: Path) -> Path | None:
     return None
 
 
+def config_of_ckpt(words: Sequence[str]) -> Path | None:
+    """The saved config of the run that `ckpt=` points into, so that its model need not be typed again."""
+    named = [word.removeprefix("ckpt=").strip(" '\"") for word in words if word.startswith("ckpt=")]
+    return run_config(resolve_run(named[-1])) if named else None
+
+
 def save_config(cfg: Root, path: Path) -> None:
     """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
     write_atomically(path, dump_config(cfg))
@@ -252,7 +259,8 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     # Of several reasons for a key the last one of the outermost part is said.
     for name, reason in dict(idle for node in reversed([*nodes(cfg)]) for idle in node.idle()).items():
         key = find_key(type(cfg), name)
-        if key is not None and sources.get(name) == COMMAND_LINE:
+        typed = any(s == COMMAND_LINE and (at == name or at.startswith(f"{name}.")) for at, s in sources.items())
+        if key is not None and typed:
             problems.append(f"{name} has no effect: {reason}, or leave {name} out.")
     if problems:
         raise ConfigError(problems)
@@ -309,16 +317,25 @@ def _option_like(command: str, shown: Sequence[Setting], config_dirs: Sequence[P
         known = {s.key: s.value for s in compose_groups(command, {"env": option}, config_dirs, [])}
         same = [key for key in ("env.env_type", "env.task_suite_name", "env.id") if known.get(key) is not None]
         if same and known["env.env_type"] == wanted.get("env.env_type"):
-            found[option] = sum(1 if known[key] == wanted.get(key) else -1 for key in same)
+            # Tasks of text are told apart by their rows and rewards.
+            alike = sum(known[key] == wanted.get(key) for key in known if key.startswith(("env.", "data.", "reward.")))
+            found[option] = (sum(1 if known[key] == wanted.get(key) else -1 for key in same), alike)
     return {"env": max(found, key=found.__getitem__)} if found else {}
 
 
 def _inherit(saved: Sequence[Setting], sections: list[str], composed: Sequence[Setting]) -> list[Setting]:
+    left = ""
     if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
-        sections += ["data", "reward"]  # they are a part of the text task that the run was about
+        sections += ["data", "reward", _REPLY]  # they are a part of the text task that the run was about
+    elif "env" not in sections and any(setting.key == _REPLY for setting in composed):
+        left = _REPLY  # the chosen task has its own
     kinds = [next((s.value for s in reversed(some) if s.key == "env.env_type"), None) for some in (saved, composed)]
     if "model" in sections and kinds[0] == kinds[1]:
         sections.append("env.init_params")  # the pictures that the weights know
     if "eval" in sections:
         sections.append("runner.val_suites")
-    return [setting for setting in saved if any(f"{setting.key}.".startswith(f"{section}.") for section in sections)]
+    return [
+        setting
+        for setting in saved
+        if setting.key != left and any(f"{setting.key}.".startswith(f"{section}.") for section in sections)
+    ]

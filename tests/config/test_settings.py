@@ -48,12 +48,14 @@ class Brush(Settings):
     """How wide."""
     extra: dict[str, Any] = {}
     """Anything."""
+    layers: list[Positive] = []
+    """Thickness of each."""
 
 
 def test_joined_classes_have_the_keys_of_all_parts_and_travel() -> None:
     both = join(Paint, Brush, Settings)
     assert both is join(Paint, Brush, Settings)
-    assert list(keys_of(both, "p.")) == ["p.width", "p.extra", "p.colour", "p.inner.depth"]
+    assert list(keys_of(both, "p.")) == ["p.width", "p.extra", "p.layers", "p.colour", "p.inner.depth"]
     made = both(colour="blue", width=3, inner={"depth": 4})
     again = pickle.loads(pickle.dumps(made))
     assert again == made
@@ -73,6 +75,8 @@ def test_a_key_says_what_it_is() -> None:
     assert keys["colour"].expectation == "one of red, blue"
     assert keys["width"].expectation == "a number greater than 0 and at most 1000000000 or null"
     assert keys["width"].type_text == "float | null"
+    assert keys["layers"].type_text == "list[float]"
+    assert keys["layers"].expectation == "a list such as [0.1,0.9]"
     found = find_key(join(Paint, Brush), "extra.a.b")
     assert found is not None
     assert found.free

@@ -21,7 +21,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.rewards.functions import countdown
 
 ROWS = [{"question": f"{i}+1?", "answer": f"think\n#### {i + 1}"} for i in range(10)]
-KEYS = {"prompt_key": "question", "answer_pattern": "#### (.+)"}
+KEYS = {"prompt_key": "question", "answer_pattern": "####( .+)?"}
 
 
 def jsonl(path: Path, rows: list) -> str:
@@ -102,6 +102,7 @@ def test_overlong_prompts_are_left_out(tmp_path: Path):
     ("change", "message"),
     [
         ({"answer": "no mark"}, "row 4: column 'answer' does not fit data.answer_pattern"),
+        ({"answer": "####"}, "row 4: column 'answer' does not fit data.answer_pattern"),
         ({"answer": None}, "row 4: column 'answer' is empty"),
         ({"question": 5}, "row 4: column 'question' is neither text nor a list"),
     ],
@@ -122,8 +123,9 @@ def test_unreadable_sources(tmp_path: Path):
         (tmp_path / "notes.txt").touch()
         with pytest.raises(ConfigError, match=message):
             open_rows(RowSettings(path=str(tmp_path / path)), tokenizer=None)
-    with pytest.raises(ConfigError, match=r"refuses data\.kwargs"):
-        open_rows(RowSettings(path="embodyrl.datasets.tasks:copy", kwargs={"sise": 3}), tokenizer=None)
+    for kwargs, message in (({"sise": 3}, "refuses"), ({"size": "x"}, "gives no rows with"), ({"rows": "x"}, "rows")):
+        with pytest.raises(ConfigError, match=rf"{message}.* data\.kwargs"):
+            open_rows(RowSettings(path="embodyrl.datasets.tasks:copy", kwargs=kwargs), tokenizer=None)
 
 
 def test_generated_tasks_are_functions_of_seed_and_row():

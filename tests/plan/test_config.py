@@ -1,0 +1,107 @@
+"""Configs that start from a run, and words whose meaning depends on what they are for."""
+
+from pathlib import Path
+
+import pytest
+
+from embodyrl.cli.sweep import sweep
+from embodyrl.config.settings import leaves
+from embodyrl.datasets.text import open_rows
+from embodyrl.errors import ConfigError
+from embodyrl.plan.config import config_of_ckpt, load_config, load_saved_config, save_config
+
+REPLY = "algorithm.sampling_params.max_new_tokens"
+
+
+def found(command: str, *words: str, base: Path | None = None) -> dict:
+    return dict(leaves(load_config(command, words, base=base)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Where a run's config goes."""
+    (tmp_path / "a_b" / "checkpoints").mkdir(parents=True)
+    return tmp_path / "a_b" / "config.yaml"
+
+
+@pytest.mark.parametrize("name", ["2026_11_24", "1e-4", "1.50", "007", "+5"])
+def test_a_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> None:
+    assert found("train", f"runner.experiment_name={name}")["runner.experiment_name"] == name
+    assert found("eval", f"ckpt={name}")["ckpt"] == name
+    with_seed = found("train", "seed=1_0", "runner.experiment_name=${seed}")
+    assert (with_seed["seed"], with_seed["runner.experiment_name"]) == (10, "10")
+
+
+def test_what_was_not_set_has_its_default_for_others_too() -> None:
+    """Fails where `${seed}` is known only if somebody wrote a seed."""
+    words = ["env=gym", "env.kwargs.a=[${seed},${env.reward_coef}]", "env.eval.max_episode_steps=${env.kwargs.b}"]
+    values = found("train", *words, "env.kwargs.b=7", "runner.max_steps=${algorithm.group_size}")
+    assert (values["env.kwargs"], values["env.eval.max_episode_steps"]) == ({"a": [0, 1.0], "b": 7}, 7)
+    assert values["runner.max_steps"] == 8
+
+
+def test_an_empty_mapping_that_was_typed_leaves_out_what_files_say() -> None:
+    assert found("train", "env=text/calculator")["data.kwargs"] == {"digits": 2}
+    assert found("train", "env=text/calculator", "data.kwargs={}")["data.kwargs"] == {}
+    assert found("train", "env=text/calculator", "data.kwargs={}", "data.kwargs.rows=9")["data.kwargs"] == {"rows": 9}
+    assert found("train", "env.train={}") == found("train"), "a group of keys is no mapping of one's own"
+
+
+def test_no_protocol_may_be_chosen_for_a_run_that_had_one(run: Path) -> None:
+    save_config(load_config("train", ["eval=tabletop_axes"]), run)
+    assert found("eval", base=run)["eval.protocol.name"] == "tabletop_axes"
+    values = found("eval", "eval=null", base=run)
+    assert (values["eval.protocol.name"], values["runner.val_suites"]) == (None, [])
+    assert found("eval", "experiment=null", base=run)["eval.protocol.name"] == "tabletop_axes"
+    with pytest.raises(ConfigError, match="a saved run has no groups"):
+        load_saved_config(run, ["eval=null"])
+
+
+def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    words = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path / 'rows.jsonl'}"]
+    save_config(load_config("train", words), run)
+    for command in ("train", "eval"):
+        values = found(command, base=run)
+        assert (values[REPLY], values["data.prompt_key"], values["reward.name"]) == (512, "question", "math")
+        assert found(command, "env=text/math", base=run)[REPLY] == 1024
+        assert found(command, "env=text/math", f"{REPLY}=9", base=run)[REPLY] == 9
+    save_config(load_config("train", [*words, f"{REPLY}=77"]), run)
+    assert found("train", base=run)[REPLY] == found("eval", base=run)[REPLY] == 77
+    save_config(load_config("train", ["env=text/length", "model=causal_lm_tiny"]), run)
+    assert found("train", base=run)["algorithm.entropy_bonus"] == 0.05, "the option of these rows, not of any text"
+
+
+def test_several_runs_are_checked_with_the_run_that_they_start_from(run: Path) -> None:
+    """Fails where `-m` refuses a key of the run's own model."""
+    save_config(load_config("train", ["env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo"]), run)
+    assert config_of_ckpt([f"ckpt='{run.parent}'"]) == config_of_ckpt([f"ckpt={run.parent}"]) == run
+    words = ["seed=0,1", f"ckpt={run.parent}", "algorithm=ppo", "model.hidden_sizes=[8]", "model.unnorm_key=x"]
+    with pytest.raises(ConfigError) as caught:
+        sweep("train", words, [])
+    assert "hidden_sizes" not in str(caught.value)
+    assert "model.unnorm_key" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("data.kwargs.a=1", "data.kwargs has no effect"),
+        ("data.answer_pattern=(", "must be a regular expression"),
+    ],
+)
+def test_keys_of_rows_that_cannot_work(words: str, problem: str, tmp_path: Path) -> None:
+    text = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path}/rows.jsonl"]
+    with pytest.raises(ConfigError, match=problem):
+        load_config("train", [*text, words.replace("=(", "='('")])
+
+
+def test_a_function_and_files_may_stand_beside_each_other(tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    (tmp_path / "main" / "rows.jsonl").write_text('{"prompt": "1=", "answer": "x"}\n')
+    words = ["env=text/length", "model=causal_lm_tiny", f"data.val_path={tmp_path}"]
+    cfg = load_config("train", [*words, "data.kwargs={rows: 5}", "data.subset=main"])
+    assert (len(open_rows(cfg.data, tokenizer=None)), cfg.data.subset) == (6, "main")
+    cfg = load_config("train", ["env=text/calculator", "model=causal_lm_tiny", f"data.path={tmp_path}/main/rows.jsonl"])
+    assert cfg.data.kwargs == {"digits": 2}, "not typed, so nobody's fault"
+    assert len(open_rows(cfg.data.updated({"val_share": 0.0}), tokenizer=None)) == 1
