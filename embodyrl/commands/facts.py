@@ -23,8 +23,8 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     workers = len(blueprint.env_workers)
     split = cfg.env.splits["train" if blueprint.algorithm or blueprint.single_step else "eval"]
     slots = f"{blueprint.num_slots} slots"
-    if blueprint.algorithm is not None and split.total_num_envs < blueprint.num_slots:
-        slots = f"{split.total_num_envs} slots (while validating {blueprint.num_slots})"
+    if isinstance(cfg, TrainConfig) and blueprint.algorithm and cfg.env.train.total_num_envs < blueprint.num_slots:
+        slots = f"{cfg.env.train.total_num_envs} slots (while validating {blueprint.num_slots})"
     lines = {
         "env": f"{env.name} ({len(env.tasks)} tasks) · {slots} in {workers} workers · "
         f"{split.max_episode_steps} steps/episode · {_sight(env)}",
