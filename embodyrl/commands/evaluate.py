@@ -121,17 +121,15 @@ def run_evaluation(
 
         def note(episode: Episode) -> None:
             env, suite = blueprint.env, suites[episode.spec.task_id]
-            known, factor = env.reports_success, env.reward_factor
-            task, first = env.tasks[episode.spec.task_id], env.reset_ids_of(suites.index(suite)).start
             rows.append(
                 episode_row(
                     episode,
-                    known=known,
-                    reward_factor=factor,
+                    known=env.reports_success,
+                    reward_factor=env.reward_factor,
                     suite=suite,
-                    task=task,
+                    task=env.tasks[episode.spec.task_id],
                     turns=env.max_chunks > 1,
-                    first=first,
+                    first=env.reset_ids_of(suites.index(suite)).start,
                 )
             )
             log.write(json.dumps(rows[-1].to_json()) + "\n")
