@@ -45,6 +45,14 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
+def _wrong_base(card: str) -> list[dict[str, str]]:
+    """What the hub says of a `base_model` that is no name of a model (huggingface/transformers#32212)."""
+    named = re.search(r"^base_model: (.*)$", card.split("---")[1], re.MULTILINE)
+    if named is None or re.fullmatch(r"[\w.-]+/[\w.-]+", named[1]):
+        return []
+    return [{"message": f'"base_model" with value "{named[1]}" is not valid. Use a model id from https://hf.co/models.'}]
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Hub
     protocol_version = "HTTP/1.1"
@@ -75,7 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         path, body = unquote(urlsplit(self.path).path), self._body()
         if path == "/api/validate-yaml":
-            return self._json(200, {"errors": [], "warnings": []})
+            wrong = _wrong_base(json.loads(body)["content"])
+            return self._json(400 if wrong else 200, {"errors": wrong, "warnings": []})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._json(401, {"error": "who are you?"})
         if path == "/api/repos/create":

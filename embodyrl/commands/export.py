@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.config.paths import resolve_asset
+from embodyrl.config.paths import HUB_NAME, resolve_asset
 from embodyrl.datasets.layout import CODEBASE_VERSION, INFO_PATH, read_card
 from embodyrl.datasets.reader import check_layout
 from embodyrl.errors import ConfigError
 from embodyrl.files import replacing
 from embodyrl.plan.config import hub_errors, load_saved_config
 from embodyrl.plan.held_out import EXPORTED_CONFIG
-from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.texts import env_spec
 from embodyrl.policies import export_policy
 from embodyrl.version import __version__
@@ -61,13 +61,17 @@ def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> No
 def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
     trained = isinstance(cfg, TrainConfig)
     method = cfg.algorithm.method if trained else "supervised"
+    base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
+    public = HUB_NAME.fullmatch(base)
     return _template("model_card.md").format(
         title=f"{run.name}, step {step}",
         version=__version__,
-        command="train" if trained else "sft",
+        command="train" if trained else "dagger" if isinstance(cfg, DaggerConfig) else "sft",
         step=step,
         seed=cfg.seed,
-        base=cfg.model.weights or cfg.model.model_type,
+        base=base,
+        # The hub refuses a card that names a folder here, and a name with a commit.
+        hub=f"base_model: {public['owner']}/{public['name']}\n" if public and public["revision"] else "",
         env=meta.get("env") or meta.get("data"),
         trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.adapted else ''}",
         precision=cfg.model.precision_name,

@@ -67,9 +67,22 @@ def test_a_run_goes_out_and_comes_back_with_equal_weights(hub: Hub, tmp_path: Pa
     kept = load_file(run / "checkpoints/step_000001/policy/model.safetensors")
     assert loaded.keys() == kept.keys()
     assert all(torch.equal(loaded[key], kept[key]) for key in kept)
-    card = (resolve_asset(cfg.model.path) / "README.md").read_text()
-    assert "base_model" in card
     assert {name for _, name in hub.repositories} == {"me/toy"}
+
+
+def test_a_card_names_where_its_run_began(hub: Hub, tmp_path: Path, capsys) -> None:
+    def card(pinned: str) -> str:
+        name, _, commit = pinned.partition("@")
+        return hub.repositories["model", name].commits[commit]["README.md"].decode()
+
+    words = ("runner.max_steps=1", "runner.save_interval=1")
+    policy = train_toy(tmp_path / "runs", *words) / "checkpoints/step_000001/policy"
+    begun = train_toy(tmp_path / "runs", *words, f"ckpt={policy}", name="second")
+    first = pushed(capsys, begun, "me/toy", "trust=true")
+    assert f"| base model | {policy} |" in card(first)
+    assert "base_model" not in card(first).split("---")[1], "the hub wants no folder of this machine there"
+    again = train_toy(tmp_path / "runs", *words, f"ckpt={first}", name="third")
+    assert "\nbase_model: me/toy\n" in card(pushed(capsys, again, "me/more", "trust=true")).split("---")[1]
 
 
 def test_a_pinned_commit_stays_what_it_was_and_needs_no_hub(hub: Hub, tmp_path: Path, capsys) -> None:
