@@ -50,7 +50,9 @@ def _wrong_base(card: str) -> list[dict[str, str]]:
     named = re.search(r"^base_model: (.*)$", card.split("---")[1], re.MULTILINE)
     if named is None or re.fullmatch(r"[\w.-]+/[\w.-]+", named[1]):
         return []
-    return [{"message": f'"base_model" with value "{named[1]}" is not valid. Use a model id from https://hf.co/models.'}]
+    return [
+        {"message": f'"base_model" with value "{named[1]}" is not valid. Use a model id from https://hf.co/models.'}
+    ]
 
 
 class _Handler(BaseHTTPRequestHandler):

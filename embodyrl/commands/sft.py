@@ -15,13 +15,14 @@ import numpy as np
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
+from embodyrl.config.load import read_saved
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import resume_word
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, read_card
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.config import ENVIRONMENT_FILE
-from embodyrl.plan.roots import SftConfig
+from embodyrl.plan.roots import DaggerConfig, SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.start import SupervisedActors, start_supervised
@@ -57,7 +58,8 @@ def sft(
     facts = sft_facts(cfg)
     if resume is not None and not isinstance(cfg.data, RowSettings):  # language models have sizes of their own
         check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path))).env, resume)
-    with closing(open_run(cfg, "sft", overrides, resume)) as folder:
+    typed = "dagger" if isinstance(cfg, DaggerConfig) else "sft"
+    with closing(open_run(cfg, typed, overrides, resume)) as folder:
         return _Sft(cfg, folder, facts, on_step).run()
 
 
@@ -131,7 +133,9 @@ class _Sft:
         except Interrupted as interruption:
             raise self.session.stop_message(interruption, self._save(actors)) from None
         root = self.session.folder.root
-        trusted = f"{root}{resume_word(self.cfg)}"
+        told = root / ENVIRONMENT_FILE
+        shown = {setting.key: setting.value for setting in read_saved(told)} if told.is_file() else {}
+        trusted = f"{root}{resume_word(self.cfg, shown)}"
         uses = [f"eval ckpt={trusted}", f"train ckpt={trusted}"]
         uses = [f"train reward.path={checkpoint / POLICY_FOLDER}"] if self.cfg.objective.rates else uses
         next_lines = (f"{'' if n else 'next':<10} embodyrl {use}" for n, use in enumerate([*uses, f"report {root}"]))

@@ -145,8 +145,8 @@ def load_config(
             wanted.append("eval")  # measured as the run measured itself
         wanted = [section for section in wanted if section not in groups]
         saved, shown = read_saved(base), list[Setting]()
-        if "env" in wanted and not any(s.key.startswith("env.") for s in saved):  # supervised training played none
-            shown = _shown_environment(base.parent, problems)
+        if "env" in wanted and not any(s.key.startswith("env.eval.") for s in saved):  # it validated by no episodes
+            shown = _shown_environment(base.parent, saved, problems)
         if "env" in wanted and (shown or command == "train"):
             # With the option come the states to evaluate on and, for training, the algorithm that suits it.
             alone |= _option_like(command, shown or saved, config_dirs)
@@ -291,19 +291,24 @@ def _unread_groups(command: str, groups: dict[str, str]) -> list[str]:
 
 
 def _command_of(saved: Sequence[Setting]) -> str:
-    """The command whose run this is: training writes everything, supervised training no environment."""
+    """The command whose run this is; supervised training writes no environment."""
     sections = {setting.key.partition(".")[0] for setting in saved}
     if "env" not in sections:
         return "sft"
+    if "dagger" in sections:
+        return "dagger"
     return "train" if "checkpoint" in sections else "collect" if "collect" in sections else "eval"
 
 
-def _shown_environment(run: Path, problems: list[str]) -> list[Setting]:
-    """Where the demonstrations of a supervised run come from: it is evaluated on those tasks, and for as long."""
-    if not (run / ENVIRONMENT_FILE).is_file():
+def _shown_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
+    """Where the demonstrations of a supervised run come from, or rounds of DAgger play: it is evaluated on those tasks,
+    and for as long.
+    """
+    shown = [setting for setting in saved if setting.key.startswith("env.")]
+    if not shown and not (run / ENVIRONMENT_FILE).is_file():
         problems.append(f"{run} learned from data that do not say what they come from; name it with env=...")
         return []
-    shown = read_saved(run / ENVIRONMENT_FILE)
+    shown = shown or read_saved(run / ENVIRONMENT_FILE)
     alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
     if any(setting.key == "env.train.state_ids" and setting.value is None for setting in shown):
         alike["env.train.state_ids"] = "env.eval.state_ids"  # all of them: others may not exist

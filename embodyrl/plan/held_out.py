@@ -83,7 +83,8 @@ def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, s
         if found is None or shown is None:
             return {}
         env = found
-        parts = {"training": "train"} | ({"validation": "eval"} if made.get("runner.val_check_interval") != -1 else {})
+        validates = made.get("runner.val_check_interval") != -1 and not _by_expert(made)
+        parts = {"training": "train"} | ({"validation": "eval"} if validates else {})
         across = bool(made.get("runner.val_suites"))
         return {what: _drawn(made, split, env, across and split == "eval") for what, split in parts.items()} | shown
     return _shown(made, env) or {}
@@ -104,7 +105,7 @@ def _with_rows_of(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> Env
 def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
     """Reset ids that the demonstrations of this environment may show; None: nobody knows, they are gone or text."""
     folders = made.get("algorithm.demonstrations") or []
-    if "env.env_type" not in made:  # else it is text
+    if "env.env_type" not in made or _by_expert(made):  # else it is text
         folders = [*folders, made.get("data.path"), *(made.get("data.more") or [])]
     found: dict[str, set[int]] = {}
     for folder in filter(None, folders):
@@ -116,6 +117,11 @@ def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
             ids = _ids_here(env, EnvSplit(state_ids=card.collected.get("state_ids")))
             found.setdefault("demonstrations", set()).update(ids)
     return found
+
+
+def _by_expert(made: Mapping[str, Any]) -> bool:
+    """A round of `embodyrl dagger`: it plays like a training, and learns from demonstrations."""
+    return "dagger.rounds" in made
 
 
 def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:

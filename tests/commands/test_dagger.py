@@ -10,6 +10,7 @@ from toy_runs import TOY_COLLECT
 
 from embodyrl.commands.collect import collect
 from embodyrl.commands.dagger import dagger
+from embodyrl.commands.export import export
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.datasets.writer import read_episodes
 from embodyrl.errors import ConfigError, Interrupted
@@ -81,6 +82,10 @@ def test_each_round_learns_from_all_labels_so_far(tmp_path: Path) -> None:
     learned = load_config_text(result.run)
     assert all(str(folder) in learned for folder in result.data)
     assert str(tmp_path / "runs" / "learner_round_1" / "checkpoints" / "step_000003") in learned
+    assert (result.run / "overrides.txt").read_text().startswith("# attempt 1: dagger")
+    card = (export(result.run, 3, tmp_path / "out", overrides=["trust=true"]) / "README.md").read_text()
+    assert "`embodyrl dagger`" in card
+    assert "| trained | supervised |" in card
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     assert dagger(learning(tmp_path, "dagger.rounds=2")) == result
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == before

@@ -102,6 +102,15 @@ def test_twenty_demonstrations_are_learnt_and_the_policy_then_succeeds(trained: 
 
 
 @pytest.mark.integration
+def test_what_to_do_next_trusts_the_environment_of_the_demonstrations(trained: SftResult) -> None:
+    """Fails where the words that are printed are refused: `toy_env:FACTORY` is code that the run itself never names."""
+    said = (trained.run / "logs" / "events.log").read_text()
+    assert f"embodyrl eval ckpt={trained.run} trust=true\n" in said
+    with pytest.raises(ConfigError, match="trust=true"):
+        load_config("eval", [f"ckpt={trained.run}"], base=trained.run / "config.yaml")
+    assert load_config("eval", [f"ckpt={trained.run}", "trust=true"], base=trained.run / "config.yaml")
+
+
 def test_an_l1_head_learns_the_same_demonstrations(demos: Path, tmp_path: Path) -> None:
     l1 = "model.action_head=l1"
     result = train(tmp_path, demos, l1, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=2e-4")

@@ -93,6 +93,15 @@ def test_what_learned_from_demonstrations_is_evaluated_on_other_states_of_them(w
     assert env.env_type == shown.env.env_type
 
 
+def test_rounds_of_dagger_are_evaluated_like_what_learned_from_demonstrations(tmp_path: Path) -> None:
+    """Fails where states and horizon are those of the default run's environment."""
+    (tmp_path / "checkpoints").mkdir()
+    words = ["env=gym", "env.id=Pendulum-v1", "env.train.max_episode_steps=200", "model=mlp"]
+    save_config(load_config("dagger", [*words, "data.path=a", "collect.out=b"]), tmp_path / "config.yaml")
+    env = load_config("eval", [f"ckpt={tmp_path}"], base=tmp_path / "config.yaml").env
+    assert (env.id, env.eval.state_ids, env.eval.max_episode_steps) == ("Pendulum-v1", [90_000, 94_999], 200)
+
+
 def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
     """Those of `data.more` and of `algorithm.demonstrations` as well as those of `data.path`."""
     env = draw_blueprint(toy_config(tmp_path, command="eval"), training=False).env
@@ -116,6 +125,11 @@ def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
     assert "training of" in told(replayed, "[1,1]")
     assert re.search(r"uses 0, demonstrations of \S+ uses 1;", told(replayed, "[1,1]"))
     assert "unknown: " in told(learned | {"data": {"path": first, "more": ["gone"]}}, "[2,3]")
+    rounds = plain(toy_config(tmp_path, "env.train.state_ids=[3,3]")) | learned | {"dagger": {"rounds": 2}}
+    del rounds["env"]["eval"]
+    assert "training of" in told(rounds, "[1,2]")
+    assert "validation of" not in told(rounds, "[1,2]"), "of samples, not of episodes"
+    assert re.search(r"uses 0, demonstrations of \S+ uses 1;", told(rounds, "[1,2]"))
     start = tmp_path / "start"
     (start / "checkpoints").mkdir(parents=True)
     (start / "config.yaml").write_text(json.dumps({"data": {"path": more}}))
