@@ -125,7 +125,8 @@ def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
     assert "training of" in told(replayed, "[1,1]")
     assert re.search(r"uses 0, demonstrations of \S+ uses 1;", told(replayed, "[1,1]"))
     assert "unknown: " in told(learned | {"data": {"path": first, "more": ["gone"]}}, "[2,3]")
-    rounds = plain(toy_config(tmp_path, "env.train.state_ids=[3,3]")) | learned | {"dagger": {"rounds": 2}}
+    validated = toy_config(tmp_path, "env.train.state_ids=[3,3]").updated({"runner.val_check_interval": 2})
+    rounds = plain(validated) | learned | {"dagger": {"rounds": 2}}
     del rounds["env"]["eval"]
     assert "training of" in told(rounds, "[1,2]")
     assert "validation of" not in told(rounds, "[1,2]"), "of samples, not of episodes"
