@@ -27,18 +27,8 @@ from embodyrl.plan.seeds import derive
 from embodyrl.plan.texts import checked_rows
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.types import (
-    ActionKind,
-    ActionSpace,
-    BoolArray,
-    ByteArray,
-    EnvSpec,
-    FloatArray,
-    IntArray,
-    PolicySpec,
-    picture_names,
-)
-from embodyrl.workers.rollout_worker import convert_gripper
+from embodyrl.specs import convert_gripper, picture_names
+from embodyrl.types import ActionKind, ActionSpace, BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, PolicySpec
 from embodyrl.workers.settings import Objective
 
 STATISTICS_FILE = "dataset_statistics.json"

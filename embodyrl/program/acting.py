@@ -18,8 +18,8 @@ from embodyrl.plan.config import load_config, run_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.program.environment import SingleEnv, env_of
+from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, Observation, PolicyOutput
-from embodyrl.workers.rollout_worker import convert_gripper
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
+from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 from embodyrl.workers.imitation import encoded_replies
 from embodyrl.workers.learner import LearnerContext
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer
-from embodyrl.workers.rollout_worker import convert_gripper, read_observation
+from embodyrl.workers.rollout_worker import read_observation
 from embodyrl.workers.training import InParts, deal, mean_metrics
 
 REPLAY, TRAINED = "replay", "trained"

@@ -23,6 +23,7 @@ from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
 from embodyrl.policies.tensors import on_device
+from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, IntArray, Observation
 from embodyrl.workers.augment import shift
 from embodyrl.workers.flat_adam import build_adam
@@ -30,7 +31,7 @@ from embodyrl.workers.hindsight import Hindsight, OpenEpisodes
 from embodyrl.workers.learner import LearnerContext
 from embodyrl.workers.messages import UpdateRequest
 from embodyrl.workers.replay import Frames, ReplayBuffer, Transitions
-from embodyrl.workers.rollout_worker import convert_gripper, read_observation
+from embodyrl.workers.rollout_worker import read_observation
 from embodyrl.workers.training import InParts, mean_metrics
 
 CRITICS, REPLAY = "critics", "replay"

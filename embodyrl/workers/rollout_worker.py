@@ -14,7 +14,8 @@ from embodyrl.channels.arena import Arena, Fields, read_instructions
 from embodyrl.channels.layout import Record, encode_reply
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
-from embodyrl.types import ROWS_AT_A_TIME, FloatArray, GripperConvention, IntArray, Observation
+from embodyrl.specs import GripperConvention, convert_gripper
+from embodyrl.types import ROWS_AT_A_TIME, FloatArray, IntArray, Observation
 from embodyrl.workers.messages import InferRequest, RankInfo, ValueRequest
 
 
@@ -75,16 +76,6 @@ def _stream(thread: int) -> tuple[np.random.Philox, np.random.Generator, Any]:
     # Lists: its setter reads number by number, which takes twice as long of arrays.
     state["state"], state["buffer"] = {"key": [0, 0], "counter": [0, 0, 0, 0]}, [0, 0, 0, 0]
     return philox, np.random.Generator(philox), state
-
-
-def convert_gripper(actions: FloatArray, source: GripperConvention | None, target: GripperConvention | None) -> None:
-    """Rewrite the gripper dimension of actions [..., A] in place from the policy's meaning to the environment's."""
-    if source is None or target is None:
-        return
-    openness = (actions[..., source.index] - source.closed) / (source.open - source.closed)
-    if target.binary:
-        openness = (openness > 0.5).astype(actions.dtype)
-    actions[..., target.index] = target.closed + openness * (target.open - target.closed)
 
 
 def read_observation(arena: Fields, records: IntArray) -> Observation:

@@ -16,7 +16,8 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.model import COLOURS, tiny_tokenizer
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation, picture_names
+from embodyrl.specs import picture_names
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
 
 ROOM = (24, 40)
 TEXT = ActionSpace(kind=ActionKind.text)

@@ -19,10 +19,10 @@ from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import policy_init
+from embodyrl.specs import convert_gripper
 from embodyrl.workers.filtered import TRAINED, FilteredWorker
 from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.rollout_worker import convert_gripper
 
 FILTERED = ("algorithm=filtered_bc", "algorithm.learning_starts=1", "algorithm.updates_per_sample=0.2")
 

@@ -8,8 +8,8 @@ from toy_runs import running_crew
 from embodyrl.channels.layout import Record
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout
+from embodyrl.specs import convert_gripper
 from embodyrl.types import GripperConvention
-from embodyrl.workers.rollout_worker import convert_gripper
 
 POLICY = GripperConvention(open=1.0, closed=0.0)
 LIBERO = GripperConvention(open=-1.0, closed=1.0, binary=True)

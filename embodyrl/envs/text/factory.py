@@ -3,7 +3,8 @@
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
 from embodyrl.envs.text.settings import TextSettings
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, picture_names
+from embodyrl.specs import picture_names
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 
 class TextFactory:
