@@ -27,18 +27,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET_BYTES, bucket_layout, fill_buckets
+from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
+from embodyrl.learners.ranks import OneRank
+from embodyrl.learners.settings import ValueOptimSettings
+from embodyrl.learners.training import Optimization
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import EnvSpec, Observation
-from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.workers.policy_host import describe_weights, publish, take
-from embodyrl.workers.ranks import OneRank
-from embodyrl.workers.settings import ValueOptimSettings
-from embodyrl.workers.training import Optimization
 
 TASK = "put both the alphabet soup and the tomato sauce in the basket"
 GIB = 2**30

@@ -23,13 +23,13 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import Record, encode_instruction
+from embodyrl.channels.messages import InferRequest, RankInfo, UpdateRequest
 from embodyrl.config.paths import assets_dir
 from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import GIB, plan_memory
 from embodyrl.scheduler.start import policy_init, rendezvous
-from embodyrl.workers.messages import InferRequest, RankInfo, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
 SIZES = {"tiny": (128, 352, 3, 4), "100m": (768, 2048, 14, 12), "300m": (1024, 2816, 24, 16)}

@@ -375,8 +375,8 @@ class OurVector:
             self._order(dict.fromkeys(np.flatnonzero(done).tolist()), reuse=True)
 
     def _order(self, work: dict[int, Any], reuse: bool = False) -> None:
+        from embodyrl.channels.messages import EnvRequest, ResetRequest
         from embodyrl.types import EpisodeStart
-        from embodyrl.workers.messages import EnvRequest, ResetRequest
 
         sent = 0
         targets = self._current if reuse or None in work.values() else self._next

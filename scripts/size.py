@@ -19,10 +19,10 @@ NEWER = {
     "migration from six systems (275 lines then)": ["cli/migration/**/*.py", "cli/migrate.py"],
     "policies that run elsewhere, and serving ours": ["policies/remote/*.py", "commands/serve/*.py"],
     "soft actor-critic, its replay, hindsight and critics": [
-        *("workers/off_policy.py", "workers/replay.py", "algorithms/sac.py", "policies/actor_critic/critics.py"),
-        *("workers/hindsight.py", "envs/gym/goals.py", "plan/off_policy.py"),
+        *("learners/sac.py", "learners/replay.py", "algorithms/sac.py", "policies/actor_critic/critics.py"),
+        *("learners/hindsight.py", "envs/gym/goals.py", "plan/off_policy.py"),
     ],
-    "filtered behaviour cloning": ["workers/filtered.py", "algorithms/filtered_bc.py"],
+    "filtered behaviour cloning": ["learners/filtered_bc.py", "algorithms/filtered_bc.py"],
     "text: games, servers, a critic apart, confined code": [
         *("envs/text/game.py", "policies/causal_lm/server.py", "policies/critic.py", "sandboxed.py"),
     ],
@@ -31,7 +31,7 @@ NEWER = {
     "OpenVLA-OFT: diffusion and L1 heads that learn, corrections, CUDA graphs": [
         *(f"policies/openvla_oft/{name}.py" for name in ("continuous", "residual", "graphs")),
     ],
-    "small networks' optimizer as one vector": ["workers/flat_adam.py"],
+    "small networks' optimizer as one vector": ["learners/flat_adam.py"],
     "a policy in a program of the user's; playing in a browser": [
         *("program/acting.py", "program/environment.py", "cli/play.py", "cli/loopback.py"),
     ],

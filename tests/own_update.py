@@ -11,13 +11,13 @@ from pydantic import PositiveFloat
 
 from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores, Share
 from embodyrl.algorithms.settings import BufferSettings
+from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import UpdateRequest
+from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.training import InParts, deal
 from embodyrl.specs import convert_gripper
 from embodyrl.types import Episode, ImitationScores, IntArray, Observation
-from embodyrl.workers.learner import LearnerContext
-from embodyrl.workers.messages import UpdateRequest
-from embodyrl.workers.rollout_worker import read_observation
-from embodyrl.workers.training import InParts, deal
 
 
 class RegressionSettings(BufferSettings):

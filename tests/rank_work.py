@@ -15,11 +15,11 @@ from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record, encode_instruction
+from embodyrl.channels.messages import InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
+from embodyrl.learners import policy_gradient
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.scheduler.start import policy_init, rendezvous
 from embodyrl.types import IntArray
-from embodyrl.workers import actor_worker
-from embodyrl.workers.messages import InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
 RECORDS = 6
@@ -95,7 +95,7 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     sizes = (f"actor.fsdp.size={rank_info.world}", "actor.global_batch_size=6", "env.train.total_num_envs=8")
     words = (*sizes, *job.words)
     if job.at_once is not None:
-        actor_worker.AT_ONCE = job.at_once
+        policy_gradient.AT_ONCE = job.at_once
     cfg = toy_config(folder, "launcher=local", *words)
     blueprint = draw_blueprint(cfg, training=True)
     arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))

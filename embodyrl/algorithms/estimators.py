@@ -267,7 +267,7 @@ SAC = AdvantageEstimator(
     compute=sac_credits,
     settings=ReplaySettings,
     counts_chunk_steps=True,
-    learner="embodyrl.workers.off_policy:OffPolicyWorker",
+    learner="embodyrl.learners.sac:SacLearner",
 )
 GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
 REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)

@@ -39,5 +39,5 @@ def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettin
 
 
 FILTERED_BC = AdvantageEstimator(
-    compute=filtered_credits, settings=FilteredSettings, learner="embodyrl.workers.filtered:FilteredWorker"
+    compute=filtered_credits, settings=FilteredSettings, learner="embodyrl.learners.filtered_bc:FilteredLearner"
 )

@@ -139,8 +139,8 @@ class AdvantageEstimator:
     """`Scores.states`."""
     needs_greedy: bool = False
     """`Scores.greedy`."""
-    learner: str = "embodyrl.workers.actor_worker:ActorWorker"
-    """package.module:class of what carries out the updates (`workers/learner.py`). One without a `loss_type` has
+    learner: str = "embodyrl.learners.policy_gradient:PolicyGradientLearner"
+    """package.module:class of what carries out the updates (`learners/protocol.py`). One without a `loss_type` has
     settings below `BufferSettings`."""
 
     @property

@@ -1,1 +1,1 @@
-"""The data plane: records in shared memory, tickets through pipes."""
+"""The data plane: records in shared memory, messages with tickets through pipes."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from embodyrl.channels.layout import SEQUENCE, STATE, Record, RecordLayout, decode_instruction
 from embodyrl.errors import EmbodyError, StaleTicketError
 from embodyrl.files import available_bytes
+from embodyrl.types import IntArray, Observation
 
 
 class RecordState:
@@ -237,3 +238,12 @@ def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[s
     # Mostly one task for all: one comparison is a hundred times cheaper than as many texts.
     same = len(words) > 0 and words.tobytes() == words[0].tobytes() * len(words)
     return (decode_instruction(words[0]),) * len(words) if same else tuple(map(decode_instruction, words))
+
+
+def read_observation(fields: Fields, records: IntArray) -> Observation:
+    """Gather a batch of stored observations."""
+    return Observation(
+        images=fields[Record.images][records],
+        state=fields[Record.observed_state][records],
+        instructions=read_instructions(fields, records),
+    )

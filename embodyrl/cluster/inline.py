@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from embodyrl.channels.messages import Request
 from embodyrl.clock import RunClock
 from embodyrl.cluster.protocol import ClusterSettings, Event, LauncherSettings, WorkerDied
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
-from embodyrl.workers.messages import Request
 
 _TICK_S = 1.0
 _LAST_RESORT_S = 10

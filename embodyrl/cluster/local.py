@@ -23,8 +23,8 @@ from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenReques
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 if TYPE_CHECKING:
+    from embodyrl.channels.messages import Request
     from embodyrl.workers.lifecycle import WorkerSpec
-    from embodyrl.workers.messages import Request
 
 _DUMP_S = 2.0  # time for the stack dump of a hung worker before it is killed
 _JOIN_S = 5.0
@@ -120,7 +120,7 @@ class LocalLauncher(OpenRequests[_Handle]):
 
     def _drain(self, name: str) -> None:
         """Take all replies of a worker, then notice whether it is dead."""
-        from embodyrl.workers.messages import WorkerFailed
+        from embodyrl.channels.messages import WorkerFailed
 
         handle = self._handles[name]
         while True:

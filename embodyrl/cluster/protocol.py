@@ -18,8 +18,8 @@ from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.registry import Registry
 
 if TYPE_CHECKING:
+    from embodyrl.channels.messages import Reply, Request
     from embodyrl.workers.lifecycle import WorkerSpec
-    from embodyrl.workers.messages import Reply, Request
 
 
 OnVideoError = StrEnum("OnVideoError", ["warn", "stop"])

@@ -15,12 +15,12 @@ import numpy as np
 from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.channel import LOOPBACK
 from embodyrl.channels.layout import SEQUENCE, STATE
+from embodyrl.channels.messages import Reply, Request, Use, WorkerFailed
 from embodyrl.cluster.protocol import ClusterSection, ClusterSettings, Event, Handle, OpenRequests, parse_placement
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.files import cap_log
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure
-from embodyrl.workers.messages import Reply, Request, Use, WorkerFailed
 
 Pools = tuple[Arena, ...]
 """What a worker shares with the driver, or mirrors of it: the arena and, where there are any, the buckets."""

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
+from embodyrl.channels.messages import Request, WorkerReady
 from embodyrl.cluster.protocol import ActingFaults, Launcher, Message, OnEnvCrash, WorkerDied
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError, StoppedAtOnce, WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec
-from embodyrl.workers.messages import Request, WorkerReady
 
 
 class StopRequest:

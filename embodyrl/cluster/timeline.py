@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, UpdateRequest
 from embodyrl.files import write_atomically
-from embodyrl.workers.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, UpdateRequest
 
 _TRACE_LIMIT = 500_000
 """Spans kept for the trace; about 100 MB of JSON."""

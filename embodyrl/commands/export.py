@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.paths import HUB_NAME, resolve_asset
 from embodyrl.datasets.layout import CODEBASE_VERSION, INFO_PATH, read_card
@@ -20,7 +21,6 @@ from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.texts import env_spec
 from embodyrl.policies import export_policy
 from embodyrl.version import __version__
-from embodyrl.workers.messages import POLICY_FOLDER
 
 
 def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from embodyrl.channels.arena import Arena, RecordState, records_of
+from embodyrl.channels.arena import Arena, RecordState, read_observation, records_of
 from embodyrl.channels.layout import STATE, Record
+from embodyrl.channels.messages import LoadRequest, UpdateRequest
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import LauncherSettings
 from embodyrl.commands.dump import Dump, read_dump, weights_folder
@@ -24,9 +25,7 @@ from embodyrl.plan.settings import RolloutSettings
 from embodyrl.scheduler.actors import ALGORITHM_FILE, gather_scores
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import BoolArray, FloatArray, IntArray
-from embodyrl.workers.messages import LoadRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.rollout_worker import read_observation
 
 _TOLERANCE = {False: 1e-3, True: 0.1}
 """By whether it computes in bfloat16: of a log-probability, absolute, and of an update's metrics, relative."""

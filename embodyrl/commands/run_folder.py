@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.devices import visible_gpus
@@ -31,7 +32,6 @@ from embodyrl.policies.protocol import ComparesWeights
 from embodyrl.policies.settings import AdapterSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
-from embodyrl.workers.messages import POLICY_FOLDER
 
 CONFIG_FILE = "config.yaml"
 _LOCK_FILE = "lock"

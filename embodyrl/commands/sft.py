@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadRequest
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
@@ -21,14 +22,13 @@ from embodyrl.config.trust import resume_word
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, read_card
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import EmbodyError, Interrupted
+from embodyrl.learners.settings import Objective
 from embodyrl.plan.config import ENVIRONMENT_FILE
 from embodyrl.plan.roots import DaggerConfig, SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.start import SupervisedActors, start_supervised
 from embodyrl.types import IntArray
-from embodyrl.workers.messages import POLICY_FOLDER, ImitateRequest, LoadRequest
-from embodyrl.workers.settings import Objective
 
 LOG_EVERY = 10
 """Optimizer steps per row of metrics."""

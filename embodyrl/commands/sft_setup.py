@@ -21,6 +21,7 @@ from embodyrl.datasets.statistics import vector_stats
 from embodyrl.datasets.text import TextRows
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
+from embodyrl.learners.settings import Objective
 from embodyrl.plan.blueprint import count_ranks, mismatches
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
@@ -29,7 +30,6 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.specs import convert_gripper, picture_names
 from embodyrl.types import ActionKind, ActionSpace, BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, PolicySpec
-from embodyrl.workers.settings import Objective
 
 STATISTICS_FILE = "dataset_statistics.json"
 """Where the public layout of vision-language-action models keeps what -1 and 1 stand for."""

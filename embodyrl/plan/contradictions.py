@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
 from embodyrl.envs.settings import TrainSplit
+from embodyrl.learners.settings import FsdpSettings
 from embodyrl.plan.settings import RolloutMode
-from embodyrl.workers.settings import FsdpSettings
 
 
 def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:

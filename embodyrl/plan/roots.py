@@ -24,6 +24,16 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv
 from embodyrl.envs.video import FilmSettings, VideoSettings
 from embodyrl.errors import ConfigError
+from embodyrl.learners.settings import (
+    PAIRED,
+    ActingSettings,
+    ActorSettings,
+    CriticSettings,
+    LearnedActorSettings,
+    Objective,
+    ObjectiveSettings,
+    SupervisedActorSettings,
+)
 from embodyrl.plan.contradictions import slot_problems, staleness_problems
 from embodyrl.plan.idle import not_drawn, not_filmed, unmeasured, unspared, untrained, unvalidated
 from embodyrl.plan.settings import (
@@ -47,16 +57,6 @@ from embodyrl.plan.settings import (
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.rewards.settings import JudgeSettings
-from embodyrl.workers.settings import (
-    PAIRED,
-    ActingSettings,
-    ActorSettings,
-    CriticSettings,
-    LearnedActorSettings,
-    Objective,
-    ObjectiveSettings,
-    SupervisedActorSettings,
-)
 
 R = TypeVar("R", bound="Root")
 

@@ -3,6 +3,8 @@
 Distributions are drawn from with given uniform numbers; deterministic on GPUs where that is asked for.
 """
 
+import os
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from embodyrl.errors import CheckpointError
+
+
+def seed_everything(seed: int, *, deterministic: bool) -> None:
+    """Seed the global generators and, where asked, refuse operations whose result may vary."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def best_device() -> str:
+    """The first GPU that this process sees (a worker sees only its own), or the CPU."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def cumulative(probability: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def load_policy(
     blueprint = draw_blueprint(cfg, training=False)
     weights = first_weights(cfg, blueprint.env)
     assert weights is not None, "ckpt is set above"
-    from embodyrl.workers.training import best_device
+    from embodyrl.policies.tensors import best_device
 
     drawn = cfg.algorithm.sampling_params
     request = PolicyRequest(

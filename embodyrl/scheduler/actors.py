@@ -11,13 +11,13 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import OBSERVATION, Record
+from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import EpisodeList, greedy_episodes, groups_per_step, refill_episodes, train_episodes
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import Workers
 from embodyrl.types import Episode, IntArray, PreparedBatch
-from embodyrl.workers.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
 
 
 class StepRollouts:

@@ -7,11 +7,11 @@ from functools import partial
 
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart, fill_buckets
+from embodyrl.channels.messages import ContinueRequest, Done, LoadWeightsRequest, PublishRequest, Request, WorkerReady
 from embodyrl.cluster.protocol import Message
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.errors import CheckpointError
 from embodyrl.workers.lifecycle import WorkerSpec
-from embodyrl.workers.messages import ContinueRequest, Done, LoadWeightsRequest, PublishRequest, Request, WorkerReady
 
 OnDone = Callable[[Done], None]
 

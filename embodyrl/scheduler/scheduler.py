@@ -12,15 +12,7 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena, read_instructions, records_of
 from embodyrl.channels.layout import OBSERVATION, Record
-from embodyrl.cluster.protocol import Message, WorkerDied
-from embodyrl.cluster.supervisor import Supervisor
-from embodyrl.envs.video import remove_films
-from embodyrl.plan.blueprint import Blueprint
-from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop, PolicyClient
-from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
-from embodyrl.scheduler.slot import Open, Phase, Slots
-from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
-from embodyrl.workers.messages import (
+from embodyrl.channels.messages import (
     Done,
     EnvReport,
     EnvRequest,
@@ -30,6 +22,14 @@ from embodyrl.workers.messages import (
     ValueRequest,
     WorkerReady,
 )
+from embodyrl.cluster.protocol import Message, WorkerDied
+from embodyrl.cluster.supervisor import Supervisor
+from embodyrl.envs.video import remove_films
+from embodyrl.plan.blueprint import Blueprint
+from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop, PolicyClient
+from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
+from embodyrl.scheduler.slot import Open, Phase, Slots
+from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
 _ENDS = (Record.terminated, Record.truncated)

@@ -9,9 +9,9 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import ResetRequest
 from embodyrl.scheduler.rollout import NO_QUOTA, Rollout
 from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, EpisodeStart, IntArray
-from embodyrl.workers.messages import ResetRequest
 
 
 class Phase:

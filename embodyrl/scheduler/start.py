@@ -17,6 +17,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.channel import LOOPBACK, open_gate
 from embodyrl.channels.layout import RecordLayout, bucket_layout
+from embodyrl.channels.messages import RankInfo, SaveRequest
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ActingFaults
 from embodyrl.cluster.supervisor import Callback, Supervisor
@@ -33,8 +34,7 @@ from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.scheduler import RolloutScheduler
 from embodyrl.types import IntArray
 from embodyrl.workers.env_worker import EnvWorkerInit
-from embodyrl.workers.lifecycle import WorkerSpec
-from embodyrl.workers.messages import PolicyHostInit, RankInfo, SaveRequest
+from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]

@@ -10,12 +10,13 @@ import numpy as np
 
 from embodyrl.channels.arena import Tickets
 from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, encode_instruction
+from embodyrl.channels.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
 from embodyrl.envs.protocol import ENVS, BatchEnv, Env, EnvContext, TextEnv
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import ByteArray, FloatArray, ObservationOut
-from embodyrl.workers.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerInit, WorkerReady
+from embodyrl.workers.lifecycle import WorkerInit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

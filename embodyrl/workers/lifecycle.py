@@ -16,10 +16,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
 
+from embodyrl.algorithms.settings import AlgorithmSettings
+from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.channels.channel import PipeChannel
+from embodyrl.channels.messages import RankInfo, Reply, Request, WorkerFailed, WorkerReady
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ChannelClosed, EmbodyError
 from embodyrl.files import cap_log
-from embodyrl.workers.messages import Reply, Request, WorkerFailed, WorkerInit, WorkerReady
+from embodyrl.learners.settings import ActorSettings, ObjectiveSettings, SupervisedActorSettings
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -42,6 +48,56 @@ class Worker(Protocol):
     def close(self) -> None:
         """Free everything; idempotent."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInit:
+    """What every worker needs to start: where the records lie that it shares with the others."""
+
+    arena: ArenaHandle
+    bucket_arena: ArenaHandle | None = None
+    """Where rollout and actor are apart: buckets for new weights."""
+    shared_arena: Arena | None = None
+    """The arena itself, where the worker lives in the process that has opened it."""
+
+    def open_arena(self) -> Arena:
+        """The arena, as this process sees it."""
+        return self.shared_arena or Arena.attach(self.arena)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyHostInit(WorkerInit):
+    """What the process that holds the policy needs to start. The driver, which writes this, loads no torch."""
+
+    model: ModelSettings
+    algorithm: AlgorithmSettings | None = None
+    """None: nothing is trained, or by supervision."""
+    longest_episode: int = 1
+    """Chunks of an episode that its time limit ends."""
+    env: EnvSettings | None = None
+    """The environment that says what other goals would have earned, where the algorithm asks."""
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    """Of supervised training."""
+    critic: str | None = None
+    """Folder of a critic apart."""
+    actor: SupervisedActorSettings = field(default_factory=ActorSettings)
+    seed: int
+    deterministic: bool = False
+    skips_nonfinite: bool = False
+    request: PolicyRequest
+    """Its device is chosen where the policy is built."""
+    total_steps: int
+    """Training steps of the whole run."""
+    threads: int
+    rank_info: RankInfo = field(default_factory=RankInfo)
+    acts: bool = True
+    single_step: bool = False
+    """Every env step is a record, and a chunk takes as many of them as it has actions."""
+    trains: bool
+    sharded: bool = False
+    """The ranks that train are FSDP's."""
+    start_from: str | None = None
+    """Folder of weights in the policy's own layout that replace those of `model.path`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

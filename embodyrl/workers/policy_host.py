@@ -1,4 +1,4 @@
-"""One process that holds one copy of the weights: a rollout worker, an actor worker, or both on the same module.
+"""One process that holds one copy of the weights: a rollout worker, a learner, or both on the same module.
 
 New weights go from actor ranks to processes that only act through shared memory, a bucket at a time.
 """
@@ -16,22 +16,13 @@ from torch import Tensor, nn
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
-from embodyrl.checkpoint.tensors import writing
-from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.critic import WithCritic
-from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
-from embodyrl.policies.settings import ModelSettings
-from embodyrl.workers.actor_worker import ActorWorker
-from embodyrl.workers.imitation import ImitationWorker
-from embodyrl.workers.learner import Learner, LearnerContext
-from embodyrl.workers.messages import (
+from embodyrl.channels.messages import (
     ContinueRequest,
     Done,
     ImitateRequest,
     InferRequest,
     LoadRequest,
     LoadWeightsRequest,
-    PolicyHostInit,
     PublishRequest,
     Request,
     SaveRequest,
@@ -40,14 +31,24 @@ from embodyrl.workers.messages import (
     ValueRequest,
     WorkerReady,
 )
-from embodyrl.workers.ranks import OneRank, Ranks, halve
+from embodyrl.checkpoint.tensors import writing
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.learners.imitation import ImitationLearner
+from embodyrl.learners.policy_gradient import PolicyGradientLearner
+from embodyrl.learners.protocol import Learner, LearnerContext
+from embodyrl.learners.ranks import OneRank, Ranks, halve
+from embodyrl.learners.settings import ActorSettings, Objective
+from embodyrl.learners.training import InParts, Trainer
+from embodyrl.policies.critic import WithCritic
+from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.tensors import best_device, seed_everything
+from embodyrl.workers.lifecycle import PolicyHostInit
 from embodyrl.workers.rollout_worker import RolloutWorker
-from embodyrl.workers.settings import ActorSettings, Objective
-from embodyrl.workers.training import InParts, Trainer, best_device, seed_everything
 
 
 class PolicyHost:
-    """Rollout and actor worker, as far as the process does both."""
+    """Rollout worker and learner, as far as the process has both."""
 
     def __init__(self, init: PolicyHostInit) -> None:
         torch.set_num_threads(init.threads)
@@ -62,7 +63,7 @@ class PolicyHost:
         self._ranks: Ranks = OneRank(init.rank_info)
         self._trainer: Trainer | None = None
         self._learner: Learner | None = None
-        self._imitation: ImitationWorker | None = None
+        self._imitation: ImitationLearner | None = None
         half = init.model.half
         if init.bucket_arena is not None and not init.trains and half and self._trains_all:
             # It only acts, on copies of what the actors keep: in their compute precision that is the same function.
@@ -88,7 +89,7 @@ class PolicyHost:
                 warmup=0 if algorithm is None else self.policy.spec.warmup_steps,
             )
             if algorithm is None:
-                self._imitation = ImitationWorker(self._trainer, self._arena, init.objective, reference)
+                self._imitation = ImitationLearner(self._trainer, self._arena, init.objective, reference)
             else:
                 assert isinstance(init.actor, ActorSettings)
                 context = LearnerContext(
@@ -166,7 +167,7 @@ class PolicyHost:
         init, fsdp = self._init, self._init.actor.fsdp
         if not self._is_sharded:
             return OneRank(init.rank_info)
-        from embodyrl.workers.sharded import ShardedRanks  # FSDP takes more than a second to import
+        from embodyrl.learners.sharded import ShardedRanks  # FSDP takes more than a second to import
 
         return ShardedRanks(self.policy.module, init.rank_info, fsdp, half=half, acts=init.acts)
 
@@ -197,7 +198,7 @@ class PolicyHost:
                 self._rollout.infer(request)
             case ValueRequest():
                 self._rollout.values(request)
-            case ScoreRequest() if isinstance(self._learner, ActorWorker):
+            case ScoreRequest() if isinstance(self._learner, PolicyGradientLearner):
                 self._learner.score(request)
             case UpdateRequest() if self._learner is not None:
                 self._update = self._learner.update(request)

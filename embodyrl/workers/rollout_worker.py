@@ -1,6 +1,5 @@
 """The rollout worker: reads observations in place and writes actions, log-probabilities and values beside them."""
 
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +9,13 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.channels.arena import Arena, Fields, read_instructions
+from embodyrl.channels.arena import Arena, read_observation
 from embodyrl.channels.layout import Record, encode_reply
+from embodyrl.channels.messages import InferRequest, RankInfo, ValueRequest
 from embodyrl.errors import NonFiniteError
 from embodyrl.policies.protocol import Policy
 from embodyrl.specs import GripperConvention, convert_gripper
-from embodyrl.types import ROWS_AT_A_TIME, FloatArray, IntArray, Observation
-from embodyrl.workers.messages import InferRequest, RankInfo, ValueRequest
+from embodyrl.types import ROWS_AT_A_TIME, FloatArray, IntArray
 
 
 def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: int) -> FloatArray:
@@ -76,15 +75,6 @@ def _stream(thread: int) -> tuple[np.random.Philox, np.random.Generator, Any]:
     # Lists: its setter reads number by number, which takes twice as long of arrays.
     state["state"], state["buffer"] = {"key": [0, 0], "counter": [0, 0, 0, 0]}, [0, 0, 0, 0]
     return philox, np.random.Generator(philox), state
-
-
-def read_observation(arena: Fields, records: IntArray) -> Observation:
-    """Gather a batch of stored observations."""
-    return Observation(
-        images=arena[Record.images][records],
-        state=arena[Record.observed_state][records],
-        instructions=read_instructions(arena, records),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +204,3 @@ def _pad(values: np.ndarray, rows: IntArray, padded_size: int) -> np.ndarray:
     padded = np.repeat(values[:1], padded_size, axis=0)
     padded[rows] = values
     return padded
-
-
-def even_parts(total: int, largest: int, number: int | None = None) -> list[int]:
-    """Split `total` into the fewest parts of at most `largest`, or into `number`, as equal as possible.
-
-    >>> even_parts(10, 4), even_parts(10, 4, 2)
-    ([4, 3, 3], [5, 5])
-    """
-    if total == 0:
-        return []
-    count = math.ceil(total / largest) if number is None else min(number, total)
-    return [total // count + (i < total % count) for i in range(count)]

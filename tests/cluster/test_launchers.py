@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 from processes import workers_of
 
+from embodyrl.channels.messages import WorkerReady
 from embodyrl.cluster.inline import InlineLauncher
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.cluster.protocol import WorkerDied
 from embodyrl.errors import EnvError
 from embodyrl.workers.lifecycle import WorkerSpec
-from embodyrl.workers.messages import WorkerReady
 
 
 class EchoWorker:

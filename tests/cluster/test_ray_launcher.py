@@ -12,9 +12,9 @@ from processes import wait_until
 from toy_runs import comparable, rows, toy_config, train_toy, weights
 
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.messages import RankInfo
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.scheduler.start import env_spec, plan_hosts
-from embodyrl.workers.messages import RankInfo
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 

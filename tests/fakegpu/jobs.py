@@ -155,7 +155,7 @@ def one_of(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from embodyrl.workers import sharded
+    from embodyrl.learners import sharded
 
     join, mesh, exchange = sharded._join, sharded.init_device_mesh, sharded.ShardedRanks.exchange
 
@@ -259,7 +259,7 @@ def run(job: Job, folder: Path) -> Result:
 def _live(job: Job, blueprint: Any, arena: Any, init: Any, result: Result, folder: Path) -> None:
     from fakegpu import FakeGpu
 
-    from embodyrl.workers.messages import InferRequest, LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
+    from embodyrl.channels.messages import InferRequest, LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
     from embodyrl.workers.policy_host import PolicyHost
 
     with FakeGpu(scalar=1.0) as gpu:

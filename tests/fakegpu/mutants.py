@@ -40,7 +40,7 @@ class Bug:
 
 BUGS = {
     "a batch stays on the host": Bug(
-        "placement", "embodyrl.workers.actor_worker", "on_device(array, device)", "torch.as_tensor(array)"
+        "placement", "embodyrl.learners.policy_gradient", "on_device(array, device)", "torch.as_tensor(array)"
     ),
     "noise is drawn on the host": Bug(
         "placement",
@@ -81,7 +81,7 @@ BUGS = {
     ),
     "a wait in every micro-batch": Bug(
         "waits",
-        "embodyrl.workers.training",
+        "embodyrl.learners.training",
         'counted.append({**metrics, "loss": share.detach()})',
         'counted.append({**metrics, "loss": share.detach()}); share.item()',
     ),
@@ -93,12 +93,12 @@ BUGS = {
     ),
     "gradients are kept while acting": Bug(
         "memory",
-        "embodyrl.workers.actor_worker",
+        "embodyrl.learners.policy_gradient",
         "        self._trainer.optimization.zero_grad()\n        if isinstance",
         "        if isinstance",
     ),
     "new weights are not announced": Bug(
-        "staleness", "embodyrl.workers.training", "            weights_changed(self._module)\n", "", check="engine"
+        "staleness", "embodyrl.learners.training", "            weights_changed(self._module)\n", "", check="engine"
     ),
     "an engine that slept is not loaded anew": Bug(
         "staleness",

@@ -18,14 +18,14 @@ from jobs import GIB, Job, run
 from settings import model_of
 
 from embodyrl.config.shared import Precision
+from embodyrl.learners.settings import ActorSettings
+from embodyrl.learners.training import Optimization
 from embodyrl.plan import memory
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.engine import VllmEngine
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import EnvSpec, Observation
-from embodyrl.workers.settings import ActorSettings
-from embodyrl.workers.training import Optimization
 
 pytestmark = pytest.mark.filterwarnings("error:CUDA reports that you have")  # fork_rng over all devices
 

@@ -17,10 +17,10 @@ from embodyrl.commands.collect import collect
 from embodyrl.commands.train import train
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError
+from embodyrl.learners.sac import SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.scheduler.start import policy_init
-from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
 
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
@@ -83,7 +83,7 @@ def demonstrated_rewards(words: list[str]) -> np.ndarray:
     arena = Arena.create(blueprint.layout, blueprint.capacity)
     host = PolicyHost(policy_init(blueprint, arena, None))
     try:
-        assert isinstance(host._learner, OffPolicyWorker)
+        assert isinstance(host._learner, SacLearner)
         assert host._learner._demonstrations is not None
         return host._learner._demonstrations["reward"].copy()
     finally:

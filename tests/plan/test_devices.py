@@ -10,11 +10,11 @@ from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout
+from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.devices import deal_devices, visible_gpus
 from embodyrl.plan.blueprint import count_env_workers, draw_blueprint
 from embodyrl.scheduler.start import env_spec, plan_hosts
-from embodyrl.workers.messages import RankInfo
 
 APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1", "launcher.env_workers=2")
 

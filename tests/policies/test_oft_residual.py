@@ -13,6 +13,7 @@ from test_oft_continuous import TINY, observe, uniform
 from embodyrl.channels.arena import Arena
 from embodyrl.commands.collect import collect
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.learners.sac import FEATURES, SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.memory import plan_memory
@@ -22,7 +23,6 @@ from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.policies.steering.actor import executed
 from embodyrl.scheduler.start import policy_init
-from embodyrl.workers.off_policy import FEATURES, OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
 
 HEADS = {
@@ -183,7 +183,7 @@ def test_demonstrations_are_kept_as_corrections_of_what_the_model_proposes(tmp_p
     ):
         policy, actor = host.policy, host._learner
         assert isinstance(policy, ResidualOftPolicy)
-        assert isinstance(actor, OffPolicyWorker)
+        assert isinstance(actor, SacLearner)
         kept = actor._demonstrations
         assert kept is not None
         seen = executed(torch.tensor(kept[FEATURES]), torch.tensor(kept["action"]), policy._actor.shape).numpy()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from toy_runs import running_crew, train_toy
 
+from embodyrl.channels.messages import LoadRequest, SaveRequest
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.errors import CheckpointError
 from embodyrl.scheduler.scheduler import RolloutScheduler
-from embodyrl.workers.messages import LoadRequest, SaveRequest
 
 ASYNC = ("algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.max_steps=3")
 

@@ -11,10 +11,10 @@ from toy_runs import Stage, running_crew
 
 from embodyrl.channels.arena import records_of
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import EnvRequest
 from embodyrl.errors import WorkerError
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
-from embodyrl.workers.messages import EnvRequest
 
 
 def collect(stage: Stage, step: int = 0) -> RolloutResult:

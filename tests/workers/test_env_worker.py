@@ -12,10 +12,10 @@ from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.types import EpisodeStart
 from embodyrl.workers import env_worker
-from embodyrl.workers.messages import EnvReport, EnvRequest, ResetRequest
 
 
 def test_drawing_is_no_part_of_simulating_and_resetting(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

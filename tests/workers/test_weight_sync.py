@@ -7,10 +7,10 @@ import torch
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout, fill_buckets
+from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
+from embodyrl.learners.ranks import OneRank
 from embodyrl.policies.protocol import weights_version
-from embodyrl.workers.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.workers.policy_host import describe_weights, publish, take
-from embodyrl.workers.ranks import OneRank
 
 
 def module(dtype, seed):

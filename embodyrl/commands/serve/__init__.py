@@ -41,7 +41,7 @@ def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str]
     import torch
 
     from embodyrl.commands.serve.server import Answering, PolicyServer
-    from embodyrl.workers.training import best_device, seed_everything
+    from embodyrl.policies.tensors import best_device, seed_everything
 
     torch.set_num_threads(available_cores())
     seed_everything(cfg.seed, deterministic=False)

@@ -12,6 +12,8 @@ from test_policy import ENV, build, folder, noise_for, observe, stir  # noqa: F4
 
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.learners.replay import Frames
+from embodyrl.learners.sac import FEATURES, SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.critics import Critics
@@ -19,9 +21,7 @@ from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.scheduler.start import policy_init
-from embodyrl.workers.off_policy import FEATURES, OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.replay import Frames
 
 RUN = ("model=flow_small", "algorithm=sac", "model.likelihood=residual", "launcher=inline")
 HALF_SPAN = np.array([2.0, 0.5, 0.0, 1.0], np.float32)
@@ -145,7 +145,7 @@ def test_updates_find_the_action_that_is_missing_and_leave_the_flow_as_it_was(tm
         closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
     ):
         actor, module = host._learner, host.policy.module
-        assert isinstance(actor, OffPolicyWorker)
+        assert isinstance(actor, SacLearner)
         frozen = {name: p.clone() for name, p in module.network.state_dict().items()}
         torch.manual_seed(0)
         count, width, known = 512, actor._policy.width, blueprint.policy.steering_features

@@ -13,6 +13,8 @@ from test_policy import build, folder, noise_for, observe, stir  # noqa: F401
 
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import ConfigError
+from embodyrl.learners.replay import Frames
+from embodyrl.learners.sac import FEATURES, SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.policies.flow.likelihood import STEP, flow_sde, normals, seeds_of
@@ -20,9 +22,7 @@ from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import FloatArray
-from embodyrl.workers.off_policy import FEATURES, OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.replay import Frames
 
 RUN = ("model=flow_small", "algorithm=sac", "model.likelihood=dsrl", "launcher=inline")
 
@@ -152,7 +152,7 @@ def test_an_update_learns_from_features_that_were_kept(tmp_path):
         closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
     ):
         actor = host._learner
-        assert isinstance(actor, OffPolicyWorker)
+        assert isinstance(actor, SacLearner)
         frozen = {name: p.clone() for name, p in host.policy.module.network.named_parameters()}
         torch.manual_seed(0)
         count, width = 512, actor._policy.width

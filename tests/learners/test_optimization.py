@@ -10,9 +10,9 @@ from itertools import cycle
 import pytest
 import torch
 
-from embodyrl.workers.flat_adam import FlatAdamW
-from embodyrl.workers.settings import OptimSettings
-from embodyrl.workers.training import Optimization
+from embodyrl.learners.flat_adam import FlatAdamW
+from embodyrl.learners.settings import OptimSettings
+from embodyrl.learners.training import Optimization
 
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
@@ -87,7 +87,7 @@ def test_a_checkpoint_has_the_order_of_the_weights_also_where_one_group_is_a_vec
 def test_small_networks_start_without_torchs_compiler():
     """Its import takes longer than all else that a small run waits for."""
     code = (
-        "import sys, torch; from embodyrl.workers.flat_adam import build_adam; layer = torch.nn.Linear(2, 2); "
+        "import sys, torch; from embodyrl.learners.flat_adam import build_adam; layer = torch.nn.Linear(2, 2); "
         "adam = build_adam([{'params': list(layer.parameters())}], lr=1e-3); layer(torch.ones(1, 2)).sum().backward(); "
         "adam.step(); adam.zero_grad(); adam.load_state_dict(adam.state_dict()); print('torch._dynamo' in sys.modules)"
     )

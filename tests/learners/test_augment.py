@@ -7,7 +7,7 @@ import colorsys
 import numpy as np
 import torch
 
-from embodyrl.workers.augment import augment, draw, jitter, shift, turn_hue
+from embodyrl.learners.augment import augment, draw, jitter, shift, turn_hue
 
 CPU = torch.device("cpu")
 

@@ -12,16 +12,16 @@ from toy_runs import TOY_COLLECT, toy_config
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.commands.collect import collect
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError
+from embodyrl.learners.filtered_bc import TRAINED, FilteredLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import policy_init
 from embodyrl.specs import convert_gripper
-from embodyrl.workers.filtered import TRAINED, FilteredWorker
-from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
 
 FILTERED = ("algorithm=filtered_bc", "algorithm.learning_starts=1", "algorithm.updates_per_sample=0.2")
@@ -32,7 +32,7 @@ def make(tmp_path):
     """Build an actor with records of two episodes of three chunks, of which the first is good."""
     made = []
 
-    def build(*words: str) -> tuple[PolicyHost, FilteredWorker, Arena, np.ndarray]:
+    def build(*words: str) -> tuple[PolicyHost, FilteredLearner, Arena, np.ndarray]:
         sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "env.train.total_num_envs=8")
         blueprint = draw_blueprint(toy_config(tmp_path, *sizes, *FILTERED, *words), training=True)
         arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
@@ -40,7 +40,7 @@ def make(tmp_path):
         tickets = fill(arena, blueprint, host)
         arena[Record.advantage][records_of(tickets)] = np.repeat([1.0, 0.0], 3)[:, None]
         made.append((host, arena))
-        assert isinstance(host._learner, FilteredWorker)
+        assert isinstance(host._learner, FilteredLearner)
         return host, host._learner, arena, tickets
 
     yield build

@@ -1,8 +1,6 @@
 """What every trainer of a policy shares: seeds, optimizer, schedule, and the state that a checkpoint keeps."""
 
 import math
-import os
-import random
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,14 +12,14 @@ from torch import Tensor
 
 from embodyrl.algorithms.aggregation import merge_metrics
 from embodyrl.algorithms.protocol import Share
+from embodyrl.channels.messages import POLICY_FOLDER, RankInfo
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state, writing
 from embodyrl.errors import CheckpointError, NonFiniteError
+from embodyrl.learners.flat_adam import FlatAdamW, build_adam
+from embodyrl.learners.ranks import VALUE_HEAD, OneRank, Ranks
+from embodyrl.learners.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
 from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import ImitationScores, IntArray, PolicyScores
-from embodyrl.workers.flat_adam import FlatAdamW, build_adam
-from embodyrl.workers.messages import POLICY_FOLDER, RankInfo
-from embodyrl.workers.ranks import VALUE_HEAD, OneRank, Ranks
-from embodyrl.workers.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
 
 TRAINING_STATE = "training_state"
 
@@ -31,21 +29,6 @@ P = TypeVar("P")
 M = TypeVar("M")
 InParts = Generator[None, None, T]
 """Pauses where an inference may come in between."""
-
-
-def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed the global generators and, where asked, refuse operations whose result may vary."""
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def best_device() -> str:
-    """The first GPU that this process sees (a worker sees only its own), or the CPU."""
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 class Schedule:

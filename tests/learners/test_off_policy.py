@@ -12,14 +12,14 @@ import torch
 from embodyrl.algorithms.sac import actor_loss, temperature_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import UpdateRequest
 from embodyrl.errors import CheckpointError, ConfigError, NonFiniteError
+from embodyrl.learners.replay import Frames, ReplayBuffer
+from embodyrl.learners.sac import SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import policy_init
-from embodyrl.workers.messages import UpdateRequest
-from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.replay import Frames, ReplayBuffer
 
 SMALL = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", "model.hidden_sizes=[8,8]", "launcher=inline")
 
@@ -59,14 +59,14 @@ def four_chunks() -> Frames:
 def make(tmp_path: Path):
     hosts: list[tuple[PolicyHost, Arena]] = []
 
-    def build(*words: str) -> tuple[PolicyHost, OffPolicyWorker]:
+    def build(*words: str) -> tuple[PolicyHost, SacLearner]:
         blueprint = draw_blueprint(
             load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True
         )
         arena = Arena.create(blueprint.layout, blueprint.capacity)
         host = PolicyHost(policy_init(blueprint, arena, None))
         hosts.append((host, arena))
-        assert isinstance(host._learner, OffPolicyWorker)
+        assert isinstance(host._learner, SacLearner)
         return host, host._learner
 
     yield build
@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, words, sa
         draw_blueprint(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
 
 
-def stored(actor: OffPolicyWorker, episodes: list[tuple[int, str]], step: int = 0) -> UpdateRequest:
+def stored(actor: SacLearner, episodes: list[tuple[int, str]], step: int = 0) -> UpdateRequest:
     """Records of episodes (chunks, how the last one ended) as a rollout leaves them; rewards are 1."""
     arena, numbers, finals = actor._arena, [], []
     tickets: list[int] = []

@@ -1,4 +1,4 @@
-"""The actor worker of soft actor-critic: what a rollout brought goes into a buffer, and updates draw from it."""
+"""The learner of soft actor-critic: what a rollout brought goes into a buffer, and updates draw from it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from torch import Tensor
 
 from embodyrl.algorithms.sac import actor_loss, critic_loss, soft_target, temperature_loss
 from embodyrl.algorithms.settings import ReplaySettings
-from embodyrl.channels.arena import Fields
+from embodyrl.channels.arena import Fields, read_observation
 from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
+from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
+from embodyrl.learners.augment import shift
+from embodyrl.learners.flat_adam import build_adam
+from embodyrl.learners.hindsight import Hindsight, OpenEpisodes
+from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.replay import Frames, ReplayBuffer, Transitions
+from embodyrl.learners.training import InParts, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, IntArray, Observation
-from embodyrl.workers.augment import shift
-from embodyrl.workers.flat_adam import build_adam
-from embodyrl.workers.hindsight import Hindsight, OpenEpisodes
-from embodyrl.workers.learner import LearnerContext
-from embodyrl.workers.messages import UpdateRequest
-from embodyrl.workers.replay import Frames, ReplayBuffer, Transitions
-from embodyrl.workers.rollout_worker import read_observation
-from embodyrl.workers.training import InParts, mean_metrics
 
 CRITICS, REPLAY = "critics", "replay"
 """Files of a checkpoint."""
@@ -42,7 +41,7 @@ FEATURES = "features"
 """Field of the buffer in place of the observations, where the policy is frozen below what it draws."""
 
 
-class OffPolicyWorker:
+class SacLearner:
     """Trains the policy that it shares with the rollout worker, and critics of its own; a `Learner`."""
 
     def __init__(self, context: LearnerContext) -> None:

@@ -14,15 +14,15 @@ from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import LoadRequest, SaveRequest, UpdateRequest
+from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
+from embodyrl.learners.settings import ValueOptimSettings
+from embodyrl.learners.training import Optimization, mean_metrics
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import IntArray
-from embodyrl.workers.actor_worker import ActorWorker, _shuffle
-from embodyrl.workers.messages import LoadRequest, SaveRequest, UpdateRequest
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.settings import ValueOptimSettings
-from embodyrl.workers.training import Optimization, mean_metrics
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def test_small_networks_learn_the_same_with_autograd_and_without(tmp_path, env_i
         actor = Actor(host, arena, fill(arena, blueprint, host))
         actor["valid"] = True
         worker = host._learner
-        assert isinstance(worker, ActorWorker)
+        assert isinstance(worker, PolicyGradientLearner)
         assert worker._pulls is host.policy
         worker._pulls = worker._pulls if apart else None
         before = {name: weight.clone() for name, weight in host.policy.module.state_dict().items()}

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from settings import model_of
 from torch import nn
 
+from embodyrl.channels.messages import RankInfo
+from embodyrl.learners.settings import FsdpSettings
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.start import rendezvous
 from embodyrl.types import EnvSpec
-from embodyrl.workers.messages import RankInfo
-from embodyrl.workers.settings import FsdpSettings
 
 LAYERS, WIDTH = 32, 1024
 _MMAP_THRESHOLD = -3
@@ -42,7 +42,7 @@ def peak(*, anew: bool = False) -> int:
 
 
 def resume(rank_info: RankInfo, file: Path) -> None:
-    from embodyrl.workers.sharded import ShardedRanks
+    from embodyrl.learners.sharded import ShardedRanks
 
     torch.set_num_threads(1)
     module = build()
@@ -60,7 +60,7 @@ def resume(rank_info: RankInfo, file: Path) -> None:
 
 
 def resume_text(rank_info: RankInfo, folder: Path) -> None:
-    from embodyrl.workers.sharded import ShardedRanks
+    from embodyrl.learners.sharded import ShardedRanks
 
     torch.set_num_threads(1)
     env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
@@ -103,7 +103,7 @@ def test_a_rank_that_resumes_never_holds_whole_weights(tmp_path):
 
 def save(rank_info: RankInfo, folder: Path) -> None:
     from embodyrl.checkpoint.tensors import save_state
-    from embodyrl.workers.sharded import ShardedRanks
+    from embodyrl.learners.sharded import ShardedRanks
 
     torch.set_num_threads(1)
     # Else it keeps freed ones of these 4 MiB, sometimes as many as all of them together.

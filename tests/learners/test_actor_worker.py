@@ -10,9 +10,9 @@ import pytest
 from toy_runs import rows, train_toy
 
 from embodyrl.errors import EmbodyError
-from embodyrl.workers.rollout_worker import even_parts
-from embodyrl.workers.settings import ValueOptimSettings
-from embodyrl.workers.training import Schedule, micro_batches
+from embodyrl.learners.policy_gradient import even_parts
+from embodyrl.learners.settings import ValueOptimSettings
+from embodyrl.learners.training import Schedule, micro_batches
 
 WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
 COMPARED = ("actor/loss", "actor/policy_loss", "actor/entropy", "actor/kl", "actor/ratio", "actor/grad_norm")

@@ -10,11 +10,11 @@ from embodyrl.algorithms.aggregation import metrics_of
 from embodyrl.algorithms.outcomes import whiten
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs
+from embodyrl.learners.training import Optimization
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.policy import ActorCritic
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.types import ActionKind, PolicyScores, PreparedBatch
-from embodyrl.workers.training import Optimization
 
 N, S, A = 12, 3, 2
 WORDS = (

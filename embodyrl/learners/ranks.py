@@ -1,4 +1,4 @@
-"""The actor ranks: one process on its own, or N processes that share one policy (`workers/sharded.py`)."""
+"""The actor ranks: one process on its own, or N processes that share one policy (`learners/sharded.py`)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from embodyrl.channels.messages import RankInfo
 from embodyrl.types import ImitationScores, PolicyScores
-from embodyrl.workers.messages import RankInfo
 
 S = TypeVar("S", PolicyScores, ImitationScores)
 
@@ -99,7 +99,7 @@ class OneRank:
 def halve(module: nn.Module, *, sharded: bool) -> None:
     """Keep in bfloat16 what actors of fp32 weights bring to it wherever it is used; their function stays, bit for bit.
 
-    Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`workers/sharded.py`).
+    Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`learners/sharded.py`).
     Embeddings, other norms and the value head stay as they are.
     """
     products = (nn.Linear, nn.modules.conv._ConvNd)

@@ -1,4 +1,4 @@
-"""The actor worker of filtered behaviour cloning: what good episodes did goes into a buffer, and is imitated."""
+"""The learner of filtered behaviour cloning: what good episodes did goes into a buffer, and is imitated."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,26 +9,26 @@ import torch
 
 from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.protocol import Share
+from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
+from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.learners.imitation import encoded_replies
+from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.replay import Frames, ReplayBuffer
+from embodyrl.learners.training import InParts, deal, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
-from embodyrl.workers.imitation import encoded_replies
-from embodyrl.workers.learner import LearnerContext
-from embodyrl.workers.messages import UpdateRequest
-from embodyrl.workers.replay import Frames, ReplayBuffer
-from embodyrl.workers.rollout_worker import read_observation
-from embodyrl.workers.training import InParts, deal, mean_metrics
 
 REPLAY, TRAINED = "replay", "trained"
 """Files of a checkpoint; the latter: the weights that training goes on with where the policy is their average."""
 
 
-class FilteredWorker:
+class FilteredLearner:
     """One rank that lets its policy imitate its own good episodes, and demonstrations beside them; a `Learner`."""
 
     def __init__(self, context: LearnerContext) -> None:

@@ -13,8 +13,8 @@ from embodyrl.channels.layout import Record
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import GoalFactory
 from embodyrl.envs.settings import EnvSettings
+from embodyrl.learners.replay import Frames, ReplayBuffer, Transitions
 from embodyrl.types import EnvSpec, FloatArray, IntArray
-from embodyrl.workers.replay import Frames, ReplayBuffer, Transitions
 
 
 class Hindsight:

@@ -25,11 +25,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from embodyrl.channels.channel import LOOPBACK, pass_gate
+from embodyrl.channels.messages import RankInfo
 from embodyrl.errors import EmbodyError
+from embodyrl.learners.ranks import S, layers
+from embodyrl.learners.settings import FsdpSettings
 from embodyrl.types import ImitationScores, PolicyScores
-from embodyrl.workers.messages import RankInfo
-from embodyrl.workers.ranks import S, layers
-from embodyrl.workers.settings import FsdpSettings
 
 _SIOCGIFADDR = 0x8915
 

@@ -1,4 +1,4 @@
-"""What the driver tells workers before they start, and the messages between them: small, frozen, picklable.
+"""The messages between driver and workers: small, frozen, picklable.
 
 Arrays stay in the arena. Messages have no slots, because those of a frozen dataclass are pickled by Python code,
 several times slower.
@@ -10,14 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embodyrl.algorithms.settings import AlgorithmSettings
-from embodyrl.channels.arena import Arena, ArenaHandle, Tickets
+from embodyrl.channels.arena import Tickets
 from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_RESULT, Record, WeightInfo, WeightPart
-from embodyrl.envs.settings import EnvSettings
-from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import EpisodeStart, IntArray
-from embodyrl.workers.settings import ActorSettings, ObjectiveSettings, SupervisedActorSettings
 
 POLICY_FOLDER = "policy"
 """Where a SaveRequest puts the policy below its folder."""
@@ -313,53 +308,3 @@ class RankInfo:
     def share(self, count: int, size: int) -> list[slice]:
         """This rank's slices of at most `size` out of `count` items; the slices themselves are those of one rank."""
         return [slice(start, start + size) for start in range(self.rank * size, count, self.world * size)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInit:
-    """What every worker needs to start: where the records lie that it shares with the others."""
-
-    arena: ArenaHandle
-    bucket_arena: ArenaHandle | None = None
-    """Where rollout and actor are apart: buckets for new weights."""
-    shared_arena: Arena | None = None
-    """The arena itself, where the worker lives in the process that has opened it."""
-
-    def open_arena(self) -> Arena:
-        """The arena, as this process sees it."""
-        return self.shared_arena or Arena.attach(self.arena)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyHostInit(WorkerInit):
-    """What the process that holds the policy needs to start. The driver, which writes this, loads no torch."""
-
-    model: ModelSettings
-    algorithm: AlgorithmSettings | None = None
-    """None: nothing is trained, or by supervision."""
-    longest_episode: int = 1
-    """Chunks of an episode that its time limit ends."""
-    env: EnvSettings | None = None
-    """The environment that says what other goals would have earned, where the algorithm asks."""
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    """Of supervised training."""
-    critic: str | None = None
-    """Folder of a critic apart."""
-    actor: SupervisedActorSettings = field(default_factory=ActorSettings)
-    seed: int
-    deterministic: bool = False
-    skips_nonfinite: bool = False
-    request: PolicyRequest
-    """Its device is chosen where the policy is built."""
-    total_steps: int
-    """Training steps of the whole run."""
-    threads: int
-    rank_info: RankInfo = field(default_factory=RankInfo)
-    acts: bool = True
-    single_step: bool = False
-    """Every env step is a record, and a chunk takes as many of them as it has actions."""
-    trains: bool
-    sharded: bool = False
-    """The ranks that train are FSDP's."""
-    start_from: str | None = None
-    """Folder of weights in the policy's own layout that replace those of `model.path`."""

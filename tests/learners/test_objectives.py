@@ -16,12 +16,15 @@ from toy_runs import toy_config
 from embodyrl.algorithms.policy_losses import preference_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
+from embodyrl.channels.messages import ImitateRequest
 from embodyrl.commands.sft import SftResult, sft
 from embodyrl.commands.sft_setup import load_material
 from embodyrl.conversation import Message, join_messages, join_pair
 from embodyrl.datasets.reader import Demonstrations
 from embodyrl.envs.reward import LearnedReward
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.learners.imitation import ImitationLearner
+from embodyrl.learners.settings import Objective, ObjectiveSettings, OptimSettings, SupervisedActorSettings
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
@@ -29,10 +32,8 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.rewards.services import RewardModel
 from embodyrl.types import EnvSpec, Observation, ObservationOut
-from embodyrl.workers.imitation import ImitationWorker
-from embodyrl.workers.messages import ImitateRequest, PolicyHostInit
+from embodyrl.workers.lifecycle import PolicyHostInit
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.settings import Objective, ObjectiveSettings, OptimSettings, SupervisedActorSettings
 
 PAIRS = [("12+3=", "15", "5"), ("7:", "7", "70x"), ("abc|", "cba", "abc"), ("9-4=", "5", "13")]
 
@@ -132,7 +133,7 @@ def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
 def test_labels_are_smoothed_as_far_as_the_settings_say(tmp_path: Path) -> None:
     """Two pairs, one of them the wrong way round; only the loss is smoothed."""
     host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, label_smoothing=0.2))
-    assert isinstance(host._imitation, ImitationWorker)
+    assert isinstance(host._imitation, ImitationLearner)
     found = host._imitation._compared(torch.tensor([2.0, 0.0, -1.0, 1.0]).double())
     host.close()
     arena.close()

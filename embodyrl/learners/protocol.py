@@ -6,12 +6,12 @@ from typing import Protocol
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.messages import UpdateRequest
 from embodyrl.envs.settings import EnvSettings
+from embodyrl.learners.settings import ActorSettings
+from embodyrl.learners.training import InParts, Trainer
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import EnvSpec
-from embodyrl.workers.messages import UpdateRequest
-from embodyrl.workers.settings import ActorSettings
-from embodyrl.workers.training import InParts, Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The loss of supervised training: observations and what to imitate at each lie in records, as in RL."""
+"""The learner of supervised training: observations and what to imitate at each lie in records, as in RL."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,21 +9,20 @@ from torch import Tensor, nn
 
 from embodyrl.algorithms.policy_losses import preference_loss
 from embodyrl.algorithms.protocol import Share
-from embodyrl.channels.arena import Arena
+from embodyrl.channels.arena import Arena, read_observation
 from embodyrl.channels.layout import Record, decode_instruction
+from embodyrl.channels.messages import ImitateRequest
 from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.errors import ConfigError
+from embodyrl.learners.augment import augment, draw
+from embodyrl.learners.settings import Objective, ObjectiveSettings
+from embodyrl.learners.training import InParts, Trainer, deal
 from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, TokenPolicy, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
-from embodyrl.workers.augment import augment, draw
-from embodyrl.workers.messages import ImitateRequest
-from embodyrl.workers.rollout_worker import read_observation
-from embodyrl.workers.settings import Objective, ObjectiveSettings
-from embodyrl.workers.training import InParts, Trainer, deal
 
 
-class ImitationWorker:
+class ImitationLearner:
     """One rank that lets its policy imitate records of the arena."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The actor worker: advantages in, gradient steps out."""
+"""The learner of policy gradients: advantages in, gradient steps out."""
 
 import math
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ import torch
 
 from embodyrl.algorithms.aggregation import merge_metrics, metrics_of
 from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured, Share
+from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import ScoreRequest, UpdateRequest
+from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.ranks import OneRank
+from embodyrl.learners.training import InParts, deal, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, PulledScores, Pulls, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
-from embodyrl.workers.learner import LearnerContext
-from embodyrl.workers.messages import ScoreRequest, UpdateRequest
-from embodyrl.workers.ranks import OneRank
-from embodyrl.workers.rollout_worker import even_parts, read_observation
-from embodyrl.workers.training import InParts, deal, mean_metrics
 
 _REFERENCE = "reference"
 AT_ONCE = 2**18
@@ -49,7 +49,7 @@ class _Part:
     """On the host."""
 
 
-class ActorWorker:
+class PolicyGradientLearner:
     """One rank that trains the policy it shares with the rollout worker; a `Learner`."""
 
     def __init__(self, context: LearnerContext) -> None:
@@ -291,3 +291,15 @@ class ActorWorker:
 
 def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
     return np.random.default_rng(np.random.SeedSequence([seed, step, epoch, 0x5A])).permutation(count)
+
+
+def even_parts(total: int, largest: int, number: int | None = None) -> list[int]:
+    """Split `total` into the fewest parts of at most `largest`, or into `number`, as equal as possible.
+
+    >>> even_parts(10, 4), even_parts(10, 4, 2)
+    ([4, 3, 3], [5, 5])
+    """
+    if total == 0:
+        return []
+    count = math.ceil(total / largest) if number is None else min(number, total)
+    return [total // count + (i < total % count) for i in range(count)]

@@ -10,10 +10,10 @@ import torch
 from rank_work import Rollout, losses, run_ranks, state
 from toy_runs import toy_config
 
+from embodyrl.channels.messages import RankInfo
+from embodyrl.learners.ranks import layers
+from embodyrl.learners.training import deal
 from embodyrl.plan.blueprint import draw_blueprint
-from embodyrl.workers.messages import RankInfo
-from embodyrl.workers.ranks import layers
-from embodyrl.workers.training import deal
 
 FULL = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=4")
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")

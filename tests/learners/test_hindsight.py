@@ -19,13 +19,13 @@ from embodyrl.envs.gym.factory import FACTORY
 from embodyrl.envs.gym.goals import GymGoals
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError, EnvError
+from embodyrl.learners.hindsight import Hindsight, OpenEpisodes
+from embodyrl.learners.replay import Frames, ReplayBuffer
+from embodyrl.learners.sac import SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.scheduler.start import policy_init
-from embodyrl.workers.hindsight import Hindsight, OpenEpisodes
-from embodyrl.workers.off_policy import OffPolicyWorker
 from embodyrl.workers.policy_host import PolicyHost
-from embodyrl.workers.replay import Frames, ReplayBuffer
 
 GAMMA, SCALE, FACTOR = 0.5, 0.5, 4.0
 DESIRED, ACHIEVED = slice(2, 4), slice(0, 2)
@@ -285,7 +285,7 @@ def test_demonstrations_get_other_goals_as_well(tmp_path):
     host = PolicyHost(policy_init(blueprint, arena, None))
     try:
         actor = host._learner
-        assert isinstance(actor, OffPolicyWorker)
+        assert isinstance(actor, SacLearner)
         assert actor._hindsight is not None
         assert actor._demonstrations is not None
         demos = actor._demonstrations
