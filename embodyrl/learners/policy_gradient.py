@@ -14,7 +14,6 @@ from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import LearnerContext
-from embodyrl.learners.ranks import OneRank
 from embodyrl.learners.training import InParts, deal, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, PulledScores, Pulls, weights_changed
 from embodyrl.policies.tensors import on_device
@@ -56,7 +55,7 @@ class PolicyGradientLearner:
         self._trainer = trainer = context.trainer
         self._policy = trainer.policy
         self._ranks = trainer.ranks
-        alone, policy = isinstance(trainer.ranks, OneRank), trainer.policy
+        alone, policy = not trainer.ranks.shards, trainer.policy
         self._pulls = policy if alone and isinstance(policy, Pulls) and policy.pulls else None
         self._arena = context.arena
         self._algorithm = context.algorithm

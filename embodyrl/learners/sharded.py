@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from embodyrl.channels.channel import LOOPBACK, pass_gate
 from embodyrl.channels.messages import RankInfo
 from embodyrl.errors import EmbodyError
-from embodyrl.learners.ranks import S, layers
+from embodyrl.learners.precision import layers
 from embodyrl.learners.settings import FsdpSettings
+from embodyrl.learners.training import Ranks, S
 from embodyrl.types import ImitationScores, PolicyScores
 
 _SIOCGIFADDR = 0x8915
@@ -49,8 +50,10 @@ class _Root(nn.Module):
         return type(scores), {f.name: getattr(scores, f.name).clone() for f in fields(scores)}
 
 
-class ShardedRanks:
-    """`Ranks` of N processes: each holds a shard of the fp32 weights, gradients and optimizer state."""
+class ShardedRanks(Ranks):
+    """N processes, each of which holds a shard of the fp32 weights, gradients and optimizer state."""
+
+    shards = True
 
     def __init__(self, module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> None:
         """Shard a module that holds the same weights on every rank; collective.
@@ -62,7 +65,7 @@ class ShardedRanks:
             half: gather the layers in bfloat16; master weights and reductions stay float32.
             acts: the process also acts.
         """
-        self.rank_info = rank_info
+        super().__init__(rank_info)
         self._module = module
         self._cfg = cfg
         self._acts = acts
@@ -96,7 +99,6 @@ class ShardedRanks:
         self.train()  # the optimizer must get the shards
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """See `Ranks.score`."""
         adds_up = last or self._cfg.gradient_sync == "micro_batch"
         self._root.set_requires_gradient_sync(adds_up)
         # FSDP reduces gradients in the last backward pass only; before it whole ones pile up on every rank.
@@ -105,7 +107,6 @@ class ShardedRanks:
         return kind(**tensors)
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """See `Ranks.exchange`."""
         # As JSON: torch's own exchange of objects unpickles whatever arrives.
         device = next(self._module.parameters()).device
         mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
@@ -119,19 +120,16 @@ class ShardedRanks:
         return [part for text in texts for part in json.loads(text)]
 
     def train(self) -> None:
-        """See `Ranks.train`."""
         # Ranks that acted a different number of times would prefetch in different orders. It also frees what is whole.
         self._root.reset_iter_state()
         self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
 
     def act(self) -> None:
-        """See `Ranks.act`."""
         self._root.set_reshard_after_forward(False)
         for unit in self._units:
             unit.unshard()
 
     def reshard(self) -> None:
-        """See `Ranks.reshard`."""
         if self._acts:
             self.act()
         else:
@@ -139,7 +137,7 @@ class ShardedRanks:
 
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
-        """See `Ranks.full_weights`; where they are written, the other ranks hold the shapes, and get their shards."""
+        """Where they are written, the other ranks hold the shapes, and get their shards."""
         self.train()
         first = self.rank_info.rank == 0
         # Tied weights come up under each of their names, and are gathered once (`whole` is by identity).
@@ -170,7 +168,6 @@ class ShardedRanks:
         self.reshard()
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
-        """See `Ranks.gathered`."""
         if isinstance(state, DTensor):
             return _whole(state, keep=everywhere or self.rank_info.rank == 0)
         if isinstance(state, dict):
@@ -180,7 +177,6 @@ class ShardedRanks:
         return state
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """See `Ranks.shard`."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def part(value: Tensor, parameter: DTensor) -> Tensor:
@@ -190,7 +186,6 @@ class ShardedRanks:
         return state | {"state": mine}
 
     def close(self) -> None:
-        """See `Ranks.close`."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from embodyrl.channels.messages import POLICY_FOLDER, RankInfo
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state, writing
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.learners.flat_adam import FlatAdamW, build_adam
-from embodyrl.learners.ranks import VALUE_HEAD, OneRank, Ranks
+from embodyrl.learners.precision import VALUE_HEAD
+from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
 from embodyrl.policies.protocol import Policy, weights_changed
 from embodyrl.types import ImitationScores, IntArray, PolicyScores
@@ -31,53 +33,53 @@ InParts = Generator[None, None, T]
 """Pauses where an inference may come in between."""
 
 
-class Schedule:
-    """Linear warm-up, then constant, or a decay to min_lr_ratio until the run ends.
+class Ranks:
+    """The processes that train one policy, as each of them sees it: here one alone, for which everything is whole.
 
-    Warm-up counts optimizer steps, or is a share of the run. The decay follows the position in the run, because nobody
-    knows how many optimizer steps a training step will take: episodes end early, groups are filtered, samples without a
-    gradient are left out. wsd (warm-up, stable, decay; arXiv 2404.06395) stays constant but for the last part of the
-    run.
+    Several share the weights (`ShardedRanks`). What is collective, all of them must call. Before each use the weights
+    must be where it needs them: `train` for an update, `act` for acting, `reshard` for whatever request comes next.
     """
 
-    def __init__(self, cfg: OptimSettings, total: int, warmup: int = 0) -> None:
-        """`warmup`: optimizer steps of it where the config leaves them open."""
-        self._cfg = cfg
-        own = 0 if cfg.warmup_ratio else warmup
-        self._warmup = own if cfg.warmup_steps is None else cfg.warmup_steps
-        self._total = total
-        self.taken = 0
-        """Optimizer steps so far."""
-        self.warm_until = 0.0
-        """Position at which the warm-up ended."""
+    shards = False
+    """The module holds parts of the weights, but for the time between `act` and `train`."""
 
-    def factor(self, position: float) -> float:
-        """Share of the full learning rate for an optimizer step that begins at `position` out of `total` steps."""
-        cfg, left = self._cfg, self._total - position
-        share = cfg.warmup_ratio * self._total
-        if position < share:
-            # Plus 1, so that the first step is not one of rate 0.
-            return min(1.0, (position + 1.0) / share)
-        if self.taken < self._warmup:
-            return (self.taken + 1) / self._warmup
-        if self._warmup and self.taken == self._warmup:
-            self.warm_until = position
-        return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * self._decay(left, max(share, self.warm_until))
+    def __init__(self, rank_info: RankInfo) -> None:
+        self.rank_info = rank_info
 
-    def _decay(self, left: float, warm_until: float) -> float:
-        """Share of the way from min_lr_ratio to the full rate, with `left` steps to go."""
-        progress = 1.0 - left / max(1e-9, self._total - warm_until)
-        if self._cfg.schedule == "linear":
-            return 1.0 - progress
-        if self._cfg.schedule == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        if self._cfg.schedule == "wsd":
-            return min(1.0, left / max(1.0, self._total * self._cfg.decay_ratio))
-        return 1.0
+    def score(self, compute: Callable[[], S], *, last: bool) -> S:
+        """Run a forward pass; `last`: its backward pass ends the accumulation of gradients. Collective."""
+        return compute()
 
-    def count(self) -> None:
-        """An optimizer step was taken."""
-        self.taken += 1
+    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Return the parts of all ranks; collective."""
+        return parts
+
+    def train(self) -> None:
+        """Make ready for an update: shards; collective."""
+
+    def act(self) -> None:
+        """Make ready for acting: whole weights on every rank; collective."""
+
+    def reshard(self) -> None:
+        """Make ready for the next request: whole where the process acts, sharded where it only trains; collective."""
+
+    def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
+        """Let the module hold whole, plain parameters; with `write`, what was changed inside is kept; collective."""
+        return nullcontext()
+
+    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
+        """Whole CPU tensors instead of shards, in any tree of lists and dicts; collective.
+
+        Unless `everywhere` is set, only the first rank gets them.
+        """
+        return state
+
+    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return this rank's part of a whole optimizer state."""
+        return state
+
+    def close(self) -> None:
+        """Leave the group; idempotent."""
 
 
 class Optimization:
@@ -111,7 +113,7 @@ class Optimization:
         self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
         self._value_clip = optim.value_clip_grad if isinstance(optim, ValueOptimSettings) else None
-        self._ranks = ranks or OneRank(RankInfo())
+        self._ranks = ranks or Ranks(RankInfo())
 
     @property
     def lr(self) -> float:

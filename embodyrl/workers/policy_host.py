@@ -35,10 +35,10 @@ from embodyrl.checkpoint.tensors import writing
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.learners.imitation import ImitationLearner
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
+from embodyrl.learners.precision import halve
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.ranks import OneRank, Ranks, halve
 from embodyrl.learners.settings import ActorSettings, Objective
-from embodyrl.learners.training import InParts, Trainer
+from embodyrl.learners.training import InParts, Ranks, Trainer
 from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
 from embodyrl.policies.settings import ModelSettings
@@ -60,7 +60,7 @@ class PolicyHost:
         self._rollout = RolloutWorker(
             self.policy, self._arena, init.request.env.gripper, init.rank_info, single_step=init.single_step
         )
-        self._ranks: Ranks = OneRank(init.rank_info)
+        self._ranks: Ranks = Ranks(init.rank_info)
         self._trainer: Trainer | None = None
         self._learner: Learner | None = None
         self._imitation: ImitationLearner | None = None
@@ -166,7 +166,7 @@ class PolicyHost:
         """Bind the module to the ranks of the run; collective."""
         init, fsdp = self._init, self._init.actor.fsdp
         if not self._is_sharded:
-            return OneRank(init.rank_info)
+            return Ranks(init.rank_info)
         from embodyrl.learners.sharded import ShardedRanks  # FSDP takes more than a second to import
 
         return ShardedRanks(self.policy.module, init.rank_info, fsdp, half=half, acts=init.acts)

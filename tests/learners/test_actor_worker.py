@@ -11,8 +11,9 @@ from toy_runs import rows, train_toy
 
 from embodyrl.errors import EmbodyError
 from embodyrl.learners.policy_gradient import even_parts
+from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import ValueOptimSettings
-from embodyrl.learners.training import Schedule, micro_batches
+from embodyrl.learners.training import micro_batches
 
 WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
 COMPARED = ("actor/loss", "actor/policy_loss", "actor/entropy", "actor/kl", "actor/ratio", "actor/grad_norm")

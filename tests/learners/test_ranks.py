@@ -11,7 +11,7 @@ from rank_work import Rollout, losses, run_ranks, state
 from toy_runs import toy_config
 
 from embodyrl.channels.messages import RankInfo
-from embodyrl.learners.ranks import layers
+from embodyrl.learners.precision import layers
 from embodyrl.learners.training import deal
 from embodyrl.plan.blueprint import draw_blueprint
 
