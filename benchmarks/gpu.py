@@ -37,7 +37,7 @@ from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
 from embodyrl.types import EnvSpec, Observation
-from embodyrl.workers.policy_host import describe_weights, publish, take
+from embodyrl.workers.weights import describe_weights, publish, take
 
 TASK = "put both the alphabet soup and the tomato sauce in the basket"
 GIB = 2**30

@@ -14,7 +14,7 @@ from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import UpdateRequest
-from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal
 from embodyrl.specs import convert_gripper
 from embodyrl.types import Episode, ImitationScores, IntArray, Observation
@@ -34,7 +34,7 @@ def credits_of(episodes: Sequence[Episode], _: Scores, cfg: RegressionSettings) 
     return [Credit(advantage=np.full(e.reward.shape, w, np.float32), returns=np.zeros_like(e.value)) for e, w in parts]
 
 
-class Regression:
+class Regression(Learner):
     """Imitates each chunk of the step once, as much as its episode weighs; counts what it has imitated."""
 
     def __init__(self, context: LearnerContext) -> None:
@@ -67,9 +67,6 @@ class Regression:
 
     def load(self, folder: Path) -> None:
         self.imitated = json.loads((folder / "imitated.json").read_text())
-
-    def close(self) -> None:
-        pass
 
 
 REGRESSION = AdvantageEstimator(compute=credits_of, settings=RegressionSettings, learner="own_update:Regression")

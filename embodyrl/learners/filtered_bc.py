@@ -17,7 +17,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import read_card
 from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.learners.imitation import encoded_replies
-from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.replay import Frames, ReplayBuffer
 from embodyrl.learners.training import InParts, deal, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
@@ -28,8 +28,8 @@ REPLAY, TRAINED = "replay", "trained"
 """Files of a checkpoint; the latter: the weights that training goes on with where the policy is their average."""
 
 
-class FilteredLearner:
-    """One rank that lets its policy imitate its own good episodes, and demonstrations beside them; a `Learner`."""
+class FilteredLearner(Learner):
+    """One rank that lets its policy imitate its own good episodes, and demonstrations beside them."""
 
     def __init__(self, context: LearnerContext) -> None:
         rules = context.algorithm.settings
@@ -195,6 +195,3 @@ class FilteredLearner:
         if (folder / f"{REPLAY}.json").is_file():
             state: dict[str, Any] = load_state(folder, REPLAY)
             self._replay.load_state(state)
-
-    def close(self) -> None:
-        """Nothing is held that does not free itself."""

@@ -15,6 +15,7 @@ from embodyrl.channels.messages import ImitateRequest
 from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.errors import ConfigError
 from embodyrl.learners.augment import augment, draw
+from embodyrl.learners.protocol import Learner
 from embodyrl.learners.settings import Objective, ObjectiveSettings
 from embodyrl.learners.training import InParts, Trainer, deal
 from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, TokenPolicy, weights_changed
@@ -22,7 +23,7 @@ from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 
 
-class ImitationLearner:
+class ImitationLearner(Learner):
     """One rank that lets its policy imitate records of the arena."""
 
     def __init__(

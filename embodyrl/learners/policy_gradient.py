@@ -13,7 +13,7 @@ from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured, Shar
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
-from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, PulledScores, Pulls, weights_changed
 from embodyrl.policies.tensors import on_device
@@ -48,8 +48,8 @@ class _Part:
     """On the host."""
 
 
-class PolicyGradientLearner:
-    """One rank that trains the policy it shares with the rollout worker; a `Learner`."""
+class PolicyGradientLearner(Learner):
+    """One rank that trains the policy it shares with the rollout worker."""
 
     def __init__(self, context: LearnerContext) -> None:
         self._trainer = trainer = context.trainer
@@ -115,9 +115,6 @@ class PolicyGradientLearner:
         """Load what `save` wrote, where it did."""
         if self._reference is not None and self._rules.reference_interval and (folder / _REFERENCE).is_dir():
             self._reference.load_weights(folder / _REFERENCE)
-
-    def close(self) -> None:
-        """Nothing is held that does not free itself."""
 
     def _train(self, batch: PreparedBatch, proximal: _Proximal, step: int) -> InParts[dict[str, float]]:
         warming_up = step < self._algorithm.critic_warmup

@@ -32,7 +32,10 @@ class LearnerContext:
 
 
 class Learner(Protocol):
-    """One rank of what `AdvantageEstimator.learner` names, a class that is called with a `LearnerContext`."""
+    """One rank of what `AdvantageEstimator.learner` names, a class that is called with a `LearnerContext`.
+
+    It may be a subclass, and inherits the methods that it has nothing to do in.
+    """
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
         """Learn from the records of one training step, pausing after each micro-batch; returns metrics.
@@ -43,12 +46,9 @@ class Learner(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write what a checkpoint needs beside policy and optimizer; all ranks are called, the first one writes."""
-        ...
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
-        ...
 
     def close(self) -> None:
         """Free what does not free itself; idempotent."""
-        ...

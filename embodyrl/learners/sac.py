@@ -25,7 +25,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.learners.augment import shift
 from embodyrl.learners.flat_adam import build_adam
 from embodyrl.learners.hindsight import Hindsight, OpenEpisodes
-from embodyrl.learners.protocol import LearnerContext
+from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.replay import Frames, ReplayBuffer, Transitions
 from embodyrl.learners.training import InParts, mean_metrics
 from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
@@ -41,8 +41,8 @@ FEATURES = "features"
 """Field of the buffer in place of the observations, where the policy is frozen below what it draws."""
 
 
-class SacLearner:
-    """Trains the policy that it shares with the rollout worker, and critics of its own; a `Learner`."""
+class SacLearner(Learner):
+    """Trains the policy that it shares with the rollout worker, and critics of its own."""
 
     def __init__(self, context: LearnerContext) -> None:
         trainer, rules, seed = context.trainer, context.algorithm.settings, context.seed

@@ -95,9 +95,14 @@ class PolicyHostInit(WorkerInit):
     """Every env step is a record, and a chunk takes as many of them as it has actions."""
     trains: bool
     sharded: bool = False
-    """The ranks that train are FSDP's."""
+    """Of a process that only acts: those that train shard the weights."""
     start_from: str | None = None
     """Folder of weights in the policy's own layout that replace those of `model.path`."""
+
+    @property
+    def shards(self) -> bool:
+        """A process that trains holds parts of the weights."""
+        return self.rank_info.world > 1 or self.actor.fsdp.cpu_offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

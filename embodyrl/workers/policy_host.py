@@ -1,21 +1,20 @@
 """One process that holds one copy of the weights: a rollout worker, a learner, or both on the same module.
 
-New weights go from actor ranks to processes that only act through shared memory, a bucket at a time.
+The rollout worker reads observations in place and writes actions, log-probabilities and values beside them.
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import Tensor, nn
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
+from embodyrl.channels.arena import Arena, read_observation
+from embodyrl.channels.layout import Record, encode_reply
 from embodyrl.channels.messages import (
     ContinueRequest,
     Done,
@@ -24,6 +23,7 @@ from embodyrl.channels.messages import (
     LoadRequest,
     LoadWeightsRequest,
     PublishRequest,
+    RankInfo,
     Request,
     SaveRequest,
     ScoreRequest,
@@ -32,19 +32,19 @@ from embodyrl.channels.messages import (
     WorkerReady,
 )
 from embodyrl.checkpoint.tensors import writing
-from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.learners.imitation import ImitationLearner
+from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
 from embodyrl.learners.precision import halve
-from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.settings import ActorSettings, Objective
+from embodyrl.learners.protocol import Learner
 from embodyrl.learners.training import InParts, Ranks, Trainer
-from embodyrl.policies.critic import WithCritic
-from embodyrl.policies.protocol import POLICIES, HasEngine, Policy, PolicyRequest, TextPolicy, weights_changed
-from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.tensors import best_device, seed_everything
+from embodyrl.policies.protocol import HasEngine, Policy
+from embodyrl.policies.tensors import seed_everything
+from embodyrl.specs import GripperConvention, convert_gripper
+from embodyrl.types import ROWS_AT_A_TIME, FloatArray, IntArray
+from embodyrl.workers.building import build_learner, build_policy, halves_weights, open_ranks
 from embodyrl.workers.lifecycle import PolicyHostInit
-from embodyrl.workers.rollout_worker import RolloutWorker
+from embodyrl.workers.noise import token_noise
+from embodyrl.workers.weights import describe_weights, publish, take
 
 
 class PolicyHost:
@@ -56,30 +56,18 @@ class PolicyHost:
         self._init = init
         self._arena = init.open_arena()
         self._bucket_arena = None if init.bucket_arena is None else Arena.attach(init.bucket_arena)
-        self.policy = self._build()
+        self.policy = build_policy(init)
         self._rollout = RolloutWorker(
             self.policy, self._arena, init.request.env.gripper, init.rank_info, single_step=init.single_step
         )
-        self._ranks: Ranks = Ranks(init.rank_info)
+        self._ranks = Ranks(init.rank_info)
         self._trainer: Trainer | None = None
         self._learner: Learner | None = None
-        self._imitation: ImitationLearner | None = None
-        half = init.model.half
-        if init.bucket_arena is not None and not init.trains and half and self._trains_all:
-            # It only acts, on copies of what the actors keep: in their compute precision that is the same function.
-            halve(self.policy.module, sharded=init.sharded)
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
             algorithm = None if init.algorithm is None else Algorithm(init.algorithm, init.longest_episode)
             # Before the optimizer is made: it has to hold the shards, not the whole weights.
-            self._ranks = self._open_ranks(half=half)
-            reference = None
-            if init.objective.name is Objective.dpo if algorithm is None else algorithm.needs_reference:
-                said = init.objective if algorithm is None else algorithm.settings
-                # After the policy was sharded, so that two whole models are never in the memory of a GPU at once.
-                url = getattr(said, "reference_url", None)
-                reference = self._build_reference(said.reference_path) if url is None else self._served(url)
-                reference.module.requires_grad_(False)
+            self._ranks = open_ranks(init, self.policy)
             self._trainer = Trainer(
                 self.policy,
                 init.actor,
@@ -88,88 +76,11 @@ class PolicyHost:
                 ranks=self._ranks,
                 warmup=0 if algorithm is None else self.policy.spec.warmup_steps,
             )
-            if algorithm is None:
-                self._imitation = ImitationLearner(self._trainer, self._arena, init.objective, reference)
-            else:
-                assert isinstance(init.actor, ActorSettings)
-                context = LearnerContext(
-                    trainer=self._trainer,
-                    arena=self._arena,
-                    algorithm=algorithm,
-                    actor=init.actor,
-                    seed=init.seed,
-                    env=init.request.env,
-                    judge=init.env,
-                    reference=reference,
-                )
-                self._learner = resolve_name(algorithm.learner)(context)
+            self._learner = build_learner(init, self._trainer, self._arena, algorithm)
             self._ranks.reshard()
-
-    def _build(self) -> Policy:
-        model, request = self._init.model, replace(self._init.request, device=best_device())
-        if self._init.critic is None:
-            policy = POLICIES.get(model.model_type).build(model, request)
-        else:
-            policy = self._build_apart(model, request, self._init.critic)
-        if self._init.start_from is not None:
-            policy.load_weights(Path(self._init.start_from))
-        return policy
-
-    def _build_apart(self, model: ModelSettings, request: PolicyRequest, path: str) -> Policy:
-        """The policy, and a critic whose weights are all trained."""
-        factory = POLICIES.get(model.model_type)
-        # A critic has no adapters: its weights are all trained, and its folder holds it whole.
-        alone = {"is_lora": False} if model.adapted else {}
-        critic = factory.build(model.updated({"path": path, **alone}), replace(request, backend="hf"))
-        return WithCritic(factory.build(model, replace(request, value_dim=0)), critic, path)
-
-    def _served(self, url: str) -> Policy:
-        """What a server says of the policy's tokens."""
-        assert self._init.algorithm is not None
-        policy = cast(TextPolicy, getattr(self.policy, "alone", self.policy))
-        return cast(Policy, policy.served_by(url, self._init.algorithm.reference_model))
-
-    def _build_reference(self, path: str | None) -> Policy:
-        """The policy at the start, or another one, for example a larger teacher, which must speak the same tokens.
-
-        It is kept in the precision it computes in, which is the same function.
-        """
-        if path is None:
-            whole = self._build()
-            reference = getattr(whole, "alone", whole)  # values are nobody's reference
-            if self._init.model.half and self._trains_all:
-                halve(reference.module, sharded=self._is_sharded)
-            return reference
-        alone = {"is_lora": False} if self._init.model.adapted else {}
-        model = self._init.model.updated({"path": path, **alone})
-        request = replace(self._init.request, device=best_device(), trainable=False, backend="hf")
-        reference = POLICIES.get(model.model_type).build(model, request)
-        reference.load_weights(Path(path))
-        own, other = (getattr(policy, "vocabulary", None) for policy in (self.policy, reference))
-        if own != other:
-            raise ConfigError(
-                f"algorithm.reference_path={path}: its tokenizer, or the statistics whose bins its action tokens are, "
-                "are not the policy's: its probabilities are of other tokens. Use a model of the same family and data."
-            )
-        return reference
-
-    @property
-    def _trains_all(self) -> bool:
-        """Weights are float32; beside adapters, or steered, they are in half already, and what is trained stays."""
-        return not self._init.model.adapted and not self.policy.spec.steers
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self._init.rank_info.world > 1 or self._init.actor.fsdp.cpu_offload
-
-    def _open_ranks(self, *, half: bool) -> Ranks:
-        """Bind the module to the ranks of the run; collective."""
-        init, fsdp = self._init, self._init.actor.fsdp
-        if not self._is_sharded:
-            return Ranks(init.rank_info)
-        from embodyrl.learners.sharded import ShardedRanks  # FSDP takes more than a second to import
-
-        return ShardedRanks(self.policy.module, init.rank_info, fsdp, half=half, acts=init.acts)
+        elif self._bucket_arena is not None and halves_weights(init, self.policy):
+            # It only acts, on copies of what the actors keep.
+            halve(self.policy.module, sharded=init.sharded)
 
     def ready(self) -> WorkerReady:
         """Introduce the worker."""
@@ -200,12 +111,9 @@ class PolicyHost:
                 self._rollout.values(request)
             case ScoreRequest() if isinstance(self._learner, PolicyGradientLearner):
                 self._learner.score(request)
-            case UpdateRequest() if self._learner is not None:
-                self._update = self._learner.update(request)
-                return self._go_on(in_parts=request.in_parts)
-            case ImitateRequest() if self._imitation is not None:
-                self._update = self._imitation.update(request)
-                return self._go_on(in_parts=False)
+            case UpdateRequest() | ImitateRequest() if self._learner is not None:
+                self._update = self._learner.update(cast(Any, request))  # of the kind that it takes
+                return self._go_on(in_parts=isinstance(request, UpdateRequest) and request.in_parts)
             case ContinueRequest():
                 return self._go_on(in_parts=True)
             case PublishRequest() if self._bucket_arena is not None:
@@ -257,48 +165,130 @@ class PolicyHost:
             self._arena.close()
 
 
-def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
-    """All weights of a module."""
-    return tuple(
-        WeightInfo(name, w.numel(), str(w.dtype).removeprefix("torch."), w.element_size(), w.requires_grad or learned)
-        for name, w, learned in _weights(module)
-    )
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A chunk of a slot whose actions are executed one record at a time."""
+
+    episode: int
+    """Its noise seed."""
+    begin: int
+    """The env step that it was chosen at."""
+    actions: FloatArray
+    """[K, A]"""
 
 
-def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Name, tensor, and whether training changes it though it has no gradient: statistics among the saved buffers."""
-    yield from ((name, parameter, False) for name, parameter in module.named_parameters())
-    saved = module.state_dict(keep_vars=True)
-    yield from ((name, buffer, True) for name, buffer in module.named_buffers() if name in saved)
+class RolloutWorker:
+    """Acts with the policy that it shares with the actor."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        arena: Arena,
+        gripper: GripperConvention | None,
+        rank_info: RankInfo,
+        *,
+        single_step: bool = False,
+    ) -> None:
+        """Where records are single steps, a chunk is executed in as many of them before the policy is asked again."""
+        self._policy = policy
+        self._rank_info = rank_info
+        self._arena = arena
+        self._gripper = gripper
+        self._steps = policy.spec.num_action_chunks if single_step else 1
+        self._plans: dict[int, _Plan] = {}
+
+    def infer(self, request: InferRequest) -> None:
+        """Choose one chunk per ticket and write it beside its observation.
+
+        Raises:
+            NonFiniteError: the policy's outputs are not finite. Tokens drawn from NaN look like any others, so this is
+                the place where diverged weights are noticed even if no later update looks at them.
+        """
+        arena, policy = self._arena, self._policy
+        steps = request.chunks
+        if self._steps > 1:
+            request, steps = self._go_on(request)
+        if not len(request.tickets):
+            return
+        records = arena.read(request.tickets)
+        # In a deterministic run each slot has its row in every batch: a row's numbers depend on its place too.
+        rows = _rows(request.rows, request.padded_size, len(records))
+        noise = None
+        if not request.greedy:
+            noise = token_noise(request.noise_seeds, request.chunks, policy.spec.tokens_per_chunk)
+            noise = _pad(noise, rows, request.padded_size)
+        # Filling rows are copies of a real observation: whatever the policy does with them, it is numerically harmless.
+        observation = read_observation(arena, _pad(records, rows, request.padded_size))
+        out = policy.act(observation, noise=noise, temperature=request.temperature)
+        own = rows if request.padded_size else slice(None)
+        actions, logprob, value = np.array(out.actions[own]), out.logprob[own], out.value[own]
+        for what, values in (("action", actions), ("log-probability", logprob), ("value", value)):
+            if not np.isfinite(values).all():
+                raise NonFiniteError(
+                    f"The policy produced a non-finite {what}. Likely cause: weights that diverged (lower "
+                    "actor.optim.lr, actor.optim.value_lr or actor.optim.clip_grad), or broken action statistics. "
+                    "Older checkpoints are intact."
+                )
+        # After the check: a NaN would become a closed or an open gripper without a trace.
+        convert_gripper(actions, policy.spec.gripper, self._gripper)
+        arena[Record.action][records] = actions
+        if self._steps > 1:
+            about = zip(request.rows, request.noise_seeds, steps, actions, strict=True)
+            self._plans |= {int(row): _Plan(int(seed), int(step), own) for row, seed, step, own in about}
+        arena[Record.tokens][records] = out.tokens[own]
+        arena[Record.logprob][records] = logprob
+        arena[Record.value][records] = value
+        arena[Record.version][records] = request.version
+        arena[Record.cost][records] = 1 if out.cost is None else out.cost[own]
+        if width := arena[Record.reply].shape[1]:
+            assert out.cut_off is not None
+            arena[Record.reply][records] = np.stack([encode_reply(out.replies[row], width) for row in rows])
+            arena[Record.cut_off][records] = out.cut_off[rows]
+        if width := arena[Record.top].shape[1]:
+            arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
+
+    def _go_on(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
+        """Write the next action where a chunk is under way; returns what is left to ask, and at which env steps."""
+        waiting: list[int] = []
+        about = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
+        for place, (row, seed, step) in enumerate(about):
+            plan = self._plans.get(int(row))
+            done = 0 if plan is None or plan.episode != int(seed) else int(step) - plan.begin
+            if plan is not None and 0 < done < self._steps:
+                (record,) = self._arena.read(request.tickets[place : place + 1])
+                self._arena[Record.action][record, 0] = plan.actions[done]
+                for name in (Record.tokens, Record.logprob, Record.value):
+                    self._arena[name][record] = 0  # what stood there was said of another record
+            else:
+                waiting.append(place)
+        picked = {name: np.asarray(getattr(request, name))[waiting] for name in ("tickets", "noise_seeds", "rows")}
+        steps = np.asarray(request.chunks)[waiting]
+        # The noise of a chunk is that of an evaluation, which counts chunks.
+        return replace(request, chunks=steps // self._steps, **picked), steps
+
+    def values(self, request: ValueRequest) -> None:
+        """Write value estimates of final observations, for bootstrapping."""
+        size = request.padded_size or ROWS_AT_A_TIME
+        for part in self._rank_info.share(len(request.tickets), size):
+            records = self._arena.read(request.tickets[part])
+            rows = np.arange(len(records))
+            padded = _pad(records, rows, request.padded_size)
+            self._arena[Record.value][records] = self._policy.values(read_observation(self._arena, padded))[rows]
 
 
-def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_arena: Arena) -> None:
-    """Write parts of the weights into a bucket, in the type of those who take them; all ranks, the first writes."""
-    parameters = {name: weight for name, weight, _ in _weights(module)}
-    writes = ranks.rank_info.rank == 0
-    # All ranks gather, for that is collective, also those that do not write.
-    whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in request.parts)}
-    if writes:
-        with bucket_arena.write(request.ticket) as record:
-            for part, target in _views(request.parts, bucket_arena, record):
-                target.copy_(whole[part.name].detach().reshape(-1)[part.start : part.stop])
+def _rows(wanted: Sequence[int] | IntArray, padded_size: int, count: int) -> IntArray:
+    if not padded_size:
+        return np.arange(count)
+    rows = np.asarray(wanted, dtype=np.int64)
+    assert len(np.unique(rows)) == count, f"two tickets want the same row: {wanted}"
+    assert rows.max() < padded_size, f"row {rows.max()} of {padded_size}"
+    return rows
 
 
-def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
-    """Replace parts of the weights by those in a bucket."""
-    parameters = {name: weight for name, weight, _ in _weights(module)}
-    (record,) = bucket_arena.read([request.ticket])
-    with torch.no_grad():
-        for part, source in _views(request.parts, bucket_arena, int(record)):
-            # In place: recorded graphs and compiled code hold these very tensors.
-            parameters[part.name].view(-1)[part.start : part.stop].copy_(source)
-    # An engine (vLLM) and a critic apart look at this before they act.
-    weights_changed(module)
-
-
-def _views(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Iterator[tuple[WeightPart, Tensor]]:
-    bucket = torch.from_numpy(bucket_arena[BUCKET][record])
-    for part in parts:
-        dtype: torch.dtype = getattr(torch, part.dtype)
-        size = (part.stop - part.start) * dtype.itemsize
-        yield part, bucket[part.offset : part.offset + size].view(dtype)
+def _pad(values: np.ndarray, rows: IntArray, padded_size: int) -> np.ndarray:
+    """Place values at their rows of a batch of fixed size; the other rows repeat the first value."""
+    if not padded_size:
+        return values
+    padded = np.repeat(values[:1], padded_size, axis=0)
+    padded[rows] = values
+    return padded

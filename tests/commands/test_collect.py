@@ -25,7 +25,7 @@ from embodyrl.policies.protocol import POLICIES
 from embodyrl.program.environment import make_env
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import Observation, PolicySpec
-from embodyrl.workers.rollout_worker import token_noise
+from embodyrl.workers.noise import token_noise
 
 TASKS = "env.kwargs.tasks=2"
 POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_chunk=28)

@@ -74,8 +74,8 @@ BUGS = {
     ),
     "the reference stays in float32": Bug(
         "dtype",
-        "embodyrl.workers.policy_host",
-        "            halve(reference.module, sharded=self._is_sharded)",
+        "embodyrl.workers.building",
+        "            halve(reference.module, sharded=init.shards)",
         "            pass",
         check="reference",
     ),

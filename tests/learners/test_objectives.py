@@ -133,8 +133,8 @@ def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
 def test_labels_are_smoothed_as_far_as_the_settings_say(tmp_path: Path) -> None:
     """Two pairs, one of them the wrong way round; only the loss is smoothed."""
     host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, label_smoothing=0.2))
-    assert isinstance(host._imitation, ImitationLearner)
-    found = host._imitation._compared(torch.tensor([2.0, 0.0, -1.0, 1.0]).double())
+    assert isinstance(host._learner, ImitationLearner)
+    found = host._learner._compared(torch.tensor([2.0, 0.0, -1.0, 1.0]).double())
     host.close()
     arena.close()
     gap = torch.tensor([3.0, -1.0]).double()

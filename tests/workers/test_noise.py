@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from embodyrl.workers.rollout_worker import token_noise
+from embodyrl.workers.noise import token_noise
 
 
 def test_noise_depends_on_episode_and_chunk_only():

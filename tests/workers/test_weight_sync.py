@@ -10,7 +10,7 @@ from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
 from embodyrl.learners.training import Ranks
 from embodyrl.policies.protocol import weights_version
-from embodyrl.workers.policy_host import describe_weights, publish, take
+from embodyrl.workers.weights import describe_weights, publish, take
 
 
 def module(dtype, seed):

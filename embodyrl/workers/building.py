@@ -1,0 +1,103 @@
+"""Builds what a policy host holds: the policy, its reference, the ranks, and who learns."""
+
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import cast
+
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.channels.arena import Arena
+from embodyrl.errors import ConfigError
+from embodyrl.learners.imitation import ImitationLearner
+from embodyrl.learners.precision import halve
+from embodyrl.learners.protocol import Learner, LearnerContext
+from embodyrl.learners.settings import ActorSettings, Objective
+from embodyrl.learners.training import Ranks, Trainer
+from embodyrl.policies.critic import WithCritic
+from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.tensors import best_device
+from embodyrl.workers.lifecycle import PolicyHostInit
+
+
+def build_policy(init: PolicyHostInit) -> Policy:
+    """The policy with the weights that the run starts from."""
+    model, request = init.model, replace(init.request, device=best_device())
+    factory = POLICIES.get(model.model_type)
+    if init.critic is None:
+        policy = factory.build(model, request)
+    else:
+        # A critic has no adapters: its weights are all trained, and its folder holds it whole.
+        critic = factory.build(_elsewhere(init, init.critic), replace(request, backend="hf"))
+        policy = WithCritic(factory.build(model, replace(request, value_dim=0)), critic, init.critic)
+    if init.start_from is not None:
+        policy.load_weights(Path(init.start_from))
+    return policy
+
+
+def _elsewhere(init: PolicyHostInit, path: str) -> ModelSettings:
+    """The model with the weights of another folder, which holds them whole."""
+    return init.model.updated({"path": path} | ({"is_lora": False} if init.model.adapted else {}))
+
+
+def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
+    """Bind the policy to the ranks that train it; collective."""
+    if not init.shards:
+        return Ranks(init.rank_info)
+    from embodyrl.learners.sharded import ShardedRanks  # FSDP takes more than a second to import
+
+    return ShardedRanks(policy.module, init.rank_info, init.actor.fsdp, half=init.model.half, acts=init.acts)
+
+
+def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
+    """Whether float32 weights that nobody trains may be kept in the precision they compute in: the same function.
+
+    Beside adapters, or steered, they are in half already, and what is trained stays.
+    """
+    return init.model.half and not init.model.adapted and not policy.spec.steers
+
+
+def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorithm: Algorithm | None) -> Learner:
+    """Who carries out updates: by the algorithm's estimator, or by supervision where there is none."""
+    reference = None
+    if init.objective.name is Objective.dpo if algorithm is None else algorithm.needs_reference:
+        # After the policy was sharded, so that two whole models are never in the memory of a GPU at once.
+        reference = _build_reference(init, trainer.policy)
+        reference.module.requires_grad_(False)
+    if algorithm is None:
+        return ImitationLearner(trainer, arena, init.objective, reference)
+    assert isinstance(init.actor, ActorSettings)
+    context = LearnerContext(
+        trainer=trainer,
+        arena=arena,
+        algorithm=algorithm,
+        actor=init.actor,
+        seed=init.seed,
+        env=init.request.env,
+        judge=init.env,
+        reference=reference,
+    )
+    return resolve_name(algorithm.learner)(context)
+
+
+def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
+    """The policy at the start, or another one, for example a larger teacher, which must speak the same tokens."""
+    own = getattr(policy, "alone", policy)  # values are nobody's reference
+    if init.algorithm is not None and (url := init.algorithm.reference_url) is not None:
+        return cast(Policy, cast(TextPolicy, own).served_by(url, init.algorithm.reference_model))
+    path = (init.objective if init.algorithm is None else init.algorithm).reference_path
+    if path is None:
+        whole = build_policy(init)
+        reference = getattr(whole, "alone", whole)
+        if halves_weights(init, policy):
+            halve(reference.module, sharded=init.shards)
+        return reference
+    request = replace(init.request, device=best_device(), trainable=False, backend="hf")
+    reference = POLICIES.get(init.model.model_type).build(_elsewhere(init, path), request)
+    reference.load_weights(Path(path))
+    if getattr(policy, "vocabulary", None) != getattr(reference, "vocabulary", None):
+        raise ConfigError(
+            f"algorithm.reference_path={path}: its tokenizer, or the statistics whose bins its action tokens are, "
+            "are not the policy's: its probabilities are of other tokens. Use a model of the same family and data."
+        )
+    return reference
