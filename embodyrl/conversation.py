@@ -25,7 +25,7 @@ class TextRow:
     """Of a pair of answers the worse one; `reference` is the better."""
     pictures: tuple[Any, ...] = ()
     """One for each <image> in the messages (without any: in front of the user's first): files, their bytes or pixels
-    [H, W, 3]; rows that were read hold `datasets.pictures.Picture`."""
+    [H, W, 3]; rows that were read hold `datasets.text.Picture`."""
 
 
 PICTURE = "<image>"

@@ -186,6 +186,15 @@ def test_relative_rewards_begin_anew_with_each_episode():
         assert env.step_chunk([0, 1], STILL).reward.tolist() == [[2.0, 6.0, 10.0, 0.0, 0.0]] * 2
 
 
+def test_what_is_told_after_each_step_is_the_slots_own():
+    env = ArrayEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
+    begin(env, [1, 2])
+    env.step_chunk([1], STILL[:1, :1])
+    told = []
+    env.step_chunk([1, 0], STILL, after_step=lambda *step: told.append(step))
+    assert told == [(1, False), (0, False), (1, True), (0, False), (0, True)]
+
+
 def test_a_goal_at_the_time_limit_terminates_and_one_that_is_ignored_does_not():
     env = ArrayEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     starts = [EpisodeStart(reset_id=1, seed=0, max_episode_steps=n, ignore_terminations=n > 3) for n in (3, 4)]

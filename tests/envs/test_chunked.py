@@ -88,11 +88,11 @@ def test_plain_rewards_are_scaled_only():
 
 
 def test_slots_are_independent_and_after_step_follows_executed_steps_only():
-    _, env = make(steps_of([1.0], terminated=[0]), steps_of([0.0, 2.0]), slots=3)
+    _, env = make(steps_of([1.0], terminated=[0]), steps_of([0.0, 2.0], success=[0]), slots=3)
     env.reset([2, 0], [start(0), start(1, limit=2)])
     seen = []
-    result = env.step_chunk([2, 0], chunk(2, 3), after_step=lambda slot, success: seen.append(slot))
-    assert seen == [2, 0, 0]
+    result = env.step_chunk([2, 0], chunk(2, 3), after_step=lambda *told: seen.append(told))
+    assert seen == [(2, False), (0, True), (0, False)], "whether the goal holds after the step, not whether it is over"
     assert result.reward.tolist() == [[1, 0, 0], [0, 2, 0]]
     assert result.terminated[:, 0].tolist() == [True, False]
     assert result.truncated[:, 1].tolist() == [False, True]
@@ -174,10 +174,12 @@ def sight(env, slot):
 
 
 def test_a_batch_begins_in_one_go_and_an_episode_cut_inside_a_chunk_is_seen_at_its_end():
-    sims = ScriptedBatch([steps_of([0.0] * 9)] * 4)
+    sims = ScriptedBatch([steps_of([0.0] * 9, success=[0])] * 4)
     env = LockstepEnv(sims, 3, use_rel_reward=False, reward_coef=1.0)
     env.reset([0, 1], [start(0, limit=2), start(1)])
-    result = env.step_chunk([0, 1], chunk(2, 5))
+    told = []
+    result = env.step_chunk([0, 1], chunk(2, 5), after_step=lambda *step: told.append(step))
+    assert told == [(0, True), (1, True), (0, False), *[(1, False)] * 4]
     assert result.truncated[:, 1].tolist() == [True, False]
     assert sight(env, 0) == [0, 2], "not where the batch has moved it since"
     assert sight(env, 1) == [1, 5]

@@ -39,6 +39,8 @@ class Counter(gymnasium.Env):
         self.action_space = {
             "discrete": spaces.Discrete(3, start=-1),
             "multi": spaces.MultiDiscrete([2, 4]),
+            "shifted": spaces.MultiDiscrete([2, 4], start=[5, -1]),
+            "counts": spaces.Box(np.array([-2, 3]), np.array([1, 9]), dtype=np.int64),
             "box": spaces.Box(np.float32([-2.0, 0.0]), np.float32([2.0, np.inf])),
             "text": spaces.Text(4),
         }[action]
@@ -132,7 +134,10 @@ def test_dict_observations_become_cameras_and_one_state_vector():
     [
         ("discrete", ActionKind.discrete, [[2.0]], 1),
         ("multi", ActionKind.multi_discrete, [[1.0, 3.0]], [1, 3]),
+        ("shifted", ActionKind.multi_discrete, [[1.0, 3.0]], [6, 2]),
+        ("counts", ActionKind.multi_discrete, [[3.0, 1.0]], [1, 4]),
         ("box", ActionKind.box, [[-5.0, 7.5]], [-2.0, 7.5]),
+        ("box", ActionKind.box, [[5.0, -1.0]], [2.0, 0.0]),
     ],
 )
 def test_actions_arrive_in_the_environments_own_terms(action, kind, sent, received):
@@ -151,7 +156,12 @@ def knowing(action: str, right: Any) -> EnvSettings:
 
 @pytest.mark.parametrize(
     ("action", "right", "flat"),
-    [("discrete", 1, [2.0]), ("multi", [1, 3], [1.0, 3.0]), ("box", [1.9, 7.5], [1.9, 7.5])],
+    [
+        ("discrete", 1, [2.0]),
+        ("multi", [1, 3], [1.0, 3.0]),
+        ("counts", [1, 4], [3.0, 1.0]),
+        ("box", [1.9, 7.5], [1.9, 7.5]),
+    ],
 )
 def test_a_wrapper_that_knows_what_to_do_is_the_scripted_expert(action, right, flat):
     env = begin(knowing(action, right))

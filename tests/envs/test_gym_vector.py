@@ -38,6 +38,17 @@ class SameStep(CartPoles):
         super().__init__(num_envs, AutoresetMode.SAME_STEP)
 
 
+def shorter(**arguments) -> gymnasium.Env:
+    return gymnasium.make("CartPole-v1", max_episode_steps=17, **arguments)
+
+
+class Sharing(SyncVectorEnv):
+    """Shows every step, and what it resets, in the same memory."""
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__([shorter] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+
+
 def apart(num_envs: int) -> AsyncVectorEnv:
     """One process for each."""
     makers = [lambda: gymnasium.make("CartPole-v1")] * num_envs
@@ -103,6 +114,11 @@ VECTORS = [f"test_gym_vector:{name}" for name in ("CartPoles", "NextStep", "Same
 @pytest.mark.parametrize("env_id", [*VECTORS, "test/CartPoles-v0"])
 def test_a_batch_gives_what_single_environments_give(env_id):
     for ours, single in zip(play(env_id), play("CartPole-v1"), strict=True):
+        np.testing.assert_array_equal(ours, single)
+
+
+def test_what_an_episode_saw_last_is_not_overwritten():
+    for ours, single in zip(play("test_gym_vector:Sharing"), play("test_gym_vector:shorter"), strict=True):
         np.testing.assert_array_equal(ours, single)
 
 

@@ -76,27 +76,77 @@ def test_an_expert_reaches_the_goal():
     env.close()
 
 
+def _play(env, task: int, state: int, slot: int = 0, action: float | None = None) -> np.ndarray:
+    """What a slot of several tasks observes at the start, or after three equal actions."""
+    reset_id = env.spec.reset_ids_of(task)[state]
+    env.reset([slot], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=500, ignore_terminations=True)])
+    if action is not None:
+        env.step_chunk([slot], np.full((1, 3, 4), action, np.float32))
+    out = ObservationOut(images=NO_PIXELS, state=np.zeros(env.spec.state_dim, np.float32))
+    env.observe([slot], [out])
+    return out.state
+
+
 @pytest.mark.sim
-@pytest.mark.slow
+def test_slots_play_their_own_tasks_in_whichever_order():
+    """Tasks 0 (reach) and 5 (drawer-close) of MT10; a simulator that a slot leaves waits for its own task."""
+    pytest.importorskip("metaworld")
+    env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_slots=2))
+    reach, drawer = _play(env, 0, 3), _play(env, 5, 3, slot=1)
+    for state, task in ((reach, 0), (drawer, 5)):
+        assert np.flatnonzero(state[39:]).tolist() == [task]
+    np.testing.assert_array_equal(_play(env, 5, 3), drawer)
+    np.testing.assert_array_equal(_play(env, 0, 3, slot=1), reach)
+    assert env.instruction(0) == TASKS["drawer-close-v3"]
+    assert env.expert_chunk([0], 200, noise=0.0)[1].success.any(), "the expert is that of the slot's task"
+    alone = FACTORY.make(env_of("metaworld", id="drawer-close-v3", pixels=False), EnvContext(num_slots=1))
+    np.testing.assert_array_equal(_play(alone, 0, 3), drawer[:39])
+    closed, opened = (_play(alone, 0, 3, action=end) for end in (1.0, -1.0))
+    assert alone.spec.gripper is not None
+    assert (closed[3] - opened[3]) * (alone.spec.gripper.closed - alone.spec.gripper.open) < 0, "fingers nearer"
+    for made in (env, alone):
+        made.close()
+
+
+@pytest.mark.sim
+def test_the_goal_is_hidden_where_the_benchmark_hides_it():
+    pytest.importorskip("metaworld")
+    shown = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_slots=1))
+    hidden = FACTORY.make(env_of("metaworld", id="ML45", pixels=False), EnvContext(num_slots=1))
+    task = BENCHMARKS["ML45"].index("reach-v3")
+    seen, blind = _play(shown, 0, 3), _play(hidden, task, 3)
+    assert seen[36:].all()
+    assert not blind[36:39].any()
+    np.testing.assert_array_equal(blind[:36], seen[:36])
+    assert hidden.expert_chunk([0], 200, noise=0.0)[1].success.any(), "the expert sees it"
+    for made in (shown, hidden):
+        made.close()
+
+
+@pytest.mark.sim
 def test_full_pictures_are_the_packages_and_lean_ones_show_the_same():
     env_dict = pytest.importorskip("metaworld.env_dict")
-    shown = {}
+    cameras, shown = ("corner2", "topview"), {}
     for profile in ("full", "lean"):
-        cameras = {"camera_names": ["corner2"]}
-        cfg = env_of("metaworld", id="reach-v3", render_profile=profile, init_params=cameras)
+        params = {"camera_names": [*cameras], "camera_heights": 96, "camera_widths": 96}
+        cfg = env_of("metaworld", id="reach-v3", render_profile=profile, init_params=params)
         env = FACTORY.make(cfg, EnvContext(num_slots=1))
         env.reset([0], [EpisodeStart(reset_id=7, seed=0, max_episode_steps=9)])
-        out = ObservationOut(images=np.zeros((1, 256, 256, 3), np.uint8), state=np.zeros(4, np.float32))
+        out = ObservationOut(images=np.zeros((2, 96, 96, 3), np.uint8), state=np.zeros(4, np.float32))
         env.observe([0], [out])
-        shown[profile] = out.images[0].astype(np.int64)
+        shown[profile] = out.images.astype(np.int64)
+        assert env.spec.image_rotation_deg == 180
+        np.testing.assert_array_equal(env.render(0), out.images[0, ::-1, ::-1], err_msg="upright for people")
         env.close()
-    stock = env_dict.ALL_V3_ENVIRONMENTS["reach-v3"](
-        render_mode="rgb_array", camera_name="corner2", height=256, width=256
-    )
-    stock._set_task_called, stock._freeze_rand_vec, stock.seeded_rand_vec = True, False, True
-    stock.model.camera("corner2").pos = (0.75, 0.075, 0.7)
-    stock.seed(7)
-    stock.reset()
-    np.testing.assert_array_equal(stock.render(), shown["full"])
-    stock.close()
+    for picture, camera in zip(shown["full"], cameras, strict=True):
+        stock = env_dict.ALL_V3_ENVIRONMENTS["reach-v3"](
+            render_mode="rgb_array", camera_name=camera, height=96, width=96
+        )
+        stock._set_task_called, stock._freeze_rand_vec, stock.seeded_rand_vec = True, False, True
+        stock.model.camera("corner2").pos = (0.75, 0.075, 0.7)
+        stock.seed(7)
+        seen, _ = stock.reset()
+        np.testing.assert_array_equal(stock.render(), picture)
+        np.testing.assert_array_equal(out.state, seen[:4].astype(np.float32))
+        stock.close()
     assert np.abs(shown["full"] - shown["lean"]).mean() < 15

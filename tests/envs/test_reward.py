@@ -124,10 +124,12 @@ def test_slots_in_lockstep_see_their_own_step():
     SEEN.clear()
     sims = ScriptedBatch([steps_of([0.0]), steps_of([0.0])])
     env = LockstepEnv(sims, 2, use_rel_reward=False, reward_coef=1.0, reward=own("watched"))
-    env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=2 + i) for i in range(2)])
+    env.reset([0, 1], [EpisodeStart(reset_id=1 - i, seed=0, max_episode_steps=2 + i) for i in range(2)])
     result = env.step_chunk([0, 1], np.zeros((2, 3, 2), np.float32))
     assert result.reward.tolist() == [[1, 2, 0], [1, 2, 3]]
-    assert [(s.slot, s.task_id, s.truncated) for s in SEEN[-3:]] == [(0, 0, True), (1, 1, False), (1, 1, True)]
+    told = [(s.slot, s.reset_id, s.task_id, s.instruction, s.truncated) for s in SEEN[-3:]]
+    other = (1, 0, 0, "do thing 0")
+    assert told == [(0, 1, 1, "do thing 1", True), (*other, False), (*other, True)]
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "test_gym_vector:CartPoles"])

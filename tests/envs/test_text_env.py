@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 from settings import env_of
 
-from embodyrl.conversation import split_messages
+from embodyrl.conversation import Answer, Judgement, Message, TextRow, split_messages
 from embodyrl.datasets.settings import RowSettings
-from embodyrl.datasets.text import open_rows
+from embodyrl.datasets.text import Picture, open_rows
 from embodyrl.envs.protocol import EnvContext, Rows
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
 from embodyrl.rewards.judge import build_judge
 from embodyrl.rewards.settings import JudgeSettings
-from embodyrl.types import EpisodeStart
+from embodyrl.types import EpisodeStart, ObservationOut
 
 
 def two_digits() -> Rows:
@@ -103,3 +103,58 @@ def test_tools_and_turns_belong_together():
     assert "Did you mean 'calculator'" in FACTORY.validate(env_of("text", max_turns=2, tools=["calculater"]))[0]
     assert "set both or neither" in FACTORY.validate(env_of("text", max_turns=3))[0]
     assert FACTORY.validate(env_of("text")) == []
+
+
+class Asked(list[TextRow]):
+    """Rows with pictures of up to 4 by 6 pixels."""
+
+    name, held_out, repeated, prompt_bytes, pictures, image_size = "asked", 0, 0, 100, 2, (4, 6)
+
+
+class Listening:
+    """Keeps what it is asked to judge."""
+
+    components, weights = ("length",), (1.0,)
+
+    def __init__(self) -> None:
+        self.heard: list[Answer] = []
+
+    def __call__(self, answers):
+        self.heard += answers
+        return [Judgement(reward=float(a.tokens), success=False, components=(float(a.tokens),)) for a in answers]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def asks(*rows: TextRow, slots: int, judge: Listening):
+    return FACTORY.make(env_of("text"), EnvContext(num_slots=slots, rows=Asked(rows), judge=judge))
+
+
+def test_a_judge_hears_what_the_user_asked_and_how_long_the_reply_is():
+    rules, question = Message(role="system", content="Be brief."), Message(role="user", content="Why?")
+    rows = [TextRow(messages=(rules, question), reference="first"), TextRow(messages=(question,), reference="second")]
+    judge = Listening()
+    env = asks(*rows, slots=2, judge=judge)
+    env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in (1, 0)])
+    result = say(env, ["so", "because"], [2, 3])
+    assert [(a.prompt, a.response, a.reference, a.tokens) for a in judge.heard] == [
+        ("Why?", "so", "second", 2),
+        ("Why?", "because", "first", 3),
+    ]
+    assert result.reward.sum(axis=1).tolist() == result.components[:, 0].tolist() == [2.0, 3.0]
+
+
+def test_pictures_of_a_row_leave_nothing_in_the_next_one():
+    small, large = (np.full((*size, 3), value, np.uint8) for size, value in (((2, 3), 50), ((4, 6), 200)))
+    asked = Message(role="user", content="What is it?")
+    shown = [(large, large), (small,)]
+    rows = [TextRow(messages=(asked,), reference="", pictures=tuple(Picture(p, "") for p in ps)) for ps in shown]
+    env = asks(*rows, slots=1, judge=Listening())
+    out = ObservationOut(images=np.zeros((2, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
+    for row in (0, 1):
+        env.reset([0], [EpisodeStart(reset_id=row, seed=0, max_episode_steps=16)])
+        env.observe([0], [out])
+    expected = np.zeros_like(out.images)
+    expected[0, :2, :3] = small
+    np.testing.assert_array_equal(out.images, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from settings import env_of
@@ -87,6 +88,23 @@ def test_rules_history_words_and_named_actions() -> None:
     told = [(m.role, m.content) for m in split_messages(env.instruction(0))]
     assert told == [("system", "Reach G."), ("user", "place 4"), ("assistant", "so: up or right"), ("user", "place 5")]
     assert len(env.instruction(0).encode()) <= env.spec.prompt_bytes
+    env.close()
+
+
+def test_an_episode_is_that_of_its_reset_id_and_remembers_no_other_one() -> None:
+    """On ice, where the seed decides where a step leads."""
+    env = make(kwargs={"is_slippery": True}, words="test_text_game:place", history=9)
+    for reset_id in (3, 4):
+        env.reset([0], [EpisodeStart(reset_id=reset_id, seed=9, max_episode_steps=80)])
+        theirs = gymnasium.make("FrozenLake-v1", is_slippery=True)
+        turns = [("user", place(*theirs.reset(seed=reset_id)))]
+        over = False
+        while not over:
+            over = bool(say(env, RIGHT).done[0])
+            seen, _, terminated, truncated, info = theirs.step(int(RIGHT))
+            turns += [("assistant", RIGHT), ("user", place(seen, info))]
+            assert [(m.role, m.content) for m in split_messages(env.instruction(0))] == turns[-19:]
+            assert over == (terminated or truncated or len(turns) == 41)
     env.close()
 
 

@@ -2,8 +2,8 @@
 
     python tests/mutants/run.py [--only TEXT] [--out FILE] [--unchanged]
 
-Each mutant is one entry of planted/<folder of the package>.toml: a file, old text that occurs in it once, new text, and
-tests that must fail.
+Each mutant is one entry of planted/<folder of the package, or part of one>.toml: a file, old text that occurs in it
+once, new text, and tests that must fail.
 Libraries are loaded once; every mutant runs in a process of its own. `--unchanged` runs the same tests without any
 mutant: they must pass, or a failure would prove nothing.
 """
@@ -11,6 +11,7 @@ mutant: they must pass, or a failure would prove nothing.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -38,6 +39,13 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+    needs: str | None = None
+    """A package without which the tests are skipped; where it is not installed, the bug is not planted."""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the tests can notice anything here."""
+        return self.needs is None or importlib.util.find_spec(self.needs) is not None
 
 
 def read_mutants() -> list[Mutant]:
@@ -106,7 +114,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="write a JSON line per mutant")
     parser.add_argument("--unchanged", action="store_true", help="run the tests without any mutant")
     args = parser.parse_args(words)
-    chosen = [m for m in read_mutants() if args.only in m.name or args.only in m.file]
+    chosen = [m for m in read_mutants() if m.can_run and (args.only in m.name or args.only in m.file)]
     import numpy  # noqa: F401  (loaded once, before the forks)
     import pytest  # noqa: F401
     import torch  # noqa: F401

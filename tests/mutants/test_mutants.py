@@ -40,5 +40,5 @@ def test_planted_bugs_are_noticed(tmp_path):
     out = tmp_path / "verdicts.jsonl"
     subprocess.run([sys.executable, str(ROOT / "tests/mutants/run.py"), "--out", str(out)], check=False, timeout=7000)
     verdicts = [line.split('"verdict": "')[1].split('"')[0] for line in out.read_text().splitlines()]
-    assert len(verdicts) == len(MUTANTS)
+    assert len(verdicts) == sum(mutant.can_run for mutant in MUTANTS)
     assert verdicts.count("caught") >= 0.95 * len(verdicts), out.read_text()

@@ -247,6 +247,9 @@ def test_eviction_and_reload_continue_exactly():
 def test_frames_for_people_are_upright_and_not_mirrored(roomy):
     trace = play(roomy, 0, STOVE, 0, actions_of(8, chunks=1))[0]
     frame = roomy.env.render(0)
+    other = np.zeros_like(trace.images)
+    roomy.sims.pool.use(0).observe(tuple(reversed(CAMERAS)), other, trace.state)
+    np.testing.assert_array_equal(other, trace.images[::-1], err_msg="cameras in the order that is asked for")
     np.testing.assert_array_equal(frame, np.concatenate([image[::-1] for image in trace.images], axis=1))
     gray = frame[:, :SIZE].astype(int).sum(axis=2)
     robot, table = gray[: SIZE // 4, SIZE // 3 : SIZE // 2], gray[-SIZE // 8 :, -SIZE // 4 :]
@@ -268,8 +271,11 @@ def test_sampled_states_are_new_ones_like_the_stored():
     assert spec.states_per_task == (66,) * 10
     sims = FACTORY.simulators(cfg, EnvContext())
     try:
-        sims.reset(0, spec.reset_ids_of(0)[50], 7)
-        simulator = sims.pool.use(0)
+        simulator, begun = sims.pool.use(0), []
+        for seed in (7, 8):
+            sims.reset(0, spec.reset_ids_of(0)[50], seed)
+            begun.append(simulator._data.qpos.copy())
+        np.testing.assert_array_equal(*begun, err_msg="no furniture here: the reset id decides, not the seed")
         drawn = np.array([simulator.sample_state(50 + k) for k in range(16)])
         np.testing.assert_array_equal(simulator.sample_state(50), drawn[0])
         stored = np.asarray(install.suite_init_states("libero_object", 0))

@@ -42,7 +42,9 @@ def image(sim, size=128):
 
 
 def random_actions(count, seed=0):
-    return np.clip(np.random.default_rng(seed).normal(size=(count, 7)) * 0.5, -1, 1)
+    actions = np.clip(np.random.default_rng(seed).normal(size=(count, 7)) * 0.5, -1, 1)
+    actions[::7, 6] = 0.0  # neither opens nor closes
+    return actions
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,42 @@ def test_slots_that_share_a_model_keep_their_cameras_noise_and_words():
         np.testing.assert_array_equal(look(env, 1), other)
         assert np.abs(before[0].astype(int) - other[0]).mean() > 1.0
         start(env, 13, 0)
-        start(env, 13, 1, slot=1)
+        env.step_chunk([0], STILL)
         noisy = look(env).copy()
-        look(env, 1)
-        np.testing.assert_array_equal(look(env), noisy)
+        start(env, 13, 1, slot=1)
+        other = look(env, 1).copy()
+        np.testing.assert_array_equal(look(env), noisy, err_msg="its own noise, of its own step")
+        np.testing.assert_array_equal(look(env, 1), other)
         start(env, 23, 0)
         start(env, 23, 1, slot=1)
         changes = [variant("libero_object_language", 3, state)[0] for state in (0, 1)]
         assert [env.instruction(0), env.instruction(1)] == [change.words for change in changes]
+    finally:
+        env.close()
+
+
+def test_a_variant_leaves_nothing_behind():
+    """Moved cameras, another start of the arm and noise, one after the other in one model."""
+    env = harness("libero_object")
+    try:
+        start(env, 3, 0)
+        simulator, state = env._sims.pool.use(0), install.suite_init_states("libero_object", 3)[0]
+        place = simulator._model.cam_pos[simulator._model.camera("agentview").id]
+        wanted = (("camera", 1), ("camera", 45), ("robot", 0), ("noise", 1))
+        moved, further, tilted, noisy = (variant(f"libero_object_{axis}", 3, number)[0] for axis, number in wanted)
+
+        def begun(change):
+            simulator.reset(state, 0, change)
+            return look(env).copy(), simulator._data.qpos.copy(), place.copy()
+
+        usual, first, away, again, turned = (begun(change) for change in (None, moved, further, moved, tilted))
+        sampled = simulator.sample_state(5)
+        begun(noisy)
+        for one, two in zip((*again, *begun(None)), (*first, *usual), strict=True):
+            np.testing.assert_array_equal(one, two)
+        np.testing.assert_array_equal(simulator.sample_state(5), sampled)
+        assert min(np.abs(one[2] - two[2]).max() for one, two in ((first, usual), (away, first))) > 0.01
+        assert np.abs(turned[1] - usual[1]).max() > 0.01
     finally:
         env.close()
 

@@ -7,12 +7,16 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from doubles import PANDA
 from settings import env_of
 
 from embodyrl.envs.chunked import LockstepEnv
+from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.install import vulkan_problem
 from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
@@ -173,6 +177,19 @@ def drawing_rows():
             self.resets += 1
 
         get_info, get_obs = (lambda self: {}), (lambda self, info: None)
+        reward_mode = "dense"
+
+        def step(self, actions):
+            """Earns what the action says, ends where it is above 1, succeeds above 2; the state shows it too."""
+            self.drawn[:, 0] = told = torch.as_tensor(actions)[:, 0].clone()
+            row = torch.arange(4)
+            return None, told, told > 1, torch.zeros(4), {"success": told > 2, "row": row, "pair": row.repeat(2, 1).T}
+
+        def _get_obs_state_dict(self, info):
+            return {"drawn": self.drawn}
+
+        def render_rgb_array(self):
+            return torch.arange(4)[:, None, None, None].expand(4, 2, 2, 3).to(torch.uint8)
 
     return Drawn()
 
@@ -189,6 +206,89 @@ def test_rows_of_a_batch_begin_in_one_reset_and_each_as_if_alone():
         restart_rows(cfg, alone, {1: reset_id}, ())
         np.testing.assert_array_equal(together.drawn[row], alone.drawn[1])
     assert together.scene._reset_mask.all()
+
+
+def test_each_row_of_a_batch_is_the_slot_of_its_number(monkeypatch):
+    """Actions, outcomes, states, films and infos of four slots; one that waits is begun again."""
+    from embodyrl.envs.maniskill import sims
+
+    rows = drawing_rows()
+    monkeypatch.setattr(sims, "build", lambda *_: rows)
+    cfg = config(obs_mode=ObsMode.state)
+    spec = replace(described._spec(cfg, replace(PANDA, state_dim=8)), lockstep=True)
+    env = LockstepEnv(sims.BatchSims(spec, cfg, 4), 4, use_rel_reward=False, reward_coef=1.0)
+    env.reset([2, 0, 3, 1], [start(reset_id) for reset_id in (7, 11, 5, 3)])
+    begun = rows.drawn.clone()
+    for slot in range(4):
+        np.testing.assert_array_equal(look(env, slot)[1], begun[slot])
+    actions = np.zeros((3, 2, 7), np.float32)
+    actions[:, :, 0] = [[0.5, 0.25], [2.5, 9.0], [-1.0, 1.5]]
+    result = env.step_chunk([3, 0, 2], actions)
+    assert result.reward.tolist() == [[0.5, 0.25], [2.5, 0.0], [-1.0, 1.5]]
+    assert result.terminated.tolist() == [[False, False], [True, False], [False, True]]
+    assert result.success.tolist() == [[False, False], [True, False], [False, False]]
+    assert [look(env, slot)[1][0] for slot in (3, 0, 2)] == [0.25, 2.5, 1.5], "row 0 goes on with its last action"
+    np.testing.assert_array_equal(look(env, 1)[1], begun[1])
+    assert [env.render(slot).max() for slot in range(4)] == [0, 1, 2, 3]
+    env.step_chunk([1, 3], actions[:2])
+    assert [env._sims.info(slot) for slot in (3, 1)] == [
+        {"success": True, "row": 3, "pair": [3, 3]},
+        {"success": False, "row": 1, "pair": [1, 1]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "placement"), [("PutEggplantInBasketScene-v1", {"episode_id": 7}), ("PushCube-v1", {})]
+)
+def test_a_numbered_placement_is_asked_for_where_there_are_some(env_id, placement):
+    """Of the tasks on Bridge data, whose files no package ships."""
+    from embodyrl.envs.maniskill.simulator import restart
+
+    asked = []
+    task = SimpleNamespace(reset=lambda **told: (asked.append(told), (None, {}))[1], scene=SimpleNamespace(sensors={}))
+    restart(config(env_id), task, 7, ())
+    assert asked == [{"seed": [7], "options": {"reconfigure": True, **placement}}]
+
+
+def test_what_is_seen_and_earned_is_maniskills_own():
+    """Pictures, angles and the hand of one task, and all that another one observes while its expert solves it."""
+    import gymnasium
+
+    theirs_of = {"render_backend": "cpu", "sim_backend": "physx_cpu", "control_mode": "pd_ee_delta_pose"}
+    cameras = ["hand_camera", "base_camera"]
+    sizes = InitParams(camera_heights=64, camera_widths=64, camera_names=cameras)
+    env = make(config(init_params=sizes, use_rel_reward=False))
+    sensors = {"height": 64, "width": 64, "shader_pack": "minimal"}
+    theirs = gymnasium.make("PushCube-v1", obs_mode="rgb", sensor_configs=sensors, **theirs_of)
+    seen = theirs.reset(seed=5, options={"reconfigure": True})[0]
+    env.reset([0], [start(5)])
+    for action in (None, *np.random.default_rng(0).uniform(-1, 1, (2, 7)).astype(np.float32)):
+        if action is not None:
+            seen, reward, *_ = theirs.step(action)
+            assert env.step_chunk([0], action[None, None]).reward[0, 0] == np.float32(reward)
+        images, state = look(env)
+        for image, camera in zip(images, cameras, strict=True):
+            np.testing.assert_array_equal(image, seen["sensor_data"][camera]["rgb"][0], err_msg=camera)
+        np.testing.assert_array_equal(state, [*seen["agent"]["qpos"][0], *seen["extra"]["tcp_pose"][0]])
+    env.close()
+    theirs.close()
+
+    env = make(config("PickCube-v1", obs_mode=ObsMode.state, use_rel_reward=False))
+    theirs = gymnasium.make("PickCube-v1", obs_mode="state", **theirs_of)
+    theirs.reset(seed=5, options={"reconfigure": True})
+    env.reset([0], [start(5)])
+    actions, result = env.expert_chunk([0], 50, noise=0.0)
+    assert result.success.any()
+    held = []
+    for k in range(result.valid.sum()):
+        seen, reward, terminated, _, info = theirs.step(actions[0, k])
+        assert (result.reward[0, k], result.terminated[0, k]) == (np.float32(reward), bool(terminated))
+        held.append(bool(info["is_grasped"]))
+    np.testing.assert_array_equal(look(env)[1], seen[0])
+    assert held[-1]
+    assert not held[0]
+    env.close()
+    theirs.close()
 
 
 @pytest.mark.parametrize(("env_id", "drawn"), [("PickCube-v1", False), ("PegInsertionSide-v1", True)])
