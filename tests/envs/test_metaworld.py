@@ -89,18 +89,18 @@ def _play(env, task: int, state: int, slot: int = 0, action: float | None = None
 
 @pytest.mark.sim
 def test_slots_play_their_own_tasks_in_whichever_order():
-    """Tasks 0 (reach) and 5 (drawer-close) of MT10; a simulator that a slot leaves waits for its own task."""
+    """Tasks 0 (reach) and 2 (pick-place) of MT10; a simulator that a slot leaves waits for its own task."""
     pytest.importorskip("metaworld")
     env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_slots=2))
-    reach, drawer = _play(env, 0, 3), _play(env, 5, 3, slot=1)
-    for state, task in ((reach, 0), (drawer, 5)):
+    reach, place = _play(env, 0, 3), _play(env, 2, 3, slot=1)
+    for state, task in ((reach, 0), (place, 2)):
         assert np.flatnonzero(state[39:]).tolist() == [task]
-    np.testing.assert_array_equal(_play(env, 5, 3), drawer)
+    np.testing.assert_array_equal(_play(env, 2, 3), place)
     np.testing.assert_array_equal(_play(env, 0, 3, slot=1), reach)
-    assert env.instruction(0) == TASKS["drawer-close-v3"]
+    assert env.instruction(0) == TASKS["pick-place-v3"]
     assert env.expert_chunk([0], 200, noise=0.0)[1].success.any(), "the expert is that of the slot's task"
-    alone = FACTORY.make(env_of("metaworld", id="drawer-close-v3", pixels=False), EnvContext(num_slots=1))
-    np.testing.assert_array_equal(_play(alone, 0, 3), drawer[:39])
+    alone = FACTORY.make(env_of("metaworld", id="pick-place-v3", pixels=False), EnvContext(num_slots=1))
+    np.testing.assert_array_equal(_play(alone, 0, 3), place[:39])
     closed, opened = (_play(alone, 0, 3, action=end) for end in (1.0, -1.0))
     assert alone.spec.gripper is not None
     assert (closed[3] - opened[3]) * (alone.spec.gripper.closed - alone.spec.gripper.open) < 0, "fingers nearer"
