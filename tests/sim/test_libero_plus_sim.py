@@ -107,11 +107,12 @@ def test_a_variant_leaves_nothing_behind():
             simulator.reset(state, 0, change)
             return look(env).copy(), simulator._data.qpos.copy(), place.copy()
 
-        usual, first, away, again, turned = (begun(change) for change in (None, moved, further, moved, tilted))
-        sampled = simulator.sample_state(5)
+        usual, first, away, again, turned, last = map(begun, (None, moved, further, moved, tilted, None))
         begun(noisy)
-        for one, two in zip((*again, *begun(None)), (*first, *usual), strict=True):
+        for one, two in zip((*again, *last, *begun(None)), (*first, *usual, *usual), strict=True):
             np.testing.assert_array_equal(one, two)
+        sampled = simulator.sample_state(5)
+        begun(tilted)
         np.testing.assert_array_equal(simulator.sample_state(5), sampled)
         assert min(np.abs(one[2] - two[2]).max() for one, two in ((first, usual), (away, first))) > 0.01
         assert np.abs(turned[1] - usual[1]).max() > 0.01

@@ -123,25 +123,37 @@ def doubts(space: Space[Any], observation: Any) -> Iterator[str]:
             )
 
 
+def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
+    """How many values each number of an action has [A], and the lowest ones in the space's own shape.
+
+    None: it is made of real numbers, or of nothing that can be chosen.
+    """
+    match space:
+        case spaces.Discrete():
+            return np.array([space.n]), space.start
+        case spaces.MultiDiscrete():
+            return space.nvec.reshape(-1), space.start
+        case spaces.MultiBinary():
+            return np.full(spaces.flatdim(space), 2), 0
+        case spaces.Box() if np.issubdtype(space.dtype, np.integer):
+            counts = space.high.astype(np.float64) - space.low + 1
+            if (counts <= _MOST).all():
+                return counts.astype(np.int64).reshape(-1), space.low.astype(np.int64)
+    return None
+
+
 def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
     """Describe an action space as data.
 
     Raises:
         ConfigError: a kind of space that cannot be used.
     """
-    match space:
-        case spaces.Discrete():
-            return ActionSpace(kind=ActionKind.discrete, sizes=(int(space.n),))
-        case spaces.MultiDiscrete():
-            return ActionSpace(kind=ActionKind.multi_discrete, sizes=tuple(space.nvec.reshape(-1).tolist()))
-        case spaces.MultiBinary():
-            return ActionSpace(kind=ActionKind.multi_discrete, sizes=(2,) * spaces.flatdim(space))
-        case spaces.Box() if _counts(space):
-            counts = space.high.astype(np.int64) - space.low + 1
-            return ActionSpace(kind=ActionKind.multi_discrete, sizes=tuple(map(int, counts.flat)))
-        case spaces.Box() if np.issubdtype(space.dtype, np.floating):
-            low, high = (bound.astype(np.float64).reshape(-1).tolist() for bound in (space.low, space.high))
-            return ActionSpace(kind=ActionKind.box, low=tuple(low), high=tuple(high))
+    if (categories := _categories(space)) is not None:
+        kind = ActionKind.discrete if isinstance(space, spaces.Discrete) else ActionKind.multi_discrete
+        return ActionSpace(kind=kind, sizes=tuple(map(int, categories[0])))
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        low, high = (bound.astype(np.float64).reshape(-1).tolist() for bound in (space.low, space.high))
+        return ActionSpace(kind=ActionKind.box, low=tuple(low), high=tuple(high))
     raise ConfigError(
         f"env.id={env_id}: actions of {space} cannot be chosen; Discrete, MultiDiscrete, MultiBinary and Box (real "
         f"numbers, or whole ones of up to {_MOST} values) can. Bring it to one of them with a wrapper in env.wrappers."
@@ -153,60 +165,49 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
 
     It raises EnvError for a category that does not exist.
     """
+    shape, dtype = space.shape, space.dtype
+    assert dtype is not None
+    if (categories := _categories(space)) is None:
+        assert isinstance(space, spaces.Box)
+        low, high = space.low, space.high
+        # `np.clip` finds its way to these two in three times as long.
+        return lambda action: np.minimum(np.maximum(action.reshape(shape).astype(dtype), low), high)
+    sizes, starts = categories
 
-    def refuse(ids: Any, sizes: Any) -> NoReturn:
-        raise EnvError(f"env '{env_id}' was given action {ids}, expected ids from 0 below {sizes}.")
+    def refuse(ids: list[int]) -> NoReturn:
+        raise EnvError(f"env '{env_id}' was given action {ids}, expected ids from 0 below {sizes.tolist()}.")
 
-    def discrete(action: FloatArray) -> Any:
-        # Actions travel as float32, categories too.
-        category = round(float(action[0]))
-        if not 0 <= category < size:
-            refuse([category], [size])
-        return number(category + first)
-
-    def multi_discrete(action: FloatArray) -> Any:
+    # Actions travel as float32, categories too.
+    def several(action: FloatArray) -> Any:
         ids = np.rint(action).astype(np.int64)
         if ((ids < 0) | (ids >= sizes)).any():
-            refuse(ids.tolist(), sizes)
-        return (ids.reshape(space.shape) + starts).astype(space.dtype)
+            refuse(ids.tolist())
+        return (ids.reshape(shape) + starts).astype(dtype)
 
-    if isinstance(space, spaces.Discrete):
-        size, first, number = int(space.n), int(space.start), space.dtype.type
-        return discrete
-    if isinstance(space, spaces.MultiDiscrete):
-        sizes, starts = space.nvec.reshape(-1), space.start
-        return multi_discrete
-    if isinstance(space, spaces.MultiBinary):
-        sizes, starts = np.full(spaces.flatdim(space), 2), 0
-        return multi_discrete
-    assert isinstance(space, spaces.Box)
-    if _counts(space):
-        # Categories are counted from 0, the box from its lower bound.
-        starts = space.low.astype(np.int64)
-        sizes = (space.high.astype(np.int64) - starts + 1).reshape(-1)
-        return multi_discrete
-    low, high, shape, dtype = space.low, space.high, space.shape, space.dtype
-    # `np.clip` finds its way to these two in three times as long.
-    return lambda action: np.minimum(np.maximum(action.reshape(shape).astype(dtype), low), high)
+    def single(action: FloatArray) -> Any:
+        category = round(float(action[0]))
+        if not 0 <= category < size:
+            refuse([category])
+        return number(category + first)
+
+    if not isinstance(space, spaces.Discrete):
+        return several
+    size, first, number = int(space.n), int(space.start), dtype.type
+    return single
 
 
 def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
     """Return the inverse of `native_actions`; it raises EnvError for what is no action of the space."""
-    first = space.low if isinstance(space, spaces.Box) and _counts(space) else getattr(space, "start", 0)
+    categories = _categories(space)
+    starts = 0 if categories is None else categories[1]
 
     def flat(action: Any) -> FloatArray:
         found = np.asarray(action)
         if found.shape != space.shape or not np.isfinite(found).all():
             raise EnvError(f"env '{env_id}': expert_action returned {action!r:.80}, expected an action of {space}.")
-        return (found - first).astype(np.float32).reshape(-1)
+        return (found - starts).astype(np.float32).reshape(-1)
 
     return flat
-
-
-def _counts(space: spaces.Box) -> bool:
-    """Whether a box holds so few whole numbers that they are categories."""
-    whole = np.issubdtype(space.dtype, np.integer)
-    return whole and bool((space.high.astype(np.float64) - space.low < _MOST).all())
 
 
 def _leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
