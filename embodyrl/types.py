@@ -7,7 +7,7 @@ Shapes: N env slots, T chunk steps, K actions per chunk, A action dims, L = K*A 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,19 @@ class ChunkResult:
     """[n, C] the parts of the chunk's reward, in the order of `EnvSpec.components`."""
     unjudged: dict[int, str] = field(default_factory=dict)
     """By slot: why the reward is not known and counts as 0."""
+
+    @classmethod
+    def empty(cls, slots: int, actions: int, *, parts: int = 0) -> Self:
+        """The result of a chunk of which nothing was executed yet, to be filled in."""
+        terminated, truncated, valid, success = np.zeros((4, slots, actions), np.bool_)
+        return cls(
+            reward=np.zeros((slots, actions), np.float32),
+            terminated=terminated,
+            truncated=truncated,
+            valid=valid,
+            success=success,
+            components=np.zeros((slots, parts), np.float32),
+        )
 
     @property
     def done(self) -> BoolArray:

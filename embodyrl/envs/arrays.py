@@ -52,7 +52,7 @@ class ArrayEnv(SimEnv):
         rows = np.asarray(slots, np.int64)
         self._check(rows, actions)
         shape = actions.shape[:2]
-        result = self._nothing_yet(*shape)
+        result = ChunkResult.empty(*shape, parts=len(self.spec.components))
         for k in range(shape[1]):
             running = np.flatnonzero(self._phase[rows] == _RUNNING)
             if not running.size:
@@ -71,11 +71,8 @@ class ArrayEnv(SimEnv):
             if (shape := np.shape(getattr(step, name))) != slots.shape:
                 raise EnvError(f"env '{self.spec.name}': advance returned {name} {shape}, expected {slots.shape}.")
         if not np.isfinite(reward).all():
-            slot = int(slots[~np.isfinite(reward)][0])
-            raise EnvError(
-                f"{self._where(slot)}: the simulator returned a reward that is not finite. Likely the physics diverged "
-                "or the environment's reward is wrong; the episode cannot be used."
-            )
+            bad = int(np.flatnonzero(~np.isfinite(reward))[0])
+            raise self._diverged(int(slots[bad]), float(reward[bad]))
         self._steps[slots] += 1
         earned = reward - self._last[slots] if self._relative else reward
         self._last[slots] = reward
@@ -135,13 +132,12 @@ class ArrayEnv(SimEnv):
     def _check(self, slots: IntArray, actions: FloatArray) -> None:
         self._require_begun(slots)
         if (over := slots[self._phase[slots] == _OVER]).size:
-            where = self._where(int(over[0]))
-            raise EnvError(f"{where}: the episode is over; step_chunk expects a running one. Reset the slot first.")
+            raise self._over(int(over[0]))
         self._check_actions(slots.tolist(), actions)
 
     def _require_begun(self, slots: IntArray) -> None:
         if (idle := slots[self._phase[slots] == _NOTHING]).size:
-            raise EnvError(f"env '{self.spec.name}', slot {int(idle[0])}: no episode; call reset for this slot first.")
+            raise self._without_episode(int(idle[0]))
 
     def _stand(self, slot: int) -> tuple[int, int]:
         self._require_begun(np.array([slot]))

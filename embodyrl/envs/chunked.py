@@ -62,13 +62,6 @@ class SimEnv(ABC):
             if start.max_episode_steps < 1:
                 raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
 
-    def _nothing_yet(self, slots: int, actions: int) -> ChunkResult:
-        """The result of a chunk of which nothing was executed."""
-        shape = (slots, actions)
-        flags = {name: np.zeros(shape, np.bool_) for name in ("terminated", "truncated", "valid", "success")}
-        parts = np.zeros((slots, len(self.spec.components)), np.float32)
-        return ChunkResult(reward=np.zeros(shape, np.float32), components=parts, unjudged={}, **flags)
-
     def _look(self, slot: int) -> ObservationOut:
         """What a slot shows, in memory of its own."""
         shape = (len(self.spec.cameras), *self.spec.image_size, 3)
@@ -141,6 +134,19 @@ class SimEnv(ABC):
         return (
             f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
             f"step {steps}"
+        )
+
+    def _without_episode(self, slot: int) -> EnvError:
+        return EnvError(f"env '{self.spec.name}', slot {slot}: no episode; call reset for this slot first.")
+
+    def _over(self, slot: int) -> EnvError:
+        where = self._where(slot)
+        return EnvError(f"{where}: the episode is over; step_chunk expects a running one. Reset the slot first.")
+
+    def _diverged(self, slot: int, reward: float) -> EnvError:
+        return EnvError(
+            f"{self._where(slot)}: the simulator returned reward {reward}, expected a finite number. "
+            "Likely the physics diverged or the environment's reward is wrong; the episode cannot be used."
         )
 
     def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
@@ -255,10 +261,8 @@ class ChunkedEnv(SimEnv):
     def _run(self, slots: Sequence[int], num_actions: int, choose: Choice, after_step: AfterStep | None) -> ChunkResult:
         for slot in slots:
             if self._begun(slot).over:
-                raise EnvError(
-                    f"{self._where(slot)}: the episode is over; step_chunk expects a running one. Reset the slot first."
-                )
-        result = self._nothing_yet(len(slots), num_actions)
+                raise self._over(slot)
+        result = ChunkResult.empty(len(slots), num_actions, parts=len(self.spec.components))
         self._fill(result, slots, choose, after_step)
         return result
 
@@ -281,10 +285,7 @@ class ChunkedEnv(SimEnv):
     def _note(self, result: ChunkResult, at: Place, slot: int, action: FloatArray, step: SimStep) -> bool:
         """Note what an executed action brought; true: the episode is over."""
         if not math.isfinite(step.reward):
-            raise EnvError(
-                f"{self._where(slot)}: the simulator returned reward {step.reward}, expected a finite number. "
-                "Likely the physics diverged or the environment's reward is wrong; the episode cannot be used."
-            )
+            raise self._diverged(slot, step.reward)
         progress = self._begun(slot)
         progress.steps += 1
         earned = step.reward - (progress.last_reward if self._relative else 0.0)
@@ -327,7 +328,7 @@ class ChunkedEnv(SimEnv):
     def _begun(self, slot: int) -> _Progress:
         progress = self._progress[slot]
         if progress is None:
-            raise EnvError(f"env '{self.spec.name}', slot {slot}: no episode; call reset for this slot first.")
+            raise self._without_episode(slot)
         return progress
 
     def _stand(self, slot: int) -> tuple[int, int]:

@@ -79,10 +79,8 @@ def read_mesh(path: Path) -> VisualMesh:
     rotation = np.zeros(9)
     mujoco.mju_quat2Mat(rotation, model.mesh_quat[0])
     position = (model.mesh_vert @ rotation.reshape(3, 3).T + model.mesh_pos[0]).astype(np.float32)
-    textured = len(model.mesh_texcoord) > 0
-    texcoord = model.mesh_texcoord.copy() if textured else np.zeros((1, 2), np.float32)
-    texcoord_faces = model.mesh_facetexcoord.copy() if textured else np.zeros_like(model.mesh_face)
-    return weld(position, model.mesh_face.copy(), texcoord, texcoord_faces, textured)
+    painted = (model.mesh_texcoord, model.mesh_facetexcoord) if len(model.mesh_texcoord) else None
+    return weld(position, model.mesh_face.copy(), painted)
 
 
 def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
@@ -101,10 +99,12 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
     return mesh.subset(faces)
 
 
-def weld(
-    position: _Floats, faces: np.ndarray, texcoord: _Floats, texcoord_faces: np.ndarray, textured: bool
-) -> VisualMesh:
-    """One vertex per different (position, texture coordinate); normals are shared by all vertices at a position."""
+def weld(position: _Floats, faces: np.ndarray, painted: tuple[_Floats, np.ndarray] | None) -> VisualMesh:
+    """One vertex per different (position, texture coordinate); normals are shared by all vertices at a position.
+
+    `painted`: texture coordinates [T, 2], and which of them the corners of `faces` [F, 3] have.
+    """
+    texcoord, texcoord_faces = painted or (np.zeros((1, 2), np.float32), np.zeros_like(faces))
     size = float(np.ptp(position, axis=0).max()) or 1.0
     place = np.unique(np.round(position / (size * _WELD)).astype(np.int64), axis=0, return_inverse=True)[1].reshape(-1)
     patch = np.unique(np.round(texcoord / 1.0e-5).astype(np.int64), axis=0, return_inverse=True)[1].reshape(-1)
@@ -128,7 +128,7 @@ def weld(
         normal=normal.astype(np.float32),
         texcoord=np.ascontiguousarray(texcoord, np.float32),
         faces=proper.astype(np.uint32),
-        textured=textured,
+        textured=painted is not None,
     )
 
 
@@ -180,10 +180,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "lean"
 
 
-def small_copy(source: Path, setting: str, suffix: str, make: Callable[[], bytes]) -> Path:
-    """Path of the copy of `source`; made under another name first, so that no process ever sees half a file.
+def small_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:
+    """Path of the copy of `source` that `reduce` makes.
 
-    A process that is killed while it writes may leave a `.new-*` folder, which nothing reads.
+    It is written under another name first, so that no process ever sees half a file. A process that is killed while it
+    writes may leave a `.new-*` folder, which nothing reads.
 
     Raises:
         EnvError: the cache folder cannot be written.
@@ -194,7 +195,7 @@ def small_copy(source: Path, setting: str, suffix: str, make: Callable[[], bytes
     target = folder / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}{suffix}"
     if target.is_file():
         return target
-    content = make()
+    content = reduce(source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as own:

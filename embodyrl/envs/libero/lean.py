@@ -8,7 +8,7 @@ published benchmark, what happens does not.
 import contextlib
 import io
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ def lean_xml(xml: str) -> str:
     touched = _physical_meshes(root)
     for mesh in assets.findall("mesh"):
         if mesh.get("name") not in touched and (file := mesh.get("file")):
-            mesh.set("file", _small(file, f"{MAX_FACES} faces", ".msh", _decimated))
+            mesh.set("file", str(small_copy(Path(file), f"{MAX_FACES} faces", ".msh", _decimated)))
             # Thin decimated meshes may enclose no volume, which MuJoCo refuses even where it is never used.
             mesh.set("inertia", "shell")
     for texture in assets.findall("texture"):
         if (file := texture.get("file")) and texture.get("gridsize") is None:
-            texture.set("file", _small(file, f"{MAX_TEXTURE} px", ".png", _shrunk))
+            texture.set("file", str(small_copy(Path(file), f"{MAX_TEXTURE} px", ".png", _shrunk)))
     return ET.tostring(root, encoding="unicode")
 
 
@@ -69,11 +69,6 @@ def _physical_meshes(root: ET.Element) -> set[str]:
         for geom in root.iter("geom")
         if (name := geom.get("mesh")) is not None and any(geom.get(key) != value for key, value in visual.items())
     }
-
-
-def _small(file: str, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> str:
-    path = Path(file)
-    return str(small_copy(path, setting, suffix, lambda: reduce(path)))
 
 
 def _decimated(path: Path) -> bytes:

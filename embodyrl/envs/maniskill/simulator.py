@@ -35,7 +35,7 @@ def lean_visuals() -> Iterator[None]:
     def add(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
         path = Path(filename)
         if path.suffix.lower() == ".glb":
-            path = small_copy(path, f"{MAX_FACES} faces", ".glb", lambda: _reduced(path))
+            path = small_copy(path, f"{MAX_FACES} faces", ".glb", _reduced)
         return original(self, str(path), *args, **kwargs)
 
     ActorBuilder.add_visual_from_file = add
@@ -53,17 +53,10 @@ def _reduced(path: Path) -> bytes:
     for name, part in list(scene.geometry.items()):
         if len(part.faces) <= MAX_FACES:
             continue
-        uv = getattr(part.visual, "uv", None)
+        uv, faces = getattr(part.visual, "uv", None), np.asarray(part.faces)
         textured = uv is not None and len(uv) == len(part.vertices)
-        texcoord = np.asarray(uv, np.float32) if textured else np.zeros((1, 2), np.float32)
-        faces = np.asarray(part.faces)
-        mesh = weld(
-            np.asarray(part.vertices, np.float32),
-            faces,
-            texcoord,
-            faces if textured else np.zeros_like(faces),
-            textured,
-        )
+        painted = (np.asarray(uv, np.float32), faces) if textured else None
+        mesh = weld(np.asarray(part.vertices, np.float32), faces, painted)
         small = decimate(mesh, MAX_FACES)
         visual = TextureVisuals(
             uv=small.texcoord if textured else None, material=getattr(part.visual, "material", None)

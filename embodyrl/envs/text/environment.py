@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Never
 
 import numpy as np
 
@@ -12,7 +13,16 @@ from embodyrl.envs.protocol import AfterStep, Judge, Rows
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError
 from embodyrl.registry import Registry, takes
-from embodyrl.types import BoolArray, ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import (
+    BoolArray,
+    ByteArray,
+    ChunkResult,
+    EnvSpec,
+    EpisodeStart,
+    FloatArray,
+    IntArray,
+    ObservationOut,
+)
 
 Tool = Callable[[str], str]
 """Takes the call's text and returns the answer; a ValueError becomes an answer that says what is wrong."""
@@ -66,6 +76,14 @@ def clip(text: str, width: int) -> str:
     return text.encode(errors="replace")[:width].decode(errors="ignore")
 
 
+def begin_replies(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
+    """The result of replies and where each one ends [n]; `actions` [n, K, 1] are tokens, below 0 where none is."""
+    result = ChunkResult.empty(*actions.shape[:2], parts=parts)
+    result.valid[:] = actions[:, :, 0] >= 0
+    result.valid[:, 0] = True  # an empty reply is a decision too
+    return result, result.valid.sum(axis=1) - 1
+
+
 @dataclass
 class _Conversation:
     """One slot's conversation."""
@@ -113,37 +131,30 @@ class ConversationEnv:
 
         The reward belongs to the last token of the last reply.
         """
-        shape = actions.shape[:2]
-        valid = actions[:, :, 0] >= 0
-        last = np.maximum(valid.sum(axis=1) - 1, 0)
-        valid[:, 0] = True  # an empty reply is a decision too
+        result, last = begin_replies(actions, parts=len(self.spec.components))
+        assert result.components is not None
         conversations = [self._conversation(slot) for slot in slots]
         over = [i for i, conversation in enumerate(conversations) if not self._use_tool(conversation)]
-        reward = np.zeros(shape, np.float32)
-        flags = {n: np.zeros(shape, np.bool_) for n in ("terminated", "truncated", "success")}
-        components = np.zeros((len(slots), len(self.spec.components)), np.float32)
         answers = [
             Answer(
                 prompt=spoken(next(m.content for m in conversations[i].row.messages if m.role != "system")),
                 response=conversations[i].reply,
                 reference=conversations[i].row.reference,
-                tokens=int(valid[i].sum()),
+                tokens=int(last[i]) + 1,
             )
             for i in over
         ]
-        unjudged: dict[int, str] = {}
         for i, judged in zip(over, self._judge(answers) if answers else [], strict=True):
-            reward[i, last[i]] = self._coef * judged.reward
-            flags["success"][i, last[i]] = judged.success
-            flags["terminated"][i, last[i]] = True
-            flags["truncated"][i, last[i]] = conversations[i].cut_off
-            components[i] = judged.components
+            at = i, last[i]
+            result.reward[at], result.success[at] = self._coef * judged.reward, judged.success
+            result.terminated[at], result.truncated[at] = True, conversations[i].cut_off
+            result.components[i] = judged.components
             if judged.problem is not None:
-                unjudged[slots[i]] = judged.problem
+                result.unjudged[slots[i]] = judged.problem
             conversations[i].messages.append(
                 Message(role="assistant", content=clip(conversations[i].reply, LAST_BYTES - 16))
             )
-        return ChunkResult(reward=reward, valid=valid, components=components, unjudged=unjudged, **flags)
+        return result
 
     def _use_tool(self, conversation: _Conversation) -> bool:
         """Answer the tool call that a reply makes, if it makes one and a further reply can follow."""
@@ -159,15 +170,7 @@ class ConversationEnv:
         conversation.messages = longer
         return True
 
-    def expert_chunk(
-        self,
-        slots: Sequence[int],
-        num_actions: int,
-        *,
-        noise: float,
-        instead: FloatArray | None = None,
-        after_step: AfterStep | None = None,
-    ) -> tuple[FloatArray, ChunkResult]:
+    def expert_chunk(self, *_: Any, **__: Any) -> Never:
         """Refuse: the answers are in the data; `embodyrl sft` learns from them."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 

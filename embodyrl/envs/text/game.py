@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Never
 
 import numpy as np
 from pydantic import Field
@@ -14,7 +14,7 @@ from embodyrl.config.settings import Index, NumbersStates
 from embodyrl.conversation import Message, join_messages
 from embodyrl.envs.protocol import AfterStep, EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardFactor
-from embodyrl.envs.text.environment import clip
+from embodyrl.envs.text.environment import begin_replies, clip
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, one_line
 from embodyrl.registry import Registry, takes
 from embodyrl.types import ActionKind, ActionSpace, BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
@@ -177,19 +177,15 @@ class GameEnv:
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
         """Play the action that each reply names; `actions` [n, K, 1] are token ids, below 0 where none is."""
-        shape, valid = actions.shape[:2], actions[:, :, 0] >= 0
-        last = np.maximum(valid.sum(axis=1) - 1, 0)
-        valid[:, 0] = True  # an empty reply is a decision too
-        reward = np.zeros(shape, np.float32)
-        flags: dict[str, Any] = {n: np.zeros(shape, np.bool_) for n in ("terminated", "truncated", "success")}
+        result, last = begin_replies(actions)
         for i, slot in enumerate(slots):
             game, at = self._games[slot], (i, last[i])
             earned, terminated, truncated, success = self._play(game)
             game.steps += 1
-            reward[at] = self._cfg.reward_coef * earned
-            flags["terminated"][at], flags["success"][at] = terminated, success
-            flags["truncated"][at] = not terminated and (truncated or game.steps >= self.spec.max_chunks)
-        return ChunkResult(reward=reward, valid=valid, components=np.zeros((len(slots), 0), np.float32), **flags)
+            result.reward[at] = self._cfg.reward_coef * earned
+            result.terminated[at], result.success[at] = terminated, success
+            result.truncated[at] = not terminated and (truncated or game.steps >= self.spec.max_chunks)
+        return result
 
     def _play(self, game: _Game) -> tuple[float, bool, bool, bool]:
         """Reward, terminated, truncated and success of a reply."""
@@ -228,7 +224,7 @@ class GameEnv:
         """Refuse: there is no picture."""
         raise EnvError(f"env '{self.spec.name}' is told in words; set video=none.")
 
-    def expert_chunk(self, slots: Sequence[int], num_actions: int, **_: Any) -> tuple[FloatArray, ChunkResult]:
+    def expert_chunk(self, *_: Any, **__: Any) -> Never:
         """Refuse: nobody knows how to play."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
