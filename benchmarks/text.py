@@ -139,21 +139,19 @@ def compare(found: dict[str, list[tuple[float, float]]], name: str, other: str, 
 def prepare(folder: Path, workload: str) -> tuple[Path, Path]:
     """Write the model and the rows."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    from embodyrl.config.paths import resolve_asset
     from embodyrl.datasets.tasks import copy
-    from embodyrl.policies.causal_lm.model import tiny_model, tiny_tokenizer
 
     model, data = folder / "model", folder / "rows.jsonl"
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(model)
-    language_model = tiny_model(len(tokenizer), 0)
+    own = resolve_asset("assets/causal_lm_tiny")
+    AutoTokenizer.from_pretrained(own).save_pretrained(model)
+    cfg = AutoConfig.from_pretrained(own)
     if workload == "ragged":
-        cfg = language_model.config
         cfg.hidden_size, cfg.intermediate_size, cfg.num_hidden_layers, cfg.head_dim = 256, 1024, 4, 64
-        torch.manual_seed(0)
-        language_model = LlamaForCausalLM(cfg)
-    language_model.save_pretrained(model)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(cfg).save_pretrained(model)
     rows = [copy()[i] for i in range(16 * PROMPTS)]
     data.write_text("".join(json.dumps({"prompt": r.messages[0].content, "answer": r.reference}) + "\n" for r in rows))
     return model, data

@@ -88,10 +88,9 @@ def write_oft(folder: Path, *, layers: int | None, tiny: bool) -> None:
 def write_text(folder: Path, model: str, layers: int | None) -> None:
     """A folder of the public Qwen2.5 sizes whose weight file is a header without weights: only its sizes are read."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     from embodyrl.config.paths import assets_dir
-    from embodyrl.policies.causal_lm.model import tiny_tokenizer
 
     sizes = QWEN[model] | ({} if layers is None else {"num_hidden_layers": layers})
     config = Qwen2Config(
@@ -99,7 +98,7 @@ def write_text(folder: Path, model: str, layers: int | None) -> None:
     )
     folder.mkdir(exist_ok=True)
     config.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(assets_dir() / "causal_lm_tiny").save_pretrained(folder)
     shutil.copy(assets_dir() / "openvla_oft_tiny" / "tokenizer.json", folder)  # of words, which prompts are measured by
     with torch.device("meta"):
         net = Qwen2ForCausalLM(config)
@@ -183,20 +182,19 @@ def fake_text(job: Job, prompt: int) -> Iterator[None]:
         yield
         return
     import torch
-    from transformers import AutoConfig, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
+    from embodyrl.config.paths import resolve_asset
     from embodyrl.policies.causal_lm import policy, prompts
 
     real = policy.load, prompts.Reader._encode
 
-    def load(cfg: Any, *, seed: int, dtype: torch.dtype, sees: bool) -> tuple[Any, Any]:
+    def load(folder: Path, *, seed: int | None, dtype: torch.dtype, sees: bool) -> tuple[Any, Any]:
         with torch.device("meta"):
-            net: Any = Qwen2ForCausalLM(AutoConfig.from_pretrained(cfg.path)).to(dtype)
+            net: Any = Qwen2ForCausalLM(AutoConfig.from_pretrained(folder)).to(dtype)
         net = net.to_empty(device="cpu")
         net.tie_weights()
-        return net, policy_tokenizer()
-
-    from embodyrl.policies.causal_lm.model import tiny_tokenizer as policy_tokenizer
+        return net, AutoTokenizer.from_pretrained(resolve_asset("assets/causal_lm_tiny"))
 
     def encode(self: Any, instruction: str, bits: bytes, shape: tuple[int, ...]) -> prompts.Prompt:
         return prompts.Prompt([7] * prompt)

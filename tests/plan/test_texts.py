@@ -4,19 +4,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from text_runs import SMALL, text_config
 from toy_runs import comparable, rows
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from embodyrl.cli.main import main
 from embodyrl.commands.sft import sft
 from embodyrl.commands.train import train
+from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, save_config
 from embodyrl.plan.roots import TextTask
-from embodyrl.policies.causal_lm.model import tiny_model, tiny_tokenizer
 
 
 def test_a_blueprint_counts_one_chunk_per_episode(tmp_path: Path):
@@ -146,11 +147,13 @@ def test_remax_runs_one_greedy_episode_per_group_and_gdpo_sees_the_parts(tmp_pat
 @pytest.mark.integration
 def test_a_model_folder_with_a_chat_template_learns_from_a_file_of_sums(tmp_path: Path):
     """The command line as in the README: the folder of a model, GSM8K's columns, the preset's reward."""
-    tokenizer = tiny_tokenizer()
+    own = resolve_asset("assets/causal_lm_tiny")
+    tokenizer = AutoTokenizer.from_pretrained(own)
     said = "{% for m in messages %}|{{ m['content'] }}{% endfor %}"
     tokenizer.chat_template = "{{ bos_token }}" + said + "{% if add_generation_prompt %}={% endif %}"
     tokenizer.save_pretrained(tmp_path / "model")
-    tiny_model(len(tokenizer), 0).save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(own)).save_pretrained(tmp_path / "model")
     sums = [{"question": f"{a}+{b}", "answer": f"{a}+{b}={a + b}\n#### {a + b}"} for a in range(5) for b in range(8)]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     words = ["env=text/gsm8k", f"data.path={tmp_path}/sums.jsonl", "model=causal_lm", f"model.path={tmp_path}/model"]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
+from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import Answer
 from embodyrl.errors import EmbodyError
-from embodyrl.policies.causal_lm.model import tiny_tokenizer
 from embodyrl.rewards.judge import build_judge, problems
 from embodyrl.rewards.services import find
 from embodyrl.rewards.settings import JudgeSettings
@@ -71,7 +71,7 @@ def test_a_service_is_asked_and_its_failures_are_counted(service: str):
 
 
 def write_reward_model(folder: Path, labels: int = 1) -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(resolve_asset("assets/causal_lm_tiny"))
     with torch.random.fork_rng():
         torch.manual_seed(0)
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -91,7 +91,7 @@ def test_a_reward_model_adds_to_the_reward_that_decides_success(tmp_path: Path):
     finally:
         judge.close()
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm").eval()
-    encode = tiny_tokenizer()
+    encode = AutoTokenizer.from_pretrained(resolve_asset("assets/causal_lm_tiny"))
     with torch.no_grad():
         scores = [float(model(**encode(text, return_tensors="pt")).logits) for text in ("a=abcd", "a=cba")]
     assert judge.components == ("exact", "model", "errors")

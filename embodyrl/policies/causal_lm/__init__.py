@@ -27,8 +27,10 @@ class CausalLMFactory:
     """Builds `CausalLMPolicy`; implements `PolicyFactory`."""
 
     name: str
-    has_own_start: bool
-    """Without `model.path` it starts from a small random Llama with a vocabulary of single characters."""
+    start: str | None = None
+    """Shipped folder, without weights, that it starts from without `model.path`: a small Llama whose tokens are single
+    characters, with random weights from the seed."""
+    start_parameters: int = 0
     sees: bool = False
     """A vision-language model (`AutoModelForImageTextToText`), which reads the pictures of rows."""
     settings: ClassVar = CausalLMSettings
@@ -36,7 +38,7 @@ class CausalLMFactory:
     def validate(self, cfg: CausalLMSettings) -> list[str]:
         """Return config problems, one line each with the fix."""
         if cfg.path is None:
-            if self.has_own_start:
+            if self.start is not None:
                 return []
             kind = "vision-" if self.sees else "causal "
             return [f"model.path is not set: {self.name} wants the folder of a Hugging Face {kind}language model."]
@@ -49,10 +51,11 @@ class CausalLMFactory:
 
     def spec(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy: a chunk is a reply, an action one token of it."""
-        folder = None if cfg.path is None else resolve_asset(cfg.path)
+        folder = self._folder(cfg)
         size, shown = read_sizes(folder), len(env.cameras) if self.sees else 0
         tokens = cfg.num_action_chunks + -(-env.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
-        per_token, total = size.per_token(half=cfg.half, adapters=cfg.is_lora), _count(folder, sees=self.sees)
+        per_token = size.per_token(half=cfg.half, adapters=cfg.is_lora)
+        total = self.start_parameters if cfg.path is None else _count(folder)
         adapters, tower = size.adapter_parameters(cfg.lora.r), 0
         if self.sees:
             seen = read_picture_sizes(folder, *env.image_size)
@@ -84,14 +87,20 @@ class CausalLMFactory:
         )
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
-        """Build the policy with the weights in `cfg.path`, or a small one with random weights from the seed.
+        """Build the policy with the weights in `cfg.path`, or the small one that ships with random ones from the seed.
 
         Raises:
             CheckpointError: the folder cannot be loaded.
         """
         from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
-        return CausalLMPolicy(self.spec(cfg, request.env, request.value_dim), cfg, request, sees=self.sees)
+        spec = self.spec(cfg, request.env, request.value_dim)
+        return CausalLMPolicy(spec, cfg, self._folder(cfg), request, sees=self.sees)
+
+    def _folder(self, cfg: CausalLMSettings) -> Path:
+        path = cfg.path or self.start
+        assert path is not None, "`validate` refuses it"
+        return resolve_asset(path)
 
 
 def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
@@ -99,10 +108,8 @@ def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
     return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 
-def _count(folder: Path | None, *, sees: bool) -> int:
+def _count(folder: Path) -> int:
     """Parameters, as far as the headers of the weight files tell."""
-    if folder is None:
-        return 590_848 if sees else 532_864
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as f:
@@ -111,7 +118,8 @@ def _count(folder: Path | None, *, sees: bool) -> int:
     return total
 
 
-CAUSAL_LM = CausalLMFactory(name="causal_lm", has_own_start=False)
-TINY = CausalLMFactory(name="causal_lm_tiny", has_own_start=True)
-VISION_LM = CausalLMFactory(name="vision_lm", has_own_start=False, sees=True)
-VISION_TINY = CausalLMFactory(name="vision_lm_tiny", has_own_start=True, sees=True)
+CAUSAL_LM = CausalLMFactory(name="causal_lm")
+TINY = CausalLMFactory(name="causal_lm_tiny", start="assets/causal_lm_tiny", start_parameters=533_120)
+VISION_LM = CausalLMFactory(name="vision_lm", sees=True)
+VISION_TINY = CausalLMFactory(name="vision_lm_tiny", start="assets/vision_lm_tiny", start_parameters=590_592, sees=True)
+"""The same behind a vision tower of one layer (Idefics3), four tokens for a picture, colours as further words."""

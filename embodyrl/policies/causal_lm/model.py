@@ -1,112 +1,43 @@
 """The network of a language-model policy: loaded, adapted, read for logits, values and scores of tokens."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
     DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TINY, TINY_VISION
+from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.tensors import categorical_scores
 
-PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 _ADAPTER_CONFIG = "adapter_config.json"
-COLOURS = ("black", "red", "green", "blue", "yellow", "magenta", "cyan", "white")
-_PICTURE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
-_TINY: dict[str, Any] = {
-    **TINY,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-CHARACTERS = "0123456789abcx=+-*/() .,:?|;"
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def tiny_tokenizer(words: Sequence[str] = (), special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """One token per character of `CHARACTERS` and per word, and a token that begins every text."""
-    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, UNK, *CHARACTERS, *special, *words])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    pieces = Regex("|".join([*words, r"[\s\S]"]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(pieces, "isolated")  # type: ignore[assignment]
-    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
-    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        additional_special_tokens=list(special),
-    )
-
-
-def tiny_model(vocab_size: int, seed: int) -> LlamaForCausalLM:
-    """A Llama of half a million parameters, random from the seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**{**_TINY, "vocab_size": vocab_size}))
-
-
-def tiny_vision(seed: int) -> tuple[Any, Any]:
-    """The same behind a vision tower of one layer (Idefics3), four tokens for a picture, colours as further words."""
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
-    tokenizer = tiny_tokenizer(COLOURS, _PICTURE_TOKENS)
-    edge, patch = TINY_VISION["image_size"], TINY_VISION["patch_size"]
-    image = Idefics3ImageProcessorPil(
-        size={"longest_edge": edge}, max_image_size={"longest_edge": edge}, do_image_splitting=False
-    )
-    processor = Idefics3Processor(image, tokenizer, image_seq_len=(edge // patch) ** 2)
-    text = _TINY | {"model_type": "llama", "vocab_size": len(tokenizer)}
-    config = Idefics3Config(
-        vision_config=dict(TINY_VISION),  # type: ignore[arg-type]
-        text_config=text,  # type: ignore[arg-type]
-        image_token_id=tokenizer.get_vocab()[_PICTURE_TOKENS[0]],
-        scale_factor=1,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return Idefics3ForConditionalGeneration(config), processor
-
-
-def load(cfg: CausalLMSettings, *, seed: int, dtype: torch.dtype, sees: bool = False) -> tuple[Any, Any]:
+def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
     """Return (model, tokenizer), of a model that sees pictures (model, processor); the folder's own code is never run.
+
+    With a `seed` the folder has no weights, and they are drawn.
 
     Raises:
         CheckpointError: the folder holds no such model, or a file is damaged.
         MissingDependencyError: its processor needs a package that is not installed.
     """
-    if cfg.path is None:
-        if sees:
-            model, processor = tiny_vision(seed)
-        else:
-            model, processor = tiny_model(len(tokenizer := tiny_tokenizer()), seed), tokenizer
-        return nn.Module.to(model, dtype), processor
-    folder = resolve_asset(cfg.path)
     if not (folder / "config.json").is_file() or (folder / _ADAPTER_CONFIG).is_file():
         # The library would look for it, or for what the adapter names, in its cache of the hub.
         raise CheckpointError(f"{folder} is no folder of a whole model; an adapter goes to model.lora.path.")
@@ -115,6 +46,11 @@ def load(cfg: CausalLMSettings, *, seed: int, dtype: torch.dtype, sees: bool = F
             (AutoProcessor, AutoModelForImageTextToText) if sees else (AutoTokenizer, AutoModelForCausalLM)
         )
         processor = kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if seed is not None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                return nn.Module.to(model_kind.from_config(config), dtype), processor
         loaded: Any = model_kind.from_pretrained(
             folder,
             trust_remote_code=False,

@@ -37,8 +37,13 @@ VALUE_FILE = "value_head/model.safetensors"
 class CausalLMPolicy:
     """Implements `Policy`. A chunk is one reply of at most K tokens; the token that ends it counts."""
 
-    def __init__(self, spec: PolicySpec, cfg: CausalLMSettings, request: PolicyRequest, *, sees: bool = False) -> None:
-        """`sees`: the model is a vision-language one, which reads the pictures of an observation."""
+    def __init__(
+        self, spec: PolicySpec, cfg: CausalLMSettings, folder: Path, request: PolicyRequest, *, sees: bool
+    ) -> None:
+        """Load a folder's model; without `cfg.path` its weights are drawn from the seed.
+
+        `sees`: it is a vision-language model, which reads the pictures of an observation.
+        """
         self.spec = spec
         self._temperature, self._sampling = request.temperature, request.sampling
         self._device = torch.device(request.device)
@@ -48,7 +53,8 @@ class CausalLMPolicy:
         self._autocast = compute if request.trainable and whole else None
         dtype = compute if self._autocast is None or cfg.is_lora else torch.float32
         # With pictures the processor holds the tokenizer, else it is one.
-        model, self.processor = load(cfg, seed=request.seed, dtype=dtype, sees=sees)
+        seed = request.seed if cfg.path is None else None
+        model, self.processor = load(folder, dtype=dtype, seed=seed, sees=sees)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         if cfg.is_lora or cfg.lora.path is not None:
             model = add_adapters(model, cfg, trainable=request.trainable)
@@ -56,7 +62,7 @@ class CausalLMPolicy:
         if self._checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.enable_input_require_grads()
-        self._cfg, self._seed, self._adapted, self._sees = cfg, request.seed, cfg.is_lora, sees
+        self._cfg, self._folder, self._seed, self._adapted, self._sees = cfg, folder, seed, cfg.is_lora, sees
         net = LanguageModel(model, spec.value_dim).to(self._device)
         if not request.trainable:
             net.requires_grad_(False)
@@ -374,13 +380,12 @@ class CausalLMPolicy:
                 factors = load_file(adapter / "adapter_model.safetensors")
                 fill(self._net.lm, factors)
             else:
-                given = self._cfg.updated({"path": str(folder), "lora.path": None})
-                if adapter.is_dir():
-                    given = self._cfg.updated({"lora.path": str(adapter)})
                 dtype = next(self._net.lm.parameters()).dtype
-                fresh, _ = load(given, seed=self._seed, dtype=dtype, sees=self._sees)
-                if given.lora.path is not None:
-                    fresh = add_adapters(fresh, given, trainable=False)
+                if adapter.is_dir():
+                    fresh, _ = load(self._folder, dtype=dtype, seed=self._seed, sees=self._sees)
+                    fresh = add_adapters(fresh, self._cfg.updated({"lora.path": str(adapter)}), trainable=False)
+                else:
+                    fresh, _ = load(folder, dtype=dtype, sees=self._sees)
                 fill(self._net.lm, fresh.state_dict())
             if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))

@@ -7,23 +7,6 @@ from typing import Any
 
 CHUNK_LOGITS = 2**26
 """Logits that are scored at a time: a quarter of a GiB in float32, of which a backward pass holds a few copies."""
-TINY = {
-    "vocab_size": 32,
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-"""Of the model that ships."""
-TINY_VISION = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
-"""Of its vision tower."""
 _MOST_PIXELS = 14 * 14 * 4 * 1280
 """Of a picture that is seen in its own size, where the processor does not say."""
 
@@ -82,9 +65,9 @@ class TextSizes:
         return max(logits + 4 * matrix, 8 * matrix), max(logits + 6 * matrix, 12 * matrix)
 
 
-def read_sizes(folder: Path | None) -> TextSizes:
-    """Sizes of a folder, of which config.json is read; None: of the small model that ships."""
-    config: Any = TINY if folder is None else json.loads((folder / "config.json").read_text())
+def read_sizes(folder: Path) -> TextSizes:
+    """Sizes of a folder, of which config.json is read."""
+    config: Any = json.loads((folder / "config.json").read_text())
     return _transformer(config.get("text_config", config))
 
 
@@ -99,17 +82,17 @@ class PictureSizes:
     """What the language model reads of them."""
 
 
-def read_picture_sizes(folder: Path | None, height: int, width: int) -> PictureSizes:
+def read_picture_sizes(folder: Path, height: int, width: int) -> PictureSizes:
     """Sizes for pictures of so many pixels, from the folder's JSON files; processors' own rules come out roughly."""
-    config: Any = {"vision_config": TINY_VISION} if folder is None else _json(folder / "config.json")
-    rules: Any = {} if folder is None else _json(folder / "preprocessor_config.json")
-    rules = rules or ({} if folder is None else _json(folder / "processor_config.json").get("image_processor", {}))
+    config = _json(folder / "config.json")
+    rules = _json(folder / "preprocessor_config.json")
+    rules = rules or _json(folder / "processor_config.json").get("image_processor", {})
     vision = config.get("vision_config", {})
     patch, edge = int(vision.get("patch_size", 14)), int(vision.get("image_size") or 0)
     size = rules.get("size") or {}
     if edge:  # every picture, or tile of one, is brought to this size
         longest = size.get("longest_edge", edge)
-        tiles = 1 + (-(-longest // edge)) ** 2 if rules.get("do_image_splitting", folder is not None) else 1
+        tiles = 1 + (-(-longest // edge)) ** 2 if rules.get("do_image_splitting", True) else 1
         patches, merged = tiles * (edge // patch) ** 2, int(config.get("scale_factor", 1))
     else:
         most = rules.get("max_pixels") or size.get("longest_edge") or _MOST_PIXELS
