@@ -22,7 +22,7 @@ from torch import Tensor
 
 from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, FpoRatio, JointLogprob, Likelihood
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import FloatArray, IntArray
+from embodyrl.types import FloatArray, IntArray, PolicySpec
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
@@ -140,11 +140,26 @@ class Chosen:
     """One chunk per row, and what is kept of how it came about."""
 
     state: Tensor
-    """[B, H, D] at t = 0."""
+    """[B, H, D] at t = 0; or what an actor beside a frozen model chose (see `SteeringActor`)."""
     tokens: IntArray
     """[B, T]"""
     logprob: Tensor
     """[B, K, P]"""
+
+
+def kept(chosen: Chosen | None, count: int, spec: PolicySpec) -> tuple[IntArray, FloatArray]:
+    """Tokens and log-probabilities [B, L] of B = `count` chosen chunks; acting greedily keeps none (both zero)."""
+    tokens = np.zeros((count, spec.tokens_per_chunk), np.int64)
+    if chosen is None:
+        return tokens, np.zeros(tokens.shape, np.float32)
+    tokens[:, : chosen.tokens.shape[1]] = chosen.tokens
+    return tokens, spread(chosen.logprob, spec).cpu().numpy()
+
+
+def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:
+    """[B, L] of numbers [B, K, P]: each action's at the beginning of its share of the tokens, the rest of it is 0."""
+    share = spec.tokens_per_chunk // numbers.shape[1]
+    return torch.nn.functional.pad(numbers, (0, share - numbers.shape[2])).flatten(1)
 
 
 class ChunkLikelihood(Protocol):

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +22,10 @@ from embodyrl.policies.flow.likelihood import (
     Velocity,
     flow_matching_error,
     follow_ode,
+    kept,
     normals,
     seeds_of,
+    spread,
     uniforms,
 )
 from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
@@ -176,29 +179,24 @@ class FlowPolicy:
         # Weights that are trained stay float32, and autocast computes in bf16; others are bf16 themselves.
         half = cfg.precision is Precision.bf16
         self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
-
-    def _likelihood_of(self, obs: Observation) -> ChunkLikelihood:
-        """What samples and scores chunks for these observations."""
-        del obs
-        if self._cfg.likelihood is Likelihood.fpo:
-            return FpoLikelihood(self._cfg, self._shape)
-        return ChainLikelihood(self._cfg, self._shape, self._module.noise_head)
+        self._likelihood: ChunkLikelihood = ChainLikelihood(cfg, self._shape, module.noise_head)
+        if cfg.likelihood is Likelihood.fpo:
+            self._likelihood = FpoLikelihood(cfg, self._shape)
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`); greedy: the ODE, with zero tokens."""
         prefix = self._prefix(obs)
         velocity = partial(self._velocity, prefix)
-        tokens = np.zeros((len(obs), self.spec.tokens_per_chunk), np.int64)
-        logprob = np.zeros(tokens.shape, np.float32)
+        chosen = None
         if noise is None:
             state = self._greedy(obs, velocity)
         else:
-            likelihood, temperature = self._likelihood_of(obs), temperature or self._temperature
-            chosen = likelihood.sample(velocity, seeds_of(noise), self._device, temperature)
+            scale = temperature or self._temperature
+            chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, scale)
+            chosen = replace(chosen, logprob=self._counted(chosen.logprob))
             state = chosen.state
-            tokens[:, : chosen.tokens.shape[1]] = chosen.tokens
-            logprob = self._spread(chosen.logprob).cpu().numpy()
+        tokens, logprob = kept(chosen, len(obs), self.spec)
         executed = state[:, : self._shape.executed].cpu().numpy()
         return PolicyOutput(
             actions=self._scale.to_actions(executed, obs),
@@ -215,12 +213,9 @@ class FlowPolicy:
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities and entropies [B, L] of what `act` kept, and values [B, V], with gradients."""
         prefix = self._prefix(obs)
-        logprob, entropy = self._likelihood_of(obs).score(
-            partial(self._velocity, prefix), tokens, self._device, self._temperature
-        )
-        return PolicyScores(
-            logprob=self._spread(logprob), entropy=self._spread(entropy), value=self._value(prefix, len(obs))
-        )
+        scored = self._likelihood.score(partial(self._velocity, prefix), tokens, self._device, self._temperature)
+        logprob, entropy = (spread(self._counted(part), self.spec) for part in scored)
+        return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Flow-matching loss of actions [B, H, A]: mean squared error of the velocity over all numbers of a chunk.
@@ -230,7 +225,7 @@ class FlowPolicy:
         within 0.1 of the given ones, of a range of 2; it is not measured while training.
         """
         target = on_device(self._scale.from_actions(actions, obs), self._device)
-        velocity = self._velocity_of(obs)
+        velocity = partial(self._velocity, self._prefix(obs))
         # The prefix was read once: further pairs of noise and time cost a pass of the small expert each.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
         loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
@@ -282,9 +277,6 @@ class FlowPolicy:
         with self._autocast:
             return self._module.network.encode_prefix(obs)
 
-    def _velocity_of(self, obs: Observation) -> Velocity:
-        return partial(self._velocity, self._prefix(obs))
-
     def _velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         with self._autocast:
             v, hidden = self._module.network.velocity(prefix, x, t)
@@ -306,13 +298,10 @@ class FlowPolicy:
             _, hidden = self._velocity(prefix, middle, torch.ones(count, device=self._device))
         return head(hidden.mean(1))
 
-    def _spread(self, per_action: Tensor) -> Tensor:
-        """[B, L] of [B, K, P]."""
-        per_number = not self._cfg.steers and self._cfg.likelihood is not Likelihood.fpo
-        if per_number and per_action.shape[2] == len(self._scale.varies):
-            per_action = per_action * on_device(self._scale.varies, self._device)
-        share = self.spec.tokens_per_chunk // self._shape.executed
-        return nn.functional.pad(per_action, (0, share - per_action.shape[2])).flatten(1)
+    def _counted(self, per_action: Tensor) -> Tensor:
+        """[B, K, P] without what `varies` leaves out, where the numbers of an action have one each."""
+        per_number = self._cfg.likelihood is not Likelihood.fpo and per_action.shape[2] == len(self._scale.varies)
+        return per_action * on_device(self._scale.varies, self._device) if per_number else per_action
 
 
 def _value_head(width: int, value_dim: int) -> nn.Sequential:

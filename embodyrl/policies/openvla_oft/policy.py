@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
+from embodyrl.policies.flow.likelihood import kept, spread
 from embodyrl.policies.openvla_oft.adapter import find_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
@@ -122,7 +123,7 @@ class OpenVlaOftPolicy:
         if self._head is not None:
             with self._scoring:
                 logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
-            return PolicyScores(logprob=self._spread(logprob), entropy=self._spread(entropy), value=value)
+            return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=value)
         logits, value = self._run(obs, tokens)
         choice = on_device(tokens, self._device) - self._config.action_vocab_start
         logprob, entropy = categorical_scores(logits / self._temperature, choice)
@@ -236,26 +237,20 @@ class OpenVlaOftPolicy:
     def _act_continuously(
         self, head: ContinuousHead, inputs: ModelInputs, noise: FloatArray | None, temperature: float
     ) -> PolicyOutput:
-        tokens = np.zeros((len(inputs.prompt_ids), self.spec.tokens_per_chunk), np.int64)
-        logprob = np.zeros(tokens.shape, np.float32)
+        chosen = None
         with self._autocast:
             if noise is None:
                 normalised, value = head.greedy(inputs)
             else:
                 chosen, value = head.draw(inputs, noise, temperature)
-                normalised, logprob = chosen.state, self._spread(chosen.logprob).cpu().numpy()
-                tokens[:, : chosen.tokens.shape[1]] = chosen.tokens
+                normalised = chosen.state
+        tokens, logprob = kept(chosen, len(inputs.prompt_ids), self.spec)
         return PolicyOutput(
             actions=unnormalise(normalised.double().cpu().numpy(), self._bounds),
             tokens=tokens,
             logprob=logprob,
             value=value.cpu().numpy(),
         )
-
-    def _spread(self, numbers: Tensor) -> Tensor:
-        """[B, L] of numbers [B, K, A]: each action's at the beginning of its share of the tokens."""
-        share = self.spec.tokens_per_chunk // numbers.shape[1]
-        return F.pad(numbers, (0, share - numbers.shape[2])).flatten(1)
 
     def _inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(

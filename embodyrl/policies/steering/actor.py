@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,10 @@ from torch import Tensor, nn
 from embodyrl.errors import ConfigError
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead
-from embodyrl.policies.flow.likelihood import START, normals
+from embodyrl.policies.flow.likelihood import START, Chosen, kept, normals, seeds_of, spread
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicySpec
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 
 class SteeringActor(nn.Module):
@@ -43,13 +44,13 @@ class SteeringActor(nn.Module):
         """The Gaussian's mean [B, rows, n]."""
         return self.head.spread(self(features))[0]
 
-    def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> tuple[Tensor, IntArray, Tensor]:
+    def sample(self, features: Tensor, seeds: IntArray, temperature: float) -> Chosen:
         """Choose [B, rows, n] by the seeds [B], with its tokens and its log-probability [B, K, 1]."""
         outputs = self(features)
         mean, log_std = self.head.spread(outputs)
         choice = mean + log_std.exp() * temperature * normals(seeds, START, mean.shape[1:], features.device)
         tokens = self.shape.layout.pack(seeds[:, None], choice.flatten(1).cpu().numpy())
-        return choice, tokens, self._score(outputs, choice, temperature)[0]
+        return Chosen(state=choice, tokens=tokens, logprob=self._score(outputs, choice, temperature)[0])
 
     def score(self, features: Tensor, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy, [B, K, 1] each, of what was kept."""
@@ -89,21 +90,63 @@ class CriticsOfExecuted(Critics):
         return super().forward(features, executed(features, actions, self._shape).flatten(1))
 
 
+class Seen(NamedTuple):
+    """What a frozen model makes of B observations."""
+
+    features: Tensor
+    """[B, F] that the actor reads, without gradients."""
+    value: Tensor
+    """[B, V], with gradients."""
+    model: Any
+    """What `Steered._execute` needs of it."""
+
+
 class Steered(ABC):
-    """What makes a policy with a frozen model and an actor beside it a `SoftActor`."""
+    """A policy with a frozen model and an actor beside it, which acts and learns; implements `SoftActor`."""
 
     spec: PolicySpec
     encoder: Sequence[nn.Parameter] = ()
     frozen = True
     _device: torch.device
+    _temperature: float
 
     @property
     @abstractmethod
     def _actor(self) -> SteeringActor: ...
 
     @abstractmethod
+    def _see(self, obs: Observation) -> Seen: ...
+
+    @abstractmethod
+    def _execute(
+        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+    ) -> FloatArray:
+        """Actions [B, K, A] of choices [B, rows, n] that are not yet squashed; without seeds greedily."""
+
+    @torch.no_grad()
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """Choose a chunk for each observation (see `Policy.act`); greedy: the Gaussian's mean, with zero tokens."""
+        seen, chosen, seeds = self._see(obs), None, None
+        scale = temperature or self._temperature
+        if noise is None:
+            choice = self._actor.greedy(seen.features)
+        else:
+            seeds = seeds_of(noise)
+            chosen = self._actor.sample(seen.features, seeds, scale)
+            choice = chosen.state
+        tokens, logprob = kept(chosen, len(obs), self.spec)
+        actions = self._execute(obs, seen, choice, seeds, scale)
+        return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=seen.value.cpu().numpy())
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Log-probabilities, entropies and values of what was chosen [B, L], with gradients of the actor alone."""
+        seen = self._see(obs)
+        logprob, entropy = self._actor.score(seen.features, tokens, self._temperature)
+        return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=seen.value)
+
     def features(self, obs: Observation) -> Tensor:
         """What actor and critics see [B, F]; without gradients."""
+        return self._see(obs).features
 
     @abstractmethod
     def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
