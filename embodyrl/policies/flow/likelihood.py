@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -146,14 +146,17 @@ class Chosen:
     logprob: Tensor
     """[B, K, P]"""
 
+    @classmethod
+    def greedily(cls, state: Tensor) -> Self:
+        """Without chance nothing is kept, and nothing has a probability."""
+        nothing = torch.zeros(len(state), 1, 0, device=state.device)
+        return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=nothing)
 
-def kept(chosen: Chosen | None, count: int, spec: PolicySpec) -> tuple[IntArray, FloatArray]:
-    """Tokens and log-probabilities [B, L] of B = `count` chosen chunks; acting greedily keeps none (both zero)."""
-    tokens = np.zeros((count, spec.tokens_per_chunk), np.int64)
-    if chosen is None:
-        return tokens, np.zeros(tokens.shape, np.float32)
-    tokens[:, : chosen.tokens.shape[1]] = chosen.tokens
-    return tokens, spread(chosen.logprob, spec).cpu().numpy()
+    def kept(self, spec: PolicySpec) -> tuple[IntArray, FloatArray]:
+        """Tokens and log-probabilities [B, L], filled up with zeros."""
+        tokens = np.zeros((len(self.tokens), spec.tokens_per_chunk), np.int64)
+        tokens[:, : self.tokens.shape[1]] = self.tokens
+        return tokens, spread(self.logprob, spec).cpu().numpy()
 
 
 def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:

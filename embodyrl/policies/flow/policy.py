@@ -17,12 +17,12 @@ from embodyrl.policies.flow.likelihood import (
     START,
     TIMES,
     ChainLikelihood,
+    Chosen,
     ChunkLikelihood,
     FpoLikelihood,
     Velocity,
     flow_matching_error,
     follow_ode,
-    kept,
     normals,
     seeds_of,
     spread,
@@ -188,16 +188,14 @@ class FlowPolicy:
         """Choose a chunk for each observation (see `Policy.act`); greedy: the ODE, with zero tokens."""
         prefix = self._prefix(obs)
         velocity = partial(self._velocity, prefix)
-        chosen = None
         if noise is None:
-            state = self._greedy(obs, velocity)
+            chosen = Chosen.greedily(self._greedy(obs, velocity))
         else:
             scale = temperature or self._temperature
             chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, scale)
             chosen = replace(chosen, logprob=self._counted(chosen.logprob))
-            state = chosen.state
-        tokens, logprob = kept(chosen, len(obs), self.spec)
-        executed = state[:, : self._shape.executed].cpu().numpy()
+        tokens, logprob = chosen.kept(self.spec)
+        executed = chosen.state[:, : self._shape.executed].cpu().numpy()
         return PolicyOutput(
             actions=self._scale.to_actions(executed, obs),
             tokens=tokens,

@@ -18,42 +18,38 @@ from embodyrl.policies.flow.likelihood import (
     seeds_of,
     uniforms,
 )
+from embodyrl.policies.openvla_oft.config import ActionTokenizer
 from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, cumulative_alphas, ddim_step, ddim_steps
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, denoise, noisy_hidden, predict_noise
 from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
 from embodyrl.policies.tensors import on_device, standard_normal
-from embodyrl.types import FloatArray, IntArray
+from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 class L1Gaussian:
-    """The head's output is the mean, a learned number per action dimension the deviation.
+    """The head's output is the mean, a learned number per action dimension the deviation; see `DiscreteTokens`.
 
     Temperature multiplies the deviation. Actions are not bounded: the environment clips them. A token is the bit
     pattern of a float32, so that what was drawn is what is scored.
     """
 
-    def __init__(self, model: OpenVlaOft, forward: Callable[[ModelInputs], tuple[Tensor, Tensor]]) -> None:
-        self._model, self._forward = model, forward
+    def __init__(
+        self, model: OpenVlaOft, forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], tokenizer: ActionTokenizer
+    ) -> None:
+        self._model, self._forward, self._tokenizer = model, forward, tokenizer
 
-    def greedy(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Normalised actions [B, K, A] without noise, here the mean, and values [B, V]."""
-        return self._forward(inputs)
-
-    def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Hidden rows [B, L, D] that actions are read from, and what `greedy` gives [B, K, A]."""
-        hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
-        return hidden, self._model.regress(hidden)
-
-    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
-        """Draw normalised chunks from uniforms [B, L], one for each row, by the inverse CDF; with values [B, V]."""
+    def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
+        """The mean, or drawn by the inverse CDF."""
         spread, value = self._spread(inputs, temperature)
+        if noise is None:
+            return Chosen.greedily(spread.mean), value
         normal = standard_normal(on_device(noise, value.device)).view_as(spread.mean)
         actions = spread.mean + spread.std * normal
         bits = actions.flatten(1).cpu().numpy().view(np.int32).astype(np.int64)
         return Chosen(state=actions, tokens=bits, logprob=spread.log_prob(actions)), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies [B, K, A] of what was drawn, and values [B, V]."""
+        """Those of the Gaussian."""
         spread, value = self._spread(inputs, temperature)
         actions = on_device(tokens.astype(np.int32).view(np.float32), value.device).view_as(spread.mean)
         return spread.log_prob(actions), spread.entropy(), value
@@ -62,13 +58,16 @@ class L1Gaussian:
         """[B, V]"""
         return self._forward(inputs)[1]
 
-    def imitate(self, inputs: ModelInputs, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Supervised loss [B] of normalised actions [B, K, A], and what acting greedily gives; NaN: not computed.
+    def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+        """The means."""
+        hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
+        return hidden, self._model.regress(hidden)
 
-        The loss is the mean distance, as in the official training.
-        """
+    def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
+        """The mean distance, as in the official training."""
         mean, _ = self._forward(inputs)
-        return (mean - target.to(mean.dtype)).abs().flatten(1).mean(1), mean.detach()
+        loss = (mean - on_device(target, mean.device).to(mean.dtype)).abs().flatten(1).mean(1)
+        return ImitationScores(loss=loss, accuracy=agreement(mean.detach(), target, self._tokenizer))
 
     def _spread(self, inputs: ModelInputs, temperature: float) -> tuple[Transition, Tensor]:
         mean, value = self._forward(inputs)
@@ -97,24 +96,30 @@ class DiffusionChain(GaussianChain):
 
 
 class Diffusion:
-    """Acts by denoising; its likelihood is that of one noisy step of the chain, or of all."""
+    """Acts by denoising; its likelihood is that of one noisy step of the chain, or of all; see `DiscreteTokens`."""
 
-    def __init__(self, model: OpenVlaOft, cfg: OftSettings) -> None:
-        self._model, self._cfg, self._chain = model, cfg, DiffusionChain(cfg)
+    def __init__(self, model: OpenVlaOft, cfg: OftSettings, tokenizer: ActionTokenizer) -> None:
+        self._model, self._cfg, self._tokenizer, self._chain = model, cfg, tokenizer, DiffusionChain(cfg)
 
-    def greedy(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Without noise from one fixed start for every observation (see `L1Gaussian.greedy`)."""
-        prefix = self._model.prefix(inputs)
-        steps = self._cfg.num_diffusion_steps_inference
-        return denoise(self._model, inputs, self._start(inputs), steps, prefix), self._value(inputs, prefix)
+    def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
+        """Denoise from drawn noise; greedily without noise from one fixed start for every observation."""
+        prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
+        if noise is None:
+            chosen = Chosen.greedily(self._denoised(inputs, prefix))
+        else:
+            chosen = self._chain.sample(self._network(inputs, prefix), seeds_of(noise), device, temperature)
+        return chosen, self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """See `L1Gaussian.propose`; the hidden rows are those of the first step."""
-        prefix, start = self._model.prefix(inputs), self._start(inputs)
+        """The hidden rows are those of the first step."""
+        prefix = self._model.prefix(inputs)
+        level = torch.full((len(prefix),), ddim_steps(self._cfg.num_diffusion_steps_inference)[0], device=prefix.device)
+        hidden = noisy_hidden(self._model, inputs, prefix, self._start(inputs), level)
+        return hidden, self._denoised(inputs, prefix)
+
+    def _denoised(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
         steps = self._cfg.num_diffusion_steps_inference
-        level = torch.full((len(prefix),), ddim_steps(steps)[0], device=prefix.device)
-        hidden = noisy_hidden(self._model, inputs, prefix, start, level)
-        return hidden, denoise(self._model, inputs, start, steps, prefix)
+        return denoise(self._model, inputs, self._start(inputs), steps, prefix)
 
     def _start(self, inputs: ModelInputs) -> Tensor:
         """[B, K, A]"""
@@ -123,39 +128,34 @@ class Diffusion:
         start = on_device(standard_normal(drawn).view(shape), inputs.prompt_ids.device)
         return start.expand(len(inputs.prompt_ids), *shape)
 
-    def draw(self, inputs: ModelInputs, noise: FloatArray, temperature: float) -> tuple[Chosen, Tensor]:
-        """Denoise from drawn noise (see `L1Gaussian.draw`)."""
-        prefix = self._model.prefix(inputs)
-        device = inputs.prompt_ids.device
-        chosen = self._chain.sample(self._network(inputs, prefix), seeds_of(noise), device, temperature)
-        return chosen, self._value(inputs, prefix)
-
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """See `L1Gaussian.score`."""
-        prefix = self._model.prefix(inputs)
-        device = inputs.prompt_ids.device
+        """Those of the noisy steps."""
+        prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         logprob, entropy = self._chain.score(self._network(inputs, prefix), tokens, device, temperature)
         return logprob, entropy, self._value(inputs, prefix)
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """See `L1Gaussian.values`."""
+        """[B, V]"""
         return self._value(inputs, self._model.prefix(inputs))
 
-    def imitate(self, inputs: ModelInputs, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared error of the noise, at one of the training steps per row (see `L1Gaussian.imitate`).
+    def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
+        """Squared error of the noise, at one of the training steps per row.
 
-        Without gradients (validation) noise and step are the same in every call.
+        Without gradients (validation) noise and step are the same in every call, and actions are compared, which takes
+        a whole denoising.
         """
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
-        noise = normals(rows, START, tuple(target.shape[1:]), target.device)
-        level = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), target.device)
-        share = cumulative_alphas().to(target.device)[level][:, None, None]
-        noisy = share.sqrt() * target.float() + (1 - share).sqrt() * noise
+        device = inputs.prompt_ids.device
+        noise = normals(rows, START, target.shape[1:], device)
+        level = on_device((uniforms(rows, TIMES, 1)[:, 0] * TRAIN_STEPS).astype(np.int64), device)
+        share = cumulative_alphas().to(device)[level][:, None, None]
+        noisy = share.sqrt() * on_device(target, device).float() + (1 - share).sqrt() * noise
         prefix = self._model.prefix(inputs)
         error = F.mse_loss(predict_noise(self._model, inputs, prefix, noisy, level), noise, reduction="none")
-        found = torch.full_like(noise, torch.nan) if trains else self.greedy(inputs)[0]
-        return error.flatten(1).mean(1), found
+        found = torch.full_like(noise, torch.nan) if trains else self._denoised(inputs, prefix)
+        accuracy = agreement(found, target, self._tokenizer)
+        return ImitationScores(loss=error.flatten(1).mean(1), accuracy=accuracy)
 
     def _network(self, inputs: ModelInputs, prefix: Tensor) -> Velocity:
         def network(x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,5 +178,7 @@ class Diffusion:
         return head(hidden)
 
 
-ContinuousHead = L1Gaussian | Diffusion
-"""Acts, and says later how likely that was."""
+def agreement(found: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
+    """Share [B] of normalised actions [B, K, A] that fall into the bins of given ones; NaN falls into none."""
+    same = tokenizer.encode(found.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
+    return (on_device(same, found.device) & ~found.isnan()).flatten(1).float().mean(1)

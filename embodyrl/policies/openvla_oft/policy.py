@@ -5,15 +5,13 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.policies.flow.likelihood import kept, spread
+from embodyrl.policies.flow.likelihood import spread
 from embodyrl.policies.openvla_oft.adapter import find_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
@@ -37,13 +35,14 @@ from embodyrl.policies.openvla_oft.config import (
     read_config,
     unnormalise,
 )
-from embodyrl.policies.openvla_oft.continuous import ContinuousHead, Diffusion, L1Gaussian
+from embodyrl.policies.openvla_oft.continuous import Diffusion, L1Gaussian
+from embodyrl.policies.openvla_oft.discrete import DiscreteTokens
 from embodyrl.policies.openvla_oft.graphs import Recorded
 from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess
-from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, decode_tokens
+from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
+from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 
@@ -57,21 +56,13 @@ class OpenVlaOftPolicy:
         self._model = build_module(config, options, request)
         self.module: nn.Module = self._model
         self._forward = torch.compile(self._model) if cfg.compile else self._model
-        graphs = cfg.cuda_graphs and torch.device(request.device).type == "cuda"
-        self._replayed = Recorded(self._forward) if graphs else self._forward
         self._cfg, self._env = cfg, request.env
         self._config = config
-        self._options = options
         self._temperature = request.temperature
         self._device = torch.device(request.device)
-        self._chunk = spec.num_action_chunks, spec.action_dim
-        self._head: ContinuousHead | None = None
-        if cfg.action_head is ActionHead.l1:
-            self._head = L1Gaussian(self._model, self._forward)
-        elif cfg.action_head is ActionHead.diffusion:
-            self._head = Diffusion(self._model, cfg)
-        self._adopt(config)
         self._actions = ActionTokenizer(vocab_end=config.action_vocab_end, n_bins=config.n_bins)
+        self._head = self._build_head()
+        self._adopt(config)
         self._prompts = PromptEncoder(
             config.folder / TOKENIZER_FILE,
             bos_token_id=config.llama.bos_token_id,
@@ -89,45 +80,30 @@ class OpenVlaOftPolicy:
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`).
 
-        Token ids are absolute ids of the vocabulary, as the public code stores them. Tokens of continuous heads are bit
-        patterns; acting greedily they have none, nor log-probabilities (both zero).
+        Tokens of the discrete head are ids, also acting greedily. Those of continuous heads are bit patterns; acting
+        greedily they have none, nor log-probabilities (both zero).
         """
-        inputs = self._inputs(obs)
-        if self._head is not None:
-            return self._act_continuously(self._head, inputs, noise, temperature or self._temperature)
-        uniform = None if noise is None else on_device(noise, self._device)
         with self._autocast:
-            logits, choice, value = self._sample(inputs, uniform, temperature or self._temperature)
-        # Outside of autocast, as in `score`: the two must come to the same number.
-        logprob, _ = categorical_scores(logits / (temperature or self._temperature), choice)
-        tokens = (choice + self._config.action_vocab_start).cpu().numpy()
+            chosen, value = self._head.act(self._inputs(obs), noise, temperature or self._temperature)
+        tokens, logprob = chosen.kept(self.spec)
         return PolicyOutput(
-            actions=unnormalise(self._actions.decode(tokens).reshape(len(obs), *self._chunk), self._bounds),
+            actions=unnormalise(chosen.state.double().cpu().numpy(), self._bounds),
             tokens=tokens,
-            logprob=logprob.cpu().numpy(),
+            logprob=logprob,
             value=value.cpu().numpy(),
         )
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Value estimates [B, V]."""
-        if self._head is not None:
-            with self._autocast:
-                return self._head.values(self._inputs(obs)).cpu().numpy()
-        # Values belong to the prompt; an autoregressive model sees no action token before it.
-        tokens = np.full((len(obs), self.spec.tokens_per_chunk), self._config.action_vocab_start)
-        return self._run(obs, tokens)[1].cpu().numpy()
+        with self._autocast:
+            return self._head.values(self._inputs(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
-        if self._head is not None:
-            with self._scoring:
-                logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
-            return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=value)
-        logits, value = self._run(obs, tokens)
-        choice = on_device(tokens, self._device) - self._config.action_vocab_start
-        logprob, entropy = categorical_scores(logits / self._temperature, choice)
-        return PolicyScores(logprob=logprob, entropy=entropy, value=value)
+        with self._scoring:
+            logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
+        return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=value)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Tokens of actions (see `TokenPolicy.encode_actions`).
@@ -135,7 +111,7 @@ class OpenVlaOftPolicy:
         Raises:
             ConfigError: the head draws real numbers, whose probabilities are densities.
         """
-        if self._head is not None:
+        if self._cfg.action_head is not ActionHead.discrete:
             raise ConfigError(
                 f"model.action_head={self._cfg.action_head} has no tokens for actions; use discrete ones."
             )
@@ -148,22 +124,8 @@ class OpenVlaOftPolicy:
         normalised actions, and for diffusion the squared error of the noise (whose actions are not compared while
         training: they would take a whole denoising).
         """
-        target = normalise(actions, self._bounds)
-        tokens = on_device(self._actions.encode(target), self._device).flatten(1)
         with self._scoring:
-            inputs = self._inputs(obs)
-            if self._head is not None:
-                loss, got = self._head.imitate(inputs, on_device(target, self._device))
-                known = ~got.isnan().flatten(1)
-                chosen = on_device(self._actions.encode(got.nan_to_num().cpu().numpy()), self._device).flatten(1)
-                return ImitationScores(loss=loss, accuracy=((chosen == tokens) & known).float().mean(1))
-            logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
-            ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
-            # Flat, because CUDA's loss of three dimensions is not deterministic.
-            losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
-            columns = self._model.action_columns
-            chosen = logits[:, :-1, columns].argmax(-1) + columns.start
-        return ImitationScores(loss=losses.mean(1), accuracy=(chosen == tokens).float().mean(1))
+            return self._head.imitate(self._inputs(obs), normalise(actions, self._bounds))
 
     def save(self, folder: Path) -> None:
         """Write the weights in the public layout, in the dtype they are kept in (fp32 while training).
@@ -215,42 +177,15 @@ class OpenVlaOftPolicy:
         """What action tokens mean: the first one, and the statistics that they are bins of."""
         return self._config.action_vocab_start, self._bounds
 
-    def _run(self, obs: Observation, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        with self._scoring:
-            return self._forward(self._inputs(obs), on_device(tokens, self._device))
-
-    def _sample(self, inputs: ModelInputs, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [B, L, bins], chosen bins [B, L] and values [B, V]."""
-
-        def choose(logits: Tensor, noise: Tensor | None) -> Tensor:
-            return logits.argmax(dim=-1) if noise is None else sample_inverse_cdf(logits / temperature, noise)
-
-        if not self._options.autoregressive:
-            logits, value = self._replayed(inputs)
-            return logits, choose(logits, uniform), value
-        return decode_tokens(
-            self._model,
-            inputs,
-            lambda index, logits: choose(logits, None if uniform is None else uniform[:, index : index + 1]),
-        )
-
-    def _act_continuously(
-        self, head: ContinuousHead, inputs: ModelInputs, noise: FloatArray | None, temperature: float
-    ) -> PolicyOutput:
-        chosen = None
-        with self._autocast:
-            if noise is None:
-                normalised, value = head.greedy(inputs)
-            else:
-                chosen, value = head.draw(inputs, noise, temperature)
-                normalised = chosen.state
-        tokens, logprob = kept(chosen, len(inputs.prompt_ids), self.spec)
-        return PolicyOutput(
-            actions=unnormalise(normalised.double().cpu().numpy(), self._bounds),
-            tokens=tokens,
-            logprob=logprob,
-            value=value.cpu().numpy(),
-        )
+    def _build_head(self) -> DiscreteTokens | L1Gaussian | Diffusion:
+        """What acts, and says later how likely that was."""
+        if self._cfg.action_head is ActionHead.l1:
+            return L1Gaussian(self._model, self._forward, self._actions)
+        if self._cfg.action_head is ActionHead.diffusion:
+            return Diffusion(self._model, self._cfg, self._actions)
+        graphs = self._cfg.cuda_graphs and self._device.type == "cuda"
+        acting = Recorded(self._forward) if graphs else self._forward
+        return DiscreteTokens(self._model, self._forward, acting, self._actions)
 
     def _inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(

@@ -58,15 +58,8 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
     def _see(self, obs: Observation) -> Seen:
         """Features are the mean of the hidden rows that actions are read from, then what is proposed, normalised."""
         with torch.no_grad():
-            inputs = self._inputs(obs)
-            if self._head is None:
-                hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
-                logits, _ = self._model.read_out(hidden, self._model.action_columns)
-                ids = (logits.argmax(-1) + self._config.action_vocab_start).cpu().numpy()
-                proposed = self._actions.decode(ids).reshape(len(obs), *self._chunk)
-            else:
-                hidden, actions = self._head.propose(inputs)
-                proposed = actions.double().cpu().numpy()
+            hidden, actions = self._head.propose(self._inputs(obs))
+            proposed = actions.double().cpu().numpy()
             exact = on_device(proposed.astype(np.float32), self._device).flatten(1)
             features = torch.cat([hidden.float().mean(1), exact], 1)
         return Seen(features, self._model.value(hidden), proposed)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from embodyrl.errors import ConfigError
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead
-from embodyrl.policies.flow.likelihood import START, Chosen, kept, normals, seeds_of, spread
+from embodyrl.policies.flow.likelihood import START, Chosen, normals, seeds_of, spread
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -126,16 +126,14 @@ class Steered(ABC):
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`); greedy: the Gaussian's mean, with zero tokens."""
-        seen, chosen, seeds = self._see(obs), None, None
-        scale = temperature or self._temperature
-        if noise is None:
-            choice = self._actor.greedy(seen.features)
+        seen, scale = self._see(obs), temperature or self._temperature
+        seeds = None if noise is None else seeds_of(noise)
+        if seeds is None:
+            chosen = Chosen.greedily(self._actor.greedy(seen.features))
         else:
-            seeds = seeds_of(noise)
             chosen = self._actor.sample(seen.features, seeds, scale)
-            choice = chosen.state
-        tokens, logprob = kept(chosen, len(obs), self.spec)
-        actions = self._execute(obs, seen, choice, seeds, scale)
+        tokens, logprob = chosen.kept(self.spec)
+        actions = self._execute(obs, seen, chosen.state, seeds, scale)
         return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=seen.value.cpu().numpy())
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
