@@ -65,8 +65,16 @@ class _Linear(torch.autograd.Function):
         grad = grads[0].contiguous()
         rows = grad.flatten(0, -2)
         of_x = None if weight is None else _product(grad, weight.t(), None)
-        of_weight = None if x is None else _product(rows.t(), x.flatten(0, -2).t(), None)
+        of_weight = None if x is None else _outer(rows, x.flatten(0, -2))
         return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _outer(rows: Tensor, x: Tensor) -> Tensor:
+    """Sum of the outer products [out, in] of rows [N, out] and [N, in]."""
+    # The first factor is copied, for its rows to lie together in memory: the narrower one.
+    if x.shape[1] < rows.shape[1]:
+        return _product(x.t(), rows.t(), None).t().contiguous()
+    return _product(rows.t(), x.t(), None)
 
 
 class Linear(nn.Linear):

@@ -13,11 +13,11 @@ from embodyrl.policies.linear import Linear, Stack, linear, stacked
 faster = pytest.mark.skipif(not module.HAS_PRODUCT, reason="this processor or torch has no faster product")
 
 
-def values_and_gradients(product, bias, *, transposed=False):
+def values_and_gradients(product, bias, *, transposed=False, sizes=(128, 352)):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(6, 90, 128, generator=generator, requires_grad=True)
-    weight = torch.randn(352, 128, generator=generator, requires_grad=True)
-    b = torch.randn(352, generator=generator, requires_grad=True) if bias else None
+    x = torch.randn(6, 90, sizes[0], generator=generator, requires_grad=True)
+    weight = torch.randn(*sizes[::-1], generator=generator, requires_grad=True)
+    b = torch.randn(sizes[1], generator=generator, requires_grad=True) if bias else None
     out = product(x.transpose(0, 1) if transposed else x, weight, b)
     # Expanded: the gradient of a mean has no memory of its own.
     loss = out.pow(2).mean() if not transposed else out.mean()
@@ -28,10 +28,13 @@ def values_and_gradients(product, bias, *, transposed=False):
 @faster
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_values_and_gradients_are_those_of_torch(bias, transposed):
-    found = values_and_gradients(linear, bias, transposed=transposed)
+@pytest.mark.parametrize("sizes", [(128, 352), (352, 128)])
+def test_values_and_gradients_are_those_of_torch(bias, transposed, sizes):
+    found = values_and_gradients(linear, bias, transposed=transposed, sizes=sizes)
     assert "_Linear" in str(found[0].grad_fn)
-    for ours, theirs in zip(found, values_and_gradients(F.linear, bias, transposed=transposed), strict=True):
+    assert found[2].is_contiguous()
+    expected = values_and_gradients(F.linear, bias, transposed=transposed, sizes=sizes)
+    for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.detach().abs().max()))
 
 

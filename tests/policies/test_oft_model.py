@@ -2,13 +2,17 @@
 
 import json
 
+import pytest
 import torch
+import torch.nn.functional as F
 from test_oft_golden import close, inputs_of
 
 from embodyrl.policies.openvla_oft import count_parameters
 from embodyrl.policies.openvla_oft.config import OftOptions, read_config
+from embodyrl.policies.openvla_oft.llama import RmsNorm
 from embodyrl.policies.openvla_oft.model import OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import OftSettings
+from embodyrl.policies.openvla_oft.vision import PatchEmbed
 
 
 def test_two_images_are_two_runs_of_the_towers(checkpoint, make_policy, golden):
@@ -45,3 +49,44 @@ def test_unused_weights_get_no_gradient_and_all_others_do(checkpoint, make_polic
     unused = (*towers, *norms, "vision_backbone.fused_featurizer.attn_pool")
     assert all(name.startswith(unused) for name in frozen)
     assert len(frozen) == 14 + 12 + 4 + 13
+
+
+@pytest.mark.parametrize("append_stop", [True, False])
+def test_slots_that_pass_the_first_layer_once_are_all_slots(checkpoint, make_policy, golden, monkeypatch, append_stop):
+    """Two prompts of different lengths: STOP and padding stand elsewhere in each row."""
+    module, batch = make_policy(checkpoint, append_stop=append_stop, value_dim=1).module, inputs_of(golden)
+    assert batch.prompt_lengths[0] != batch.prompt_lengths[1]
+    body, found, widths = module.language_model.model, [], []
+    first = body.layers[0]
+    first.register_forward_hook(lambda layer, inputs, out: widths.append(inputs[0].shape[1]))
+    for once in (True, False):
+        if not once:
+            monkeypatch.setattr(OpenVlaOft, "_gives_slots_once", lambda self, prefix: False)
+        logits, value = module(batch, whole_vocabulary=True)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        loss = logits.log_softmax(-1)[..., ::97].square().mean() + value.square().mean()
+        found.append([logits, value, *torch.autograd.grad(loss, parameters)])
+    assert widths[1] - widths[0] == 55
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-4 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("side", [28, 30])
+def test_patches_are_those_of_the_convolution(checkpoint, side):
+    embed = PatchEmbed(read_config(checkpoint).towers[0])
+    size = embed.proj.weight.shape[-1]
+    pixels = torch.randn(2, 6, side * size // 14, 2 * size)[:, :3]
+    found = [embed(pixels), embed.proj(pixels).flatten(2).transpose(1, 2)]
+    weights = [torch.autograd.grad(out.square().sum(), list(embed.parameters())) for out in found]
+    for a, b in zip([found[0], *weights[0]], [found[1], *weights[1]], strict=True):
+        close(a, b, 1e-5 * float(b.detach().abs().max()))
+
+
+def test_a_norm_has_the_numbers_and_gradients_of_its_formula():
+    torch.manual_seed(0)
+    norm, x = RmsNorm(32, 1e-2), torch.randn(3, 5, 32, requires_grad=True)
+    torch.nn.init.normal_(norm.weight)
+    found = [norm(x), F.rms_norm(x, (32,), norm.weight, norm.eps)]
+    slopes = [torch.autograd.grad(out.sin().sum(), [x, norm.weight]) for out in found]
+    for a, b in zip([found[0], *slopes[0]], [found[1], *slopes[1]], strict=True):
+        close(a, b, 1e-5, 1e-5)

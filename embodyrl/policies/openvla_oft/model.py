@@ -3,6 +3,7 @@
 Outputs that become actions in several passes, token by token (OpenVLA) or by denoising, are at the end.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embodyrl.policies.linear import linear
 from embodyrl.policies.openvla_oft.checkpoint import COMPONENTS, OF_RL, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.heads import (
@@ -22,7 +24,7 @@ from embodyrl.policies.openvla_oft.heads import (
     ddim_steps,
     time_embedding,
 )
-from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, RmsNorm
+from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, Repeated, RmsNorm
 from embodyrl.policies.openvla_oft.settings import correction_of
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 from embodyrl.policies.steering.actor import SteeringActor
@@ -147,10 +149,32 @@ class OpenVlaOft(nn.Module):
 
         Row j predicts token j: the last prompt token predicts the first one, placeholder j-1 the j-th.
         """
-        embeddings, mask, last_prompt = self.embed(prefix, inputs, slots)
+        body, repeated = self.language_model.model, None
+        if slots is None and self._gives_slots_once(prefix):
+            embeddings, mask, last_prompt, repeated = self._embed_slots_once(prefix, inputs)
+        else:
+            embeddings, mask, last_prompt = self.embed(prefix, inputs, slots)
         offset = torch.arange(self.options.num_action_tokens + more_rows, device=embeddings.device)
         rows = last_prompt[:, None] + offset
-        return self.language_model.model(embeddings, self.attention_mask(mask), rows=rows)
+        return body(embeddings, self.attention_mask(mask), rows=rows, repeated=repeated)
+
+    def _gives_slots_once(self, prefix: Tensor) -> bool:
+        # In half precision the logarithm of their number would be coarse; of many layers one is not worth it.
+        plain = prefix.device.type == "cpu" and prefix.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
+
+    def _embed_slots_once(self, prefix: Tensor, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Repeated]:
+        """As `embed` without slots, whose zeros the first layer cannot tell apart: embeddings [B, S, D] have one."""
+        more = self.options.num_action_tokens - 1
+        embeddings, seen, last_prompt = self.embed(prefix, inputs, num_slots=1)
+        slot = last_prompt[:, None] + 1
+        given = torch.arange(embeddings.shape[1], device=slot.device)
+        every = torch.arange(embeddings.shape[1] + more, device=slot.device)
+        places = every - (every - slot).clamp(0, more)
+        stands_for = (given == slot).float() * math.log(more + 1)
+        mask = stands_for.masked_fill(~seen, -math.inf)[:, None, None]
+        repeated = Repeated(given + (given > slot) * more, mask, places)
+        return embeddings, seen.gather(1, places), last_prompt, repeated
 
     def attention_mask(self, key_mask: Tensor) -> Tensor:
         """[B, 1, 1 or T, T] from a key mask [B, T]: causal where tokens are predicted one by one."""
@@ -259,7 +283,7 @@ def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor,
 def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
     """Compute some output columns of a bias-free linear layer, which may carry low-rank adapters (peft)."""
     if isinstance(layer, nn.Linear):
-        return F.linear(x, layer.weight[columns])
+        return linear(x, layer.weight[columns], None)
     wrapped: Any = layer
     out = F.linear(x, wrapped.base_layer.weight[columns])
     for name in wrapped.active_adapters:

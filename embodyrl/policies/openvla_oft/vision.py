@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodyrl.policies.linear import Linear
+from embodyrl.policies.linear import Linear, linear
 from embodyrl.policies.openvla_oft.config import VitSpec
 from embodyrl.policies.openvla_oft.llama import linears
 
@@ -21,7 +21,14 @@ class PatchEmbed(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map pixels [B, 3, S, S] to tokens [B, patches, width]."""
-        return self.proj(pixels).flatten(2).transpose(1, 2)
+        if pixels.is_cuda or not isinstance(self.proj, nn.Conv2d):  # with an adapter it is none
+            return self.proj(pixels).flatten(2).transpose(1, 2)
+        # The same sums as a matrix product, on a CPU in two thirds of the time.
+        size = self.proj.weight.shape[-1]
+        rows, columns = (side // size for side in pixels.shape[2:])
+        cut = pixels[:, :, : rows * size, : columns * size].unflatten(3, (columns, size)).unflatten(2, (rows, size))
+        patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), rows * columns, -1)
+        return linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class Attention(nn.Module):
