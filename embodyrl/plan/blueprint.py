@@ -10,7 +10,6 @@ from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ProcessSettings
-from embodyrl.config.load import COMMAND_LINE
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -154,7 +153,7 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
     problems += [
         f"{key} has no effect: {reason}; leave it out."
         for key, reason in (*cfg.model.idle_in(env), *counted_lengths(cfg, env))
-        if cfg.sources.get(key) == COMMAND_LINE
+        if cfg.typed(key)
     ]
     if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
@@ -172,7 +171,7 @@ def unshared(cfg: TrainConfig | SftConfig) -> list[str]:
         f"actor.fsdp.{key} has no effect: there is one actor rank (-1 is one per GPU of this host); set "
         "actor.fsdp.size, or leave it out."
         for key in ("shard_size", "reshard_after_forward", "gradient_sync")
-        if cfg.sources.get(f"actor.fsdp.{key}") == COMMAND_LINE
+        if cfg.typed(f"actor.fsdp.{key}")
     ]
 
 
@@ -189,8 +188,8 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         problems.append(
             f"model '{policy.name}' cannot be trained: {policy.untrainable}. Fix: another model, or `embodyrl eval`."
         )
-    typed = cfg.sources.get("env.train.continue_episodes") == COMMAND_LINE and cfg.env.train.continue_episodes
-    if typed and (env.lockstep or not algorithm.counts_chunk_steps):
+    asked = cfg.env.train.continue_episodes and cfg.typed("env.train.continue_episodes")
+    if asked and (env.lockstep or not algorithm.counts_chunk_steps):
         reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
         problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
     problems += _weight_problems(cfg, algorithm, env)

@@ -13,22 +13,12 @@ from typing import Any
 import yaml
 
 from embodyrl.config import tree
-from embodyrl.config.load import (
-    COMMAND_LINE,
-    Setting,
-    build,
-    compose_groups,
-    parse_word,
-    read_saved,
-    split_words,
-    wrong_values,
-)
 from embodyrl.config.paths import HUB_NAME, resolve_run
-from embodyrl.config.settings import find_key, flat, leaves, nodes, plain
+from embodyrl.config.settings import flat, leaves, nodes, plain
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked, one_line
 from embodyrl.files import write_atomically
-from embodyrl.plan.keys import CommandKeys
+from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
 from embodyrl.plan.roots import ROOTS, SELECTORS, Root, selected
 
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
@@ -253,14 +243,12 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     # Which data they are says which keys there are; weights are fetched once nothing else is wrong.
     if fetch:
         settings = [replace(s, value=_fetched(s.key, s.value)) if s.key in DATA_KEYS else s for s in settings]
-    cfg, sources = build(settings, CommandKeys(command), problems)
+    cfg, sources = build(settings, command, problems)
     cfg._sources.update(sources)
     problems += [line for node in nodes(cfg) for line in node.problems()]
     # Of several reasons for a key the last one of the outermost part is said.
     for name, reason in dict(idle for node in reversed([*nodes(cfg)]) for idle in node.idle()).items():
-        key = find_key(type(cfg), name)
-        typed = any(s == COMMAND_LINE and (at == name or at.startswith(f"{name}.")) for at, s in sources.items())
-        if key is not None and typed:
+        if cfg.typed(name):
             problems.append(f"{name} has no effect: {reason}, or leave {name} out.")
     if problems:
         raise ConfigError(problems)

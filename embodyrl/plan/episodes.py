@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -328,26 +328,23 @@ def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, nth)) % len(choices)]
         return _train_episodes(cfg, env, step, members * per_slot + nth, members // size, ids)
 
-    queues = (_LazyEpisodes(partial(_nth_of, specs, slot), per_slot) for slot in range(len(reset_ids)))
+    queues = (_LazyEpisodes(specs, slot, per_slot) for slot in range(len(reset_ids)))
     return Wave(queues=tuple(queues), quota_chunks=quota)
 
 
-def _nth_of(specs: Callable[[int], list[EpisodeSpec]], slot: int, nth: int) -> EpisodeSpec:
-    return specs(nth)[slot]
-
-
+@dataclass(frozen=True, slots=True)
 class _LazyEpisodes(Sequence[EpisodeSpec]):
     """Episodes that are made when they are looked at: few of those that outlast a quota ever start."""
 
-    def __init__(self, make: Callable[[int], EpisodeSpec], length: int) -> None:
-        self._make = make
-        self._length = length
+    specs: Callable[[int], list[EpisodeSpec]]
+    slot: int
+    length: int
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __getitem__(self, index: int) -> EpisodeSpec:
-        return self._make(range(self._length)[index])
+        return self.specs(range(self.length)[index])[self.slot]
 
 
 def _train_episodes(

@@ -7,7 +7,6 @@ import difflib
 import functools
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,48 +127,43 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
     return [*keys, *{parent for key in keys for parent in parents_of(key)}]
 
 
-@dataclass(frozen=True, slots=True)
-class CommandKeys:
-    """The keys of a command; implements `KeyTree`."""
+def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
+    """Find the class with all keys of a command for leaves by dotted name, and the groups whose keys are not known as a
+    choice is wrong.
+    """
+    root, fields, unclear = ROOTS[command], {}, set()
+    for group, (_, settings) in SELECTORS.items():
+        base = selected(root, group)
+        if base is None:
+            continue
+        try:
+            fields[group] = join(settings(values), base)
+        except ConfigError as error:
+            problems += error.problems
+            unclear.add(group)
+    # What a part brings stands before the root: where both have a section of one name, the part's holds.
+    bases: list[type[Settings]] = [root]
+    factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
+    if getattr(factory, "reads_rows", False):
+        bases.insert(0, TextTask)
+    elif issubclass(root, ActingConfig) and (section := getattr(factory, "section", None)):
+        bases.insert(0, section)
+    if "launcher" in fields and (section := LAUNCHERS.get(name_of(values, "launcher.name", "local")).section):
+        bases.insert(0, section)
+    return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
 
-    command: str
-    is_known = staticmethod(is_known)
-    suggest = staticmethod(suggest)
 
-    def choose(self, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
-        """See `KeyTree.choose`."""
-        root, fields, unclear = ROOTS[self.command], {}, set()
-        for group, (_, settings) in SELECTORS.items():
-            base = selected(root, group)
-            if base is None:
-                continue
-            try:
-                fields[group] = join(settings(values), base)
-            except ConfigError as error:
-                problems += error.problems
-                unclear.add(group)
-        # What a part brings stands before the root: where both have a section of one name, the part's holds.
-        bases: list[type[Settings]] = [root]
-        factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-        if getattr(factory, "reads_rows", False):
-            bases.insert(0, TextTask)
-        elif issubclass(root, ActingConfig) and (section := getattr(factory, "section", None)):
-            bases.insert(0, section)
-        if "launcher" in fields and (section := LAUNCHERS.get(name_of(values, "launcher.name", "local")).section):
-            bases.insert(0, section)
-        return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
-
-    def reader(self, name: str, values: Mapping[str, Any]) -> str:
-        """See `KeyTree.reader`."""
-        root, group = ROOTS[self.command], name.partition(".")[0]
-        if group in TextTask.model_fields and selected(root, "env"):
-            group = "env"  # whose kind decides whether there are rows
-        if selected(root, group) is None:
-            return f"`embodyrl {self.command}`"
-        keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
-        chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
-        inside = {name, *parents_of(name)}
-        others = [part for part, settings in _settings_of(group) if inside & keys_of(settings, f"{group}.").keys()]
-        if group in _PARTS and not others and name.startswith(f"{group}."):
-            return f"`embodyrl {self.command}`"  # no part has it, so it is another command's
-        return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")
+def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
+    """Who would have to read a key of other commands or parts, with these values."""
+    root, group = ROOTS[command], name.partition(".")[0]
+    if group in TextTask.model_fields and selected(root, "env"):
+        group = "env"  # whose kind decides whether there are rows
+    if selected(root, group) is None:
+        return f"`embodyrl {command}`"
+    keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
+    chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
+    inside = {name, *parents_of(name)}
+    others = [part for part, settings in _settings_of(group) if inside & keys_of(settings, f"{group}.").keys()]
+    if group in _PARTS and not others and name.startswith(f"{group}."):
+        return f"`embodyrl {command}`"  # no part has it, so it is another command's
+    return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")

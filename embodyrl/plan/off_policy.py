@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
-from embodyrl.config.load import COMMAND_LINE
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
@@ -35,7 +34,7 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
         )
     once = f"{policy.steers} sees each picture once" if policy.steers else ""
     blind = once if policy.num_images else f"model '{policy.name}' reads no image"
-    if cfg.sources.get("algorithm.image_shift") == COMMAND_LINE and blind:
+    if cfg.typed("algorithm.image_shift") and blind:
         problems.append(f"algorithm.image_shift has no effect: {blind}; leave it out.")
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []

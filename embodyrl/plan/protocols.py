@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from embodyrl.config.load import COMMAND_LINE, parse_word
 from embodyrl.config.settings import leaves, plain, spell
 from embodyrl.errors import ConfigError
+from embodyrl.plan.load import parse_word
 from embodyrl.plan.roots import ActingConfig, EvalConfig
 from embodyrl.types import EnvSpec
 
@@ -26,8 +26,7 @@ def follow(cfg: C, env: EnvSpec) -> C:
     if horizon is None:
         known = ", ".join(protocol.horizons)
         raise ConfigError(f"eval.protocol.name={protocol.name} says nothing of env '{env.name}'; it is about {known}.")
-    typed = cfg.sources.get(_HORIZON) == COMMAND_LINE
-    return cfg.updated({"eval.protocol.settled": True} | ({} if typed else {_HORIZON: horizon}))
+    return cfg.updated({"eval.protocol.settled": True} | ({} if cfg.typed(_HORIZON) else {_HORIZON: horizon}))
 
 
 def departures(cfg: EvalConfig, env: EnvSpec) -> list[str]:

@@ -59,6 +59,8 @@ from embodyrl.policies.settings import ModelSettings
 from embodyrl.rewards.settings import JudgeSettings
 
 R = TypeVar("R", bound="Root")
+COMMAND_LINE = "command line"
+"""The source of what a person typed just now."""
 
 
 class Root(Settings):
@@ -72,8 +74,12 @@ class Root(Settings):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Where each value came from, a file or `load.COMMAND_LINE`; absent: the default."""
+        """Where each value came from, a file or `COMMAND_LINE`; absent: the default."""
         return self._sources
+
+    def typed(self, name: str) -> bool:
+        """A person wrote this key, or one below it."""
+        return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
 
 
 class CheckConfig(Root):

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from embodyrl.config.load import COMMAND_LINE
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import TextRows, open_rows
@@ -81,7 +80,7 @@ def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:
         ConfigError: as `open_rows`, and for typed names of columns where there are none.
     """
     rows = open_rows(data, tokenizer=tokenizer_folder(cfg))
-    typed = [key for key in _COLUMNS if cfg.sources.get(key) == COMMAND_LINE]
+    typed = [key for key in _COLUMNS if cfg.typed(key)]
     if typed and not rows.has_columns:
         why = f"data.path={data.path} returns prompts and answers, not columns"
         raise ConfigError([f"{key} has no effect: {why}; leave it out." for key in typed])
@@ -139,7 +138,7 @@ def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     return [
         f"{name}: is for text; model '{policy.name}' chooses actions. Leave it out."
         for name in _TEXT_ONLY
-        if cfg.sources.get(name) == COMMAND_LINE
+        if cfg.typed(name)
     ]
 
 

@@ -1,17 +1,25 @@
 """Classes of settings: joined ones, keys, wording, travelling between processes."""
 
+import json
 import pickle
 from enum import StrEnum
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from embodyrl.config.settings import (
     Count,
+    CountOrAll,
+    Index,
+    Name,
+    Path,
     Positive,
     Says,
+    Seconds,
     Settings,
+    Share,
+    Weight,
     find_key,
     flat,
     join,
@@ -31,6 +39,8 @@ class Inner(Settings):
     depth: Count = 2
     """How deep,
     in layers."""
+    width: Count = 3
+    """How wide."""
 
 
 class Paint(Settings):
@@ -55,7 +65,7 @@ class Brush(Settings):
 def test_joined_classes_have_the_keys_of_all_parts_and_travel() -> None:
     both = join(Paint, Brush, Settings)
     assert both is join(Paint, Brush, Settings)
-    assert list(keys_of(both, "p.")) == ["p.width", "p.extra", "p.layers", "p.colour", "p.inner.depth"]
+    assert list(keys_of(both, "p.")) == ["p.width", "p.extra", "p.layers", "p.colour", "p.inner.depth", "p.inner.width"]
     made = both(colour="blue", width=3, inner={"depth": 4})
     again = pickle.loads(pickle.dumps(made))
     assert again == made
@@ -84,7 +94,8 @@ def test_a_key_says_what_it_is() -> None:
 
 def test_updated_changes_a_leaf_and_nothing_else() -> None:
     assert Paint().updated({"inner.depth": 7, "colour": Colour.blue}) == Paint(colour=Colour.blue, inner=Inner(depth=7))
-    assert plain(Paint()) == {"colour": "red", "inner": {"depth": 2}}
+    assert Paint().updated({"inner.depth": 7, "inner.width": 8}) == Paint(inner=Inner(depth=7, width=8))
+    assert plain(Paint()) == {"colour": "red", "inner": {"depth": 2, "width": 3}}
     assert nested(flat(plain(Paint()))) == plain(Paint())
     assert spell({"a": [True, None]}) == "{a:[true,null]}"
 
@@ -97,6 +108,29 @@ def test_every_number_has_an_upper_bound() -> None:
         if key.kind in (int, float) and not any(hasattr(m, bound) for m in key.metadata for bound in ("le", "lt"))
     ]
     assert unbounded == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits", "wrong"),
+    [
+        (Count, [1, 10**6], [0, 10**6 + 1, 1.0, True, "1"]),
+        (Index, [0, 2**63 - 1], [-1, 2**63]),
+        (CountOrAll, [-1, 1], [0, -2]),
+        (Seconds, [1e-9], [0, -1]),
+        (Positive, [1e-9, 1], [0, float("inf")]),
+        (Share, [0, 1], [-1e-9, 1 + 1e-9]),
+        (Weight, [0], [-1e-9]),
+        (Path, ["a", "a b/c", "/"], ["", "  ", "a\0b", "a" * 256, 3]),
+        (Name, ["a", "1.5"], ["", ".a", "a/b", "a b", "a" * 101]),
+    ],
+)
+def test_both_ends_of_every_kind(kind: Any, fits: list, wrong: list) -> None:
+    one: type[Settings] = create_model("One", __base__=Settings, value=(kind, ...))
+    for value in fits:
+        assert one.model_validate_json(json.dumps({"value": value}), strict=True).value == value
+    for value in wrong:
+        with pytest.raises(ValidationError):
+            one.model_validate_json(json.dumps({"value": value}), strict=True)
 
 
 def test_wording_may_be_given() -> None:

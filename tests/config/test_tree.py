@@ -8,9 +8,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from embodyrl.config import tree
-from embodyrl.config.load import parse_word
 from embodyrl.config.paths import conf_dir
 from embodyrl.errors import ConfigError
+from embodyrl.plan.load import parse_word
 
 FILES = {
     "root": "defaults: [_self_, {env: a}, {model: m}, {optional start: '${env}-${model}'}, {extra: null}]\nseed: 1",
@@ -78,6 +78,8 @@ def test_what_cannot_be_composed_is_said(folder: Path, option: str, fragment: st
 
 def test_the_package_may_stand_below_what_a_file_says_about_itself(folder: Path) -> None:
     assert tree.compose_files("root", {"extra": "said"}, [folder])[-1].package == ""
+    (folder / "extra/said.yaml").write_text("seed: 5\n# @package _global_\n")
+    assert tree.compose_files("root", {"extra": "said"}, [folder])[-1].package == "extra"
 
 
 def test_groups_that_choose_each_other_without_end_are_refused(folder: Path) -> None:

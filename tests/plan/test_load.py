@@ -188,6 +188,20 @@ def test_free_mappings_take_anything() -> None:
     assert load_config("train", words).env.kwargs == {"a": {"b": [1, "x"]}, "c": 5, "speed": 2}
 
 
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        ("env=libero_10 env=tabletop", "env.env_type", "tabletop"),
+        ("seed=1 seed=2", "seed", 2),
+        ("env=gym env.kwargs.a.b=1 env.kwargs.a=2", "env.kwargs", {"a": 2}),
+        ("env=gym env.kwargs.a=2 env.kwargs.a.b=1", "env.kwargs", {"a": {"b": 1}}),
+        ("env=gym env.kwargs.a={} env.kwargs.a.b=1", "env.kwargs", {"a": {"b": 1}}),
+    ],
+)
+def test_the_last_of_two_words_holds(words: str, key: str, value: object) -> None:
+    assert dict(leaves(load_config("train", words.split())))[key] == value
+
+
 def test_commands_agree_on_the_keys_that_they_share() -> None:
     words = ["env=libero_goal", "seed=3"]
     trained, measured = (dict(leaves(load_config(command, words))) for command in ("train", "eval"))
@@ -204,6 +218,8 @@ def test_config_dir_adds_options_and_is_as_strict(tmp_path: Path) -> None:
     assert (
         load_config("train", ["env=mine"], config_dirs=[tmp_path]).sources["env.reward_coef"].endswith("env/mine.yaml")
     )
+    (tmp_path / "env" / "mine.yaml").write_text("env_type: libero\nreward_coef: 7\n# @package _global_\n")
+    assert load_config("train", ["env=mine"], config_dirs=[tmp_path]).env.reward_coef == 7, "as it is now"
     for option, fragment in (("typo", "Did you mean 'env.reward_coef'?"), ("broken", "env=broken")):
         with pytest.raises(ConfigError) as caught:
             load_config("train", [f"env={option}"], config_dirs=[tmp_path])
@@ -211,6 +227,9 @@ def test_config_dir_adds_options_and_is_as_strict(tmp_path: Path) -> None:
         assert fragment in caught.value.problems[0]
     with pytest.raises(ConfigError, match="no such folder"):
         load_config("train", [], config_dirs=[tmp_path / "nowhere"])
+    (tmp_path / "env" / "gym.yaml").write_text("env_type: gym\nreward_coef: 5\n")
+    with pytest.raises(ConfigError, match=r"env=gym: env 'gym' ships, so .*env/gym.yaml would not be read"):
+        load_config("train", ["env=gym"], config_dirs=[tmp_path])
 
 
 def test_sources_name_the_last_writer() -> None:

@@ -15,21 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from embodyrl.config import tree as groups_of
 from embodyrl.config.settings import Settings, branches_of, find_key, flat, keys_of, nested, parents_of, plain, spell
 from embodyrl.errors import ConfigError, hide
+from embodyrl.plan import keys
+from embodyrl.plan.roots import COMMAND_LINE, Root
 from embodyrl.registry import closest
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-S_co = TypeVar("S_co", bound=Settings, covariant=True)
-
-COMMAND_LINE = "command line"
 _LONGEST_WORD = 4000
 """Characters of one override; numbers of more digits than Python reads lie beyond."""
 _PLAIN_WORD = re.compile(
@@ -145,6 +144,9 @@ def _refuse_option(command: str, group: str, option: object, text: str, config_d
     known = groups_of.options(group, config_dirs)
     nullable = groups_of.default_options(command)[group] is None
     if (option is None and nullable) or (isinstance(option, str) and option in known):
+        own = [file for folder in config_dirs if (file := folder.resolve() / group / f"{option}.yaml").is_file()]
+        if own and known[str(option)] != own[0]:
+            return f"{_short(text)}: {group} '{option}' ships, so {own[0]} would not be read; give it another name."
         return None
     if not isinstance(option, str):
         return f"{_short(text)}: {group} takes the name of one option: {', '.join(known)}."
@@ -186,32 +188,12 @@ def read_saved(file: Path) -> list[Setting]:
     return [Setting(key, value, str(file)) for key, value in flat(groups_of.read_plain_yaml(file)).items()]
 
 
-class KeyTree(Protocol[S_co]):
-    """What the keys of a command are; they depend on the values of some."""
-
-    def choose(self, values: Mapping[str, Any], problems: list[str]) -> tuple[type[S_co], frozenset[str]]:
-        """Find the class for leaves by dotted name, and the groups whose keys are not known as a choice is wrong."""
-        ...
-
-    def is_known(self, name: str) -> bool:
-        """Some command or part has this key, so that a file may mention it."""
-        ...
-
-    def suggest(self, name: str, likely: type[Settings]) -> str:
-        """End of a message about an unknown key; `likely`: what is read with these values."""
-        ...
-
-    def reader(self, name: str, values: Mapping[str, Any]) -> str:
-        """Who would have to read a key, with these values."""
-        ...
-
-
-def build(settings: Sequence[Setting], tree: KeyTree[S_co], problems: list[str]) -> tuple[S_co, dict[str, str]]:
+def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tuple[Root, dict[str, str]]:
     """Turn leaves into typed settings.
 
     Args:
         settings: who set what; later ones win.
-        tree: what keys there are.
+        command: whose keys there are; they depend on the values of some.
         problems: what was found before; grows.
 
     Returns:
@@ -230,8 +212,8 @@ def build(settings: Sequence[Setting], tree: KeyTree[S_co], problems: list[str])
             last.pop(setting.key, None)
             last[setting.key] = setting
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
-    values = _resolved(last, tree, problems)
-    root, unclear = tree.choose(values, problems)
+    values = _resolved(last, command, problems)
+    root, unclear = keys.choose(command, values, problems)
     # Typed, it leaves out what files say below it, where names are the user's own.
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
     read: dict[str, Any] = {}
@@ -244,9 +226,9 @@ def build(settings: Sequence[Setting], tree: KeyTree[S_co], problems: list[str])
             number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
             said = last[name].text if value is last[name].value else None
             read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
-        elif tree.is_known(name) and _is_unclear(name.partition(".")[0], root, unclear):
+        elif keys.is_known(name) and _is_unclear(name.partition(".")[0], root, unclear):
             continue
-        elif problem := _refuse_key(root, last[name], tree, values):
+        elif problem := _refuse_key(root, last[name], command, values):
             problems.append(problem)
     # Checked as JSON, strictly: no text becomes a number, no number a truth value.
     text = json.dumps(nested(read), default=str)
@@ -260,7 +242,7 @@ def _covers(name: str, other: str) -> bool:
     return other.startswith(f"{name}.")
 
 
-def _resolved(last: Mapping[str, Setting], tree: KeyTree[Any], problems: list[str]) -> dict[str, Any]:
+def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) -> dict[str, Any]:
     """Values with `${...}` (of what was set, or is a default) and `???` resolved; what cannot be is reported and left
     out.
     """
@@ -273,7 +255,7 @@ def _resolved(last: Mapping[str, Setting], tree: KeyTree[Any], problems: list[st
 
     # Replaced by one that remembers what it gave, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
-    root, _ = tree.choose({name: value for name, value in values.items() if name not in marked}, [])
+    root, _ = keys.choose(command, {name: value for name, value in values.items() if name not in marked}, [])
     said = {at for name in values for at in (name, *parents_of(name))}
     unset = {
         name: plain(key.default)
@@ -305,16 +287,16 @@ def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bo
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 
-def _refuse_key(root: type[Settings], setting: Setting, tree: KeyTree[Any], values: Mapping[str, Any]) -> str | None:
+def _refuse_key(root: type[Settings], setting: Setting, command: str, values: Mapping[str, Any]) -> str | None:
     name = setting.key
     if name in branches_of(root):
         if setting.value == {}:
             return None
         return f"{setting.where}{name} is a group of keys, not one key; `embodyrl show {name}` lists them."
-    if tree.is_known(name):
-        reader = tree.reader(name, values)
+    if keys.is_known(name):
+        reader = keys.reader(command, name, values)
         return f"{setting.where}{reader} does not read {_short(name)}; leave it out." if setting.typed else None
-    hint = tree.suggest(name, root) or " `embodyrl show train` lists all keys."
+    hint = keys.suggest(name, root) or " `embodyrl show train` lists all keys."
     return f"{setting.where}unknown key '{_short(name)}'.{hint}"
 
 
