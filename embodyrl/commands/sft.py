@@ -16,7 +16,6 @@ from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadReques
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
-from embodyrl.config.load import read_saved
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import resume_word
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, read_card
@@ -24,6 +23,7 @@ from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.learners.settings import Objective
 from embodyrl.plan.config import ENVIRONMENT_FILE
+from embodyrl.plan.load import read_saved
 from embodyrl.plan.roots import DaggerConfig, SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest

@@ -57,6 +57,14 @@ def test_no_protocol_may_be_chosen_for_a_run_that_had_one(run: Path) -> None:
         load_saved_config(run, ["eval=null"])
 
 
+def test_what_is_typed_wins_over_a_protocol_and_the_last_protocol_over_others() -> None:
+    words = ["env=libero_10", "eval=libero_standard", "eval.episodes_per_task=3", "env.eval.task_ids=[1]"]
+    values, each = found("eval", *words), "eval.episodes_per_task"
+    assert (values[each], values["env.eval.task_ids"], values["env.eval.state_ids"]) == (3, [1], None)
+    values = found("eval", *words[:2], f"eval.protocol.settings=['{each}=4']")
+    assert (values[each], values["env.eval.state_ids"]) == (4, [0, 9])
+
+
 def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
     words = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path / 'rows.jsonl'}"]

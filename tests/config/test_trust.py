@@ -1,0 +1,51 @@
+"""What a config from a folder may name, value by value (`tests/faults/test_foreign_runs.py`: in whole runs)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodyrl.config.trust import TRUST, distrusted, resume_word, split_trust
+from embodyrl.plan.config import load_config
+
+FILE = Path("run/config.yaml")
+DOORS = [
+    "os:system",
+    "os:system\nwith a second line",
+    "tasks:copy",  # the end of a shipped path
+    "http://host/x",
+    "${oc.env:NOT_SET,os:system}",
+    "${oc.env:HOME}:system",
+    "${seed}",
+    ["fine", ["os:system"]],
+    [{"os:system": 1}],
+    {"a": {"b": "os:system"}},
+]
+FINE = ["embodyrl.datasets.tasks:copy", "${oc.env:HOME}/runs", "runs/a b", "libero_10", 3, None, True, ["a", {"b": 1}]]
+
+
+@pytest.mark.parametrize("value", DOORS, ids=str)
+def test_what_could_run_code_is_refused_unless_it_is_typed(value: Any) -> None:
+    (line,) = distrusted({"env.x": value, "seed": 1}, {"env.y": "typed", "trust": "true"}, FILE)
+    assert line.startswith(f"{FILE}: env.x: ")
+    assert f"add {TRUST};" in line
+    assert not distrusted({"env.x": value}, {"env.x": "typed"}, FILE)
+    assert not distrusted({"env.x": value}, {"trust": True}, FILE)
+    assert not distrusted({"runner.experiment_name": value, "video": value, "video.x": value}, {}, FILE)
+    assert distrusted({"video_cfg.base_dir": value, "trust": True}, {}, FILE)
+
+
+@pytest.mark.parametrize("value", FINE, ids=str)
+def test_names_and_files_are_fine(value: Any) -> None:
+    assert not distrusted({"env.x": value}, {}, FILE)
+
+
+def test_a_key_may_name_code() -> None:
+    assert distrusted({"reward.weights.mine:f": 0.5}, {}, FILE)
+
+
+def test_trust_is_a_word_of_its_own() -> None:
+    assert split_trust([TRUST, "seed=1", "env.x=trust=true"]) == ([TRUST], ["seed=1", "env.x=trust=true"])
+    assert resume_word(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == ""
+    own = load_config("train", ["env=text/copy", "model=causal_lm_tiny", "data.path=embodyrl.datasets.tasks:other"])
+    assert resume_word(own) == f" {TRUST}"
