@@ -137,7 +137,9 @@ class Session:
         for line in self._warnings:
             self.monitor.text(f"warning: {line}; training goes on from step {self.step}")
         if self.step >= total:
-            self.monitor.text(f"nothing is left to train: this is step {self.step} of {total}; raise runner.max_steps")
+            # Epochs may have ended it before its steps did.
+            limits = "runner.max_steps" if self.cfg.runner.max_epochs < 0 else "runner.max_epochs or runner.max_steps"
+            self.monitor.text(f"nothing is left to train: this is step {self.step} of {total}; raise {limits}")
 
     def due(self, interval: int) -> bool:
         """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""

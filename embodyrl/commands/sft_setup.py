@@ -260,7 +260,9 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     where = f" on {ranks} actor ranks" if ranks > 1 else ""
     what = "pairs" if cfg.objective.of_pairs else "samples"
     aim = f" · objective {cfg.objective.name}" if cfg.objective.name is not Objective.imitation else ""
-    training = ("training", f"{cfg.runner.max_steps} steps of {cfg.actor.global_batch_size} {what}{where}{aim}")
+    epochs, most = cfg.runner.max_epochs, f"{cfg.runner.max_steps} steps"
+    length = most if epochs < 0 else f"{epochs} epochs, at most {most},"
+    training = ("training", f"{length} of {cfg.actor.global_batch_size} {what}{where}{aim}")
     if isinstance(cfg.data, RowSettings):
         rows = checked_rows(cfg, cfg.data)
         return [

@@ -277,11 +277,13 @@ def test_images_come_upright_and_actions_leave_in_the_environments_terms():
     """LIBERO's: stored upside down, -1 opens the gripper; the policy's: 1 opens, 0 closes."""
     env = replace(ENV, image_rotation_deg=180, state_dim=2)
     spec = RANDOM.spec(ModelSettings(model_type="random", num_action_chunks=2), env, 0)
-    spec = replace(spec, num_images=1, uses_state=True, gripper=GripperConvention(open=1.0, closed=0.0))
+    spec = replace(spec, num_images=2, uses_state=True, gripper=GripperConvention(open=1.0, closed=0.0))
     policy = Looking(spec, None)
-    message = observation() | {"observation/state": [1.0, 2.0]}
+    wrist = observation()["observation/image"][:, ::-1]
+    message = observation() | {"observation/state": [1.0, 2.0], "observation/wrist_image": wrist}
     actions = Answering(policy, env, OPENPI)(message)
     assert np.array_equal(policy.seen.images[0, 0], message["observation/image"][::-1, ::-1])
+    assert np.array_equal(policy.seen.images[0, 1], wrist[::-1, ::-1])
     assert np.array_equal(policy.seen.state, [[1.0, 2.0]])
     assert policy.seen.instructions == (message["prompt"],)
     assert np.array_equal(actions, [[0, 0, 0, 0, 0, 0, -1]] * 2)

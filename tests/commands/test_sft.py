@@ -354,6 +354,17 @@ def test_without_pictures_nothing_is_said_of_their_size(demos: Path, tmp_path: P
     assert "augmentation on" in dict(sft_facts(load_config("sft", [f"data.path={demos}"])))["frames"]
 
 
+def test_the_banner_says_what_ends_a_training(demos: Path, tmp_path: Path) -> None:
+    """Fails where epochs that end it are not named, before it or where nothing is left."""
+    few = ("runner.max_epochs=1", "runner.max_steps=30", "actor.global_batch_size=80", "actor.micro_batch_size=80")
+    assert dict(sft_facts(config(tmp_path, demos, *few)))["training"] == "1 epochs, at most 30 steps, of 80 samples"
+    assert dict(sft_facts(config(tmp_path, demos, *few[1:])))["training"] == "30 steps of 80 samples"
+    done = train(tmp_path, demos, *few)
+    assert done.step < 30
+    sft(load_saved_config(done.run, [], command="sft"), resume=done.run)
+    assert f"step {done.step} of {done.step}; raise runner.max_epochs or" in (done.run / "logs/events.log").read_text()
+
+
 def test_demonstrations_stay_as_they_are(demos: Path) -> None:
     """Collected data are in the environment's units: the gripper conversion works on a copy."""
     np.testing.assert_array_equal(load_demonstrations(demos).action[:, 6], 0.0)

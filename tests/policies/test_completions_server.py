@@ -226,13 +226,21 @@ def test_a_student_learns_from_a_served_teacher_as_from_its_folder(
 
 @pytest.mark.integration
 def test_other_weights_and_a_server_that_is_not_there_are_named(folder: Path, url: str) -> None:
-    other = build(folder, url)
-    with torch.no_grad():
-        next(other.module.parameters()).mul_(1.5)
-    with pytest.raises(EmbodyError, match="is not the actor's"):
-        other.act(ASKED, noise=None)
+    # Whether the actor finds the server's token more probable than the server, or less.
+    for factor in (1.5, 0.5):
+        other = build(folder, url)
+        with torch.no_grad():
+            other.module.lm.lm_head.weight.mul_(factor)
+        with pytest.raises(EmbodyError, match="is not the actor's"):
+            other.act(ASKED, noise=None)
     with pytest.raises(EmbodyError, match="did not answer models"):
         build(folder, "http://127.0.0.1:9/v1").act(ASKED, noise=None)
+
+
+def served(url: str) -> set[str]:
+    """Names of the models and adapters that a server has."""
+    with urllib.request.urlopen(f"{url}/models", timeout=60) as answer:
+        return {entry["id"] for entry in json.load(answer)["data"]}
 
 
 @pytest.mark.integration
@@ -248,7 +256,9 @@ def test_adapters_are_trained_on_replies_of_a_server(tmp_path: Path, folder: Pat
         "rollout.logprobs=2",
     )
     sizes = ("actor.global_batch_size=16", "actor.micro_batch_size=16")
+    before = served(url)
     result = learn(tmp_path, "copy", *words, *server, *few, *sizes)
+    assert len(served(url) - before) == 1, "only the newest of three adapters is still there"
     gaps = [row["actor/logprob_gap"] for row in rows(result.run) if "actor/logprob_gap" in row]
     assert len(gaps) == 2
     assert max(gaps) < 1e-4

@@ -20,7 +20,7 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 ANSWER_S = 300.0
 """Longest wait for one reply, or for an adapter to be loaded."""
 CONNECTIONS = 64
-"""Largest difference of a log-probability that rounding explains."""
+"""Questions that are under way at once."""
 _ADAPTERS = (
     "Start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank of model.lora.r or more."
 )
