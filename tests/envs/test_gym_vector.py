@@ -197,3 +197,52 @@ def test_what_a_batch_says_of_a_slot_is_its_own():
     env.step_chunk([0, 1], np.repeat([[[0.0]], [[1.0]]], 5, axis=1).astype(np.float32))
     assert [bool(env._sims.info(slot)["success"]) for slot in range(2)] == [True, False]
     env.close()
+
+
+class Numbered(gymnasium.Env):
+    """Counts its steps in its picture and its info; of three steps."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+    render_mode, steps = "rgb_array", 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1, np.float32), {"steps": 0}
+
+    def step(self, action):
+        self.steps += 1
+        return np.full(1, self.steps, np.float32), 1.0, self.steps == 3, False, {"steps": self.steps}
+
+    def render(self):
+        return np.full((4, 4, 3), self.steps, np.uint8)
+
+
+def numbered(num_envs: int, mode: str = "DISABLED") -> SyncVectorEnv:
+    return SyncVectorEnv([Numbered] * num_envs, autoreset_mode=AutoresetMode[mode])
+
+
+@pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
+def test_the_last_step_of_an_episode_is_told_and_filmed_as_it_was(mode):
+    """And not as the beginning of what the batch goes on with; a batch that resets at once cannot draw it any more."""
+    cfg = config("test_gym_vector:numbered").updated({"kwargs": {"mode": mode}})
+    env = ENVS.get("gym").make(cfg, EnvContext(num_slots=2))
+    told, filmed = [], []
+
+    def after_step(slot: int, success: bool) -> None:
+        told.append((slot, env._sims.info(slot)["steps"]))
+        filmed.append((slot, int(env.render(slot).max())))
+
+    expected = []
+    for offset in (0, 1):  # one begins a step later than the other, and the second time the other way round
+        env.reset([offset], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=9)])
+        env.step_chunk([offset], np.zeros((1, 1, 1), np.float32), after_step=after_step)
+        expected.append((offset, 1))
+        env.reset([1 - offset], [EpisodeStart(reset_id=2, seed=0, max_episode_steps=9)])
+        env.step_chunk([offset, 1 - offset], np.zeros((2, 4, 1), np.float32), after_step=after_step)
+        expected += [(offset, 2), (1 - offset, 1), (offset, 3), (1 - offset, 2), (1 - offset, 3)]
+    env.close()
+    assert told == expected
+    assert filmed == [(slot, steps % 3 if mode == "SAME_STEP" else steps) for slot, steps in expected]

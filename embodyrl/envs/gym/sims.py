@@ -115,31 +115,34 @@ class VectorSims(GymSims, BatchedSimulators):
         self._mode = (self._vector.metadata or {}).get("autoreset_mode")
         self._space = found.action_space
         self._batch_info: dict[str, Any] = {}
+        self._over: set[int] = set()
+        """Where episodes ended in the last step."""
         self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
         # All slots: those in which no episode has begun yet are stepped with the others.
         self._look(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
     def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
         """Start the slots' episodes, whose seeds are the reset ids."""
+        self._over -= starts.keys()
         self._look(self._restart({slot: start.reset_id for slot, start in starts.items()}), starts)
 
     def advance(self, actions: Mapping[int, FloatArray]) -> dict[int, SimStep]:
         """Step the whole batch; slots without an action repeat their last one."""
         for slot, action in actions.items():
             self._actions[slot] = self._native(action)
+        if self._over and self._mode not in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
+            # The batch refuses to step an environment that ended. Not before now: it is drawn as it ended.
+            self._restart(dict.fromkeys(self._over, 0))
         # A vector environment takes one batch of the space's own kind, which need not be an array.
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
         result = require_step(self.spec.name, self._vector.step(batch))
         seen, reward, terminated, truncated, infos = result
-        over = np.flatnonzero(terminated | truncated).tolist()
+        self._over = {*np.flatnonzero(terminated | truncated).tolist()}
         success = np.broadcast_to(succeeded(infos), len(reward)).astype(bool)
         self._batch_info = infos
         self._look(seen, actions)
-        if over and self._mode is AutoresetMode.SAME_STEP:
-            success = self._look_back(infos, [slot for slot in over if slot in actions], success)
-        elif over and self._mode is not AutoresetMode.NEXT_STEP:
-            # The batch refuses to step an environment that ended; what its slot saw last is kept.
-            self._restart(dict.fromkeys(over, 0))
+        if self._over and self._mode is AutoresetMode.SAME_STEP:
+            success = self._look_back(infos, [slot for slot in self._over if slot in actions], success)
         columns = (reward, terminated, success, truncated)
         return {
             slot: SimStep(reward=float(earned), terminated=ended, success=reached, truncated=cut)
@@ -162,11 +165,13 @@ class VectorSims(GymSims, BatchedSimulators):
 
     def info(self, slot: int) -> dict[str, Any]:
         """The slot's part of the batch's `info`, where the vector environment says that it has one."""
-        own = {name: value for name, value in self._batch_info.items() if not name.startswith("_")}
+        said = self._batch_info
+        if slot in self._over and self._mode is AutoresetMode.SAME_STEP:
+            said = said.get("final_info", {})  # the rest is of the episode that the batch has begun
         return {
             name: value[slot] if isinstance(value, np.ndarray) else value
-            for name, value in own.items()
-            if np.broadcast_to(self._batch_info.get(f"_{name}", True), len(self._actions))[slot]
+            for name, value in said.items()
+            if not name.startswith("_") and np.broadcast_to(said.get(f"_{name}", True), len(self._actions))[slot]
         }
 
     def close(self) -> None:
