@@ -201,7 +201,7 @@ def test_slots_on_one_model_equal_slots_alone(roomy):
             roomy.turn_stove_on(0)
         roomy.chunk(0, first[number]).assert_equal(alone[0][number])
         roomy.chunk(1, second[number]).assert_equal(alone[1][number])
-    assert roomy.sims.pool.num_loaded == 1
+    assert len(roomy.sims.pool.loaded) == 1
     assert alone[0][2].success.all()
     assert not alone[1][2].success.any()
 
@@ -229,7 +229,7 @@ def test_eviction_and_reload_continue_exactly():
     wide.start(1, study, 2)
     wide.turn_stove_on(0)
     before, beside, after = wide.chunk(0, first[0]), wide.chunk(1, second), wide.chunk(0, first[1])
-    assert wide.sims.pool.num_loaded == 2
+    assert len(wide.sims.pool.loaded) == 2
     wide.env.close()
 
     tight = Harness(spec, slots=2, max_models=1)
@@ -239,7 +239,7 @@ def test_eviction_and_reload_continue_exactly():
     tight.start(1, study, 2)
     tight.chunk(1, second).assert_equal(beside)
     tight.chunk(0, first[1]).assert_equal(after)
-    assert tight.sims.pool.num_loaded == 1
+    assert len(tight.sims.pool.loaded) == 1
     tight.env.close()
     tight.env.close()
 

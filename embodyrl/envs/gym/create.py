@@ -21,7 +21,7 @@ from embodyrl.envs.gym.api import line, require_env, require_spaces, require_ste
 from embodyrl.envs.gym.goals import has_goals
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import doubts
-from embodyrl.envs.renderer import choose_renderer
+from embodyrl.envs.renderer import choose_device, choose_renderer
 from embodyrl.errors import ConfigError, EmbodyError, EnvError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import Registry, closest, takes
 
@@ -197,19 +197,15 @@ def _is_vector(cfg: GymSettings) -> bool:
     """Whether what the name stands for is one environment for all slots, as far as its declaration tells."""
     assert cfg.id is not None
     if _is_path(cfg.id):
-        return _batched(CREATORS.get(cfg.id))
+        creator = CREATORS.get(cfg.id)
+        kind = isinstance(creator, type)
+        return issubclass(creator, VectorEnv) if kind else "num_envs" in inspect.signature(creator).parameters
     module, _, name = cfg.id.rpartition(":")
     with contextlib.suppress(Exception):  # building it says what is wrong
         if module:
             importlib.import_module(module)
     spec = gymnasium.registry.get(name)
     return spec is not None and spec.entry_point is None
-
-
-def _batched(creator: Callable[..., Any]) -> bool:
-    if isinstance(creator, type):
-        return issubclass(creator, VectorEnv)
-    return "num_envs" in inspect.signature(creator).parameters
 
 
 def _draw_without_display() -> None:
@@ -222,21 +218,19 @@ def _draw_without_display() -> None:
         {"egl": "EGL"}.get(backend, "OSMesa")
     ):
         os.environ["MUJOCO_GL"] = backend  # for processes that this one starts as well
+        choose_device()
 
 
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     assert cfg.id is not None
     try:
+        vector = _is_vector(cfg)
         if _is_path(cfg.id):
             creator = CREATORS.get(cfg.id)
             if isinstance(creator, type):
                 require_env(cfg.id, creator)
-            return creator(**{"num_envs": num_envs} if _batched(creator) else {}, **kwargs)
-        module, _, name = cfg.id.rpartition(":")
-        if module:
-            importlib.import_module(module)
-        spec = gymnasium.registry.get(name)
-        if spec is not None and spec.entry_point is None:
+            return creator(**{"num_envs": num_envs} if vector else {}, **kwargs)
+        if vector:
             return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
         return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
     except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:

@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Loaded:
+class Loaded:
+    """A model in memory."""
+
     simulator: TaskSimulator
     occupant: int | None = None
     """Slot whose state is in the model right now."""
@@ -35,21 +37,17 @@ class SimPool:
         assert max_models >= 1
         self._build = build
         self._max_models = max_models
-        self._loaded: OrderedDict[int, _Loaded] = OrderedDict()
+        self.loaded: OrderedDict[int, Loaded] = OrderedDict()
+        """By task, the one that was used longest ago first."""
         self._saved: dict[int, SimState] = {}
         self._task: dict[int, int] = {}
         self._warned = False
-
-    @property
-    def num_loaded(self) -> int:
-        """Models in memory."""
-        return len(self._loaded)
 
     def begin(self, slot: int, task: int) -> TaskSimulator:
         """Give the slot a model of `task` to start an episode in; its former state is dropped."""
         # Not saved for later: the episode that it belongs to is over.
         self._saved.pop(slot, None)
-        for loaded in self._loaded.values():
+        for loaded in self.loaded.values():
             if loaded.occupant == slot:
                 loaded.occupant = None
         self._task[slot] = task
@@ -65,31 +63,31 @@ class SimPool:
 
     def close(self) -> None:
         """Free all models; idempotent."""
-        while self._loaded:
-            self._loaded.popitem()[1].simulator.close()
+        while self.loaded:
+            self.loaded.popitem()[1].simulator.close()
         self._saved.clear()
         self._task.clear()
 
-    def _occupy(self, slot: int, task: int) -> _Loaded:
+    def _occupy(self, slot: int, task: int) -> Loaded:
         # Slots on one task share a model: it holds the state of whoever used it last.
-        loaded = self._loaded.get(task) or self._load(task)
-        self._loaded.move_to_end(task)
+        loaded = self.loaded.get(task) or self._load(task)
+        self.loaded.move_to_end(task)
         if loaded.occupant != slot:
             self._put_aside(loaded)
             loaded.occupant = slot
         return loaded
 
-    def _load(self, task: int) -> _Loaded:
-        while len(self._loaded) >= self._max_models:
-            oldest, loaded = self._loaded.popitem(last=False)
+    def _load(self, task: int) -> Loaded:
+        while len(self.loaded) >= self._max_models:
+            oldest, loaded = self.loaded.popitem(last=False)
             self._warn_if_thrashing(oldest)
             self._put_aside(loaded)
             # Before the next one is built: two at once may be more than the memory holds.
             loaded.simulator.close()
-        self._loaded[task] = _Loaded(self._build(task))
-        return self._loaded[task]
+        self.loaded[task] = Loaded(self._build(task))
+        return self.loaded[task]
 
-    def _put_aside(self, loaded: _Loaded) -> None:
+    def _put_aside(self, loaded: Loaded) -> None:
         if loaded.occupant is not None:
             self._saved[loaded.occupant] = loaded.simulator.save()
             loaded.occupant = None

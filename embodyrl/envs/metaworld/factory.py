@@ -1,11 +1,13 @@
 """MetaWorld: fifty manipulation tasks of one arm (arXiv 1910.10897), package metaworld 3.0.0. Light until `make`."""
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
 from embodyrl.envs.factory import SimFactory, camera_problems
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.renderer import choose_device, choose_renderer
 from embodyrl.envs.simulators import SlotSimulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
@@ -57,6 +59,9 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
 
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> SlotSimulators:
         """Make the simulators, each where its task first begins."""
+        # Read when MuJoCo is imported.
+        os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
+        choose_device()
         from embodyrl.envs.metaworld.sims import MetaWorldSims
 
         return MetaWorldSims(self.describe(cfg, context), cfg, hidden=cfg.id in HIDDEN_GOALS, pictures=context.pictures)

@@ -1,23 +1,18 @@
 """MetaWorld's simulators, one for each task that a slot plays, and their scripted experts."""
 
-import os
 import warnings
 from collections import defaultdict
 from typing import Any
 
+import metaworld.policies as experts  # pyright: ignore[reportMissingImports]
+import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 import numpy as np
+from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # pyright: ignore[reportMissingImports]
 
 from embodyrl.envs.metaworld.settings import PROPRIOCEPTION, STATE, MetaWorldSettings
-from embodyrl.envs.renderer import choose_renderer
 from embodyrl.envs.settings import RenderProfile
 from embodyrl.envs.simulators import SimStep, SlotSimulators
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
-
-os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
-
-import metaworld.policies as experts  # pyright: ignore[reportMissingImports]
-import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
-from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # pyright: ignore[reportMissingImports]
 
 mujoco: Any = _mujoco
 
