@@ -1,51 +1,15 @@
 """Small actor-critic policies for states (`mlp`) and images (`cnn`). Importing this package does not import torch."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar
 
-from pydantic import Field
-
-from embodyrl.config.settings import Count, Says
 from embodyrl.config.shared import Precision
+from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.settings import WeightSettings
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, PolicySpec
-
-
-class ActorCriticSettings(WeightSettings):
-    """Small networks."""
-
-    hidden_sizes: Annotated[list[Count], Field(min_length=1), Says("a list of widths, for example [64,64]")] = [64, 64]
-    """Widths of the hidden layers (mlp, cnn), of the policy's and of the value's network."""
-    activation: Literal["tanh", "relu"] | None = None
-    """Between the hidden layers; default tanh, with images relu."""
-    log_std_init: Annotated[float, Field(ge=-20, le=2)] = 0.0
-    """Real-valued actions: logarithm of the standard deviation at first, in shares of half the action range."""
-    ortho_init: bool = True
-    """Begin with orthogonal weights and the policy's last layer near 0; false: as torch begins layers."""
-    noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Real-valued actions: correlation of the exploration of one action with that of the next in the same chunk."""
-    normalize_state: bool | None = None
-    """Shift and scale states by running statistics of training, which the weights keep; default with real actions."""
-    squashed: bool = False
-    """Real-valued actions: tanh of a Gaussian whose spread depends on the observation too, as SAC wants it."""
-
-    recomputes = False  # so small networks keep what they computed
-
-    def idle_in(self, env: EnvSpec) -> Iterator[tuple[str, str]]:
-        """Name what needs real-valued actions, or a state."""
-        if env.action_kind != ActionKind.box:
-            reason = f"env '{env.name}' takes {env.action_kind} actions"
-            yield from ((f"model.{key}", reason) for key in ("log_std_init", "squashed", "noise_correlation"))
-        elif self.squashed or self.num_action_chunks == 1:
-            reason = "squashed is true" if self.squashed else "num_action_chunks is 1"
-            yield "model.noise_correlation", reason
-        if not env.state_dim:
-            yield "model.normalize_state", f"env '{env.name}' has no state vector"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +59,7 @@ class ActorCriticFactory:
 
         spec = self.spec(cfg, request.env, request.value_dim)
         shape = self._shape(cfg, request.env, request.value_dim)
-        return ActorCriticPolicy(
-            spec,
-            shape,
-            request,
-            path=cfg.path,
-            log_std=cfg.log_std_init,
-            correlation=cfg.noise_correlation,
-            orthogonal=cfg.ortho_init,
-        )
+        return ActorCriticPolicy(spec, shape, request, cfg)
 
     def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
         low, high = (-1.0,) * env.action_dim, (1.0,) * env.action_dim

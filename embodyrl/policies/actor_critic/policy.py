@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead, build_head
+from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
+from embodyrl.policies.folder import WEIGHTS_FILE
 from embodyrl.policies.linear import Stack, pulled, stacked
 from embodyrl.policies.protocol import PolicyRequest, PulledScores
 from embodyrl.policies.tensors import fill_weights, on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
-WEIGHTS_FILE = "model.safetensors"
 VALUE_HEAD = "value_head"
 
 _Init = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
@@ -113,25 +114,15 @@ class ActorCriticPolicy:
 
     frozen = False
 
-    def __init__(
-        self,
-        spec: PolicySpec,
-        shape: NetShape,
-        request: PolicyRequest,
-        *,
-        path: str | None,
-        log_std: float,
-        correlation: float = 0.0,
-        orthogonal: bool = True,
-    ) -> None:
+    def __init__(self, spec: PolicySpec, shape: NetShape, request: PolicyRequest, cfg: ActorCriticSettings) -> None:
         self.spec = spec
         self._shape = shape
         self._chunk = spec.num_action_chunks, spec.action_dim
         self._device = torch.device(request.device)
         self._temperature = request.temperature
-        self._net = ActorCritic(shape, request.seed, log_std, correlation, orthogonal)
-        if path is not None:
-            self.load_weights(resolve_asset(path))
+        self._net = ActorCritic(shape, request.seed, cfg.log_std_init, cfg.noise_correlation, cfg.ortho_init)
+        if cfg.path is not None:
+            self.load_weights(resolve_asset(cfg.path))
         self._net.to(self._device).requires_grad_(request.trainable)
         self.module: nn.Module = self._net
         self.width = spec.tokens_per_chunk

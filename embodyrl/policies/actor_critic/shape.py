@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.folder import CONFIG_FILE
 from embodyrl.types import ActionKind
 
-CONFIG_FILE = "config.json"
 CHANNELS = (32, 64, 64)
 """Output channels of the convolutions: kernel 3, stride 2, padding 1, so that images of any size work."""
 IMAGE_FEATURES = 256

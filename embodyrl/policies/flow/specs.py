@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.folder import CONFIG_FILE
 
 MAX_DIM = 32
 """Width of states and actions in all published checkpoints; shorter ones are padded with zeros."""
@@ -118,7 +119,6 @@ SMOLVLA = SmolVlaSpec(
 )
 
 
-CONFIG_FILE = "config.json"
 OWN_KEY = "embodyrl_flow"
 _KINDS: dict[str, type[FlowSpec]] = {"pi0": Pi0Spec, "smolvla": SmolVlaSpec}
 _GEMMA = {"gemma_2b": GEMMA_2B, "gemma_300m": GEMMA_300M}

@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.folder import CONFIG_FILE, lacking
 from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.openvla_oft.config import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    TOKENIZER_FILE,
     VALUE_HIDDEN,
     OftConfig,
     OftOptions,
@@ -358,28 +356,18 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
     if not (folder / CONFIG_FILE).exists():
         return [f"model.path: {folder} has no {CONFIG_FILE}; it wants {PUBLIC_LAYOUT}. {TRY_NOW}"]
     try:
-        config = read_config(folder)
+        statistics = read_config(folder).statistics
         if cfg.unnorm_key:
-            config.statistics.find(cfg.unnorm_key)
+            statistics.find(cfg.unnorm_key)
     except CheckpointError as error:
         return [f"model.path: {error}"]
-    problems = []
-    if not (folder / TOKENIZER_FILE).exists():
-        problems.append(f"model.path: {folder} has no {TOKENIZER_FILE}; fetch the whole repository again.")
+    problems = [*lacking(folder, tokenizer="; fetch the whole repository again.", adapted=cfg.is_lora)]
     if cfg.action_head == "discrete" and any(folder.glob("action_head--*checkpoint.pt")):
         problems.append(
             f"model.path: {folder} holds a continuous action head (L1 or diffusion). Its language model never learned "
             f"action tokens, so RL on tokens starts at zero success; set model.action_head=l1 or diffusion, whichever "
             f"it has, or take one trained with discrete tokens."
         )
-    if cfg.is_lora and config.random_init:
-        problems.append(
-            f"model.is_lora=true: {folder} has no trained weights, and adapters on random ones cannot learn; set "
-            f"model.is_lora=false, or model.path to a trained checkpoint."
-        )
-    has_weights = (folder / INDEX_FILE).exists() or any(folder.glob("model*.safetensors"))
-    if not has_weights and not config.random_init:
-        problems.append(f"model.path: {folder} holds no model*.safetensors; fetch the weights too. {TRY_NOW}")
     return problems
 
 

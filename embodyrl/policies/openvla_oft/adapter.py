@@ -47,6 +47,11 @@ def find_adapter(folder: Path) -> Path | None:
     return next((f for f in (folder, folder / ADAPTER_FOLDER) if (f / ADAPTER_CONFIG).exists()), None)
 
 
+def given_adapter(cfg: AdapterSettings) -> Path | None:
+    """The adapter folder of `model.lora.path`."""
+    return None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
+
+
 def read_adapter_spec(folder: Path) -> AdapterSpec:
     """Read `adapter_config.json`.
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.openvla_oft.config import CONFIG_FILE, INDEX_FILE, RANDOM_INIT_KEY
+from embodyrl.policies.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, saved_config
+from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
 
 VALUE_HEAD = "value_head"
 ACTION_SCALE = "action_scale"
@@ -29,15 +30,15 @@ SHARD_BYTES = 5 * 10**9
 SIDE_FILES = (
     CONFIG_FILE,
     "generation_config.json",
-    "preprocessor_config.json",
+    PREPROCESSOR_FILE,
     "processor_config.json",
-    "dataset_statistics.json",
-    "tokenizer.json",
+    STATISTICS_FILE,
+    TOKENIZER_FILE,
     "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "tiny_vit_specs.json",
+    TINY_VIT_FILE,
 )
 
 
@@ -224,15 +225,9 @@ def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """Read tokenizer, preprocessor, statistics and configuration, so that `save_from` can write them again.
-
-    The marker that asks for random weights is dropped: a saved folder has weights, and losing them must be an error.
-    """
+    """Read tokenizer, preprocessor, statistics and configuration, so that `save_from` can write them again."""
     found = {name: (folder / name).read_bytes() for name in SIDE_FILES if (folder / name).exists()}
-    config = json.loads(found[CONFIG_FILE])
-    if config.pop(RANDOM_INIT_KEY, None) is not None:
-        found[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
-    return found
+    return found | {CONFIG_FILE: saved_config(found[CONFIG_FILE])}
 
 
 def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str]) -> dict[Path, dict[str, Tensor]]:

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
 
-STATISTICS_FILE = "dataset_statistics.json"
 NORMALISATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
 """Names of `model.action_normalization` and the fields that bound -1..1: LIBERO and Bridge use q99, ALOHA min/max."""
 
@@ -126,12 +126,9 @@ class ActionTokenizer:
         return self._centres[np.clip(self.vocab_end - ids - 1, 0, len(self._centres) - 1)]
 
 
-CONFIG_FILE = "config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
-TOKENIZER_FILE = "tokenizer.json"
 INDEX_FILE = "model.safetensors.index.json"
 TINY_VIT_FILE = "tiny_vit_specs.json"
-RANDOM_INIT_KEY = "embodyrl_init"
 VALUE_HIDDEN = (512, 128)
 
 _KNOWN_VITS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Low-rank adapters: injected through peft for training, merged into the weights for everything else."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -20,7 +20,7 @@ from embodyrl.policies.openvla_oft.adapter import (
     AdapterSpec,
     read_adapter_spec,
 )
-from embodyrl.policies.openvla_oft.checkpoint import base_state, load_into, map_weights
+from embodyrl.policies.openvla_oft.checkpoint import Change, map_weights
 from embodyrl.policies.openvla_oft.llama import linears
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
@@ -75,21 +75,23 @@ def read_adapter(folder: Path) -> Adapter:
     return Adapter(spec, {name: (low[name], high[name]) for name in low}, replaced)
 
 
-def load_merged(
-    module: nn.Module, folder: Path, adapter: Path, *, beside: Path | None = None, fresh_heads: bool = False
-) -> None:
-    """Fill a module from a folder (see `load_into`) with an adapter merged into its weights.
+def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") -> Change:
+    """How an adapter changes the weights of `base` on the way in: the whole model is never there twice.
+
+    Args:
+        adapter: its folder.
+        known: names of the model's weights.
+        base: whose weights it belongs to.
+        prefix: what the adapter's names have before those of the weights.
 
     Raises:
         CheckpointError: a file does not fit, or the adapter is of another model.
     """
-    loaded, known = read_adapter(adapter), base_state(module)
-    if strangers := sorted(name for name in loaded.factors if f"{name}.weight" not in known):
-        raise CheckpointError(
-            f"{adapter} adapts '{strangers[0]}', which {folder} does not have; it is of another model."
-        )
-    # Merged weight by weight on the way in: the whole model is never there twice.
-    load_into(module, folder, change=loaded.merged, beside=beside, fresh_heads=fresh_heads)
+    loaded = read_adapter(adapter)
+    names = (name.removeprefix(prefix) for name in loaded.factors)
+    if strangers := sorted(name for name in names if f"{name}.weight" not in known):
+        raise CheckpointError(f"{adapter} adapts '{strangers[0]}', which {base} does not have; it is of another model.")
+    return lambda key, tensor: loaded.merged(prefix + key, tensor)
 
 
 def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within: tuple[str, ...] = ADAPTED) -> None:

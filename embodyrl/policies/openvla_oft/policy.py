@@ -8,15 +8,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.policies.flow.likelihood import spread
-from embodyrl.policies.openvla_oft.adapter import find_adapter, lora_spec
+from embodyrl.policies.folder import TOKENIZER_FILE
+from embodyrl.policies.openvla_oft.adapter import find_adapter, given_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
     OF_RL,
     VALUE_HEAD,
+    Change,
+    base_state,
     load_components,
     load_into,
     read_side_files,
@@ -26,7 +28,6 @@ from embodyrl.policies.openvla_oft.checkpoint import (
     weight_files,
 )
 from embodyrl.policies.openvla_oft.config import (
-    TOKENIZER_FILE,
     ActionTokenizer,
     Bounds,
     OftConfig,
@@ -148,21 +149,17 @@ class OpenVlaOftPolicy:
         and merged into the weights of `model.path` elsewhere. The folder's action statistics come along: its tokens
         mean what they meant where it was trained.
         """
-        adapter = None if weight_files(folder) else find_adapter(folder)
+        adapter, model, base = None if weight_files(folder) else find_adapter(folder), self._model, self._config.folder
         if adapter is None:
-            load_into(self._model, folder)
+            load_into(model, folder)
+        elif self._adapter is None:
+            load_into(model, base, change=_merging(model, base, adapter), beside=folder)
         else:
-            self._load_adapted(folder, adapter)
+            from embodyrl.policies.openvla_oft.lora import load_adapter
+
+            load_adapter(model, adapter)
+            load_components(model, folder)
         self._adopt(read_config(folder))
-
-    def _load_adapted(self, folder: Path, adapter: Path) -> None:
-        from embodyrl.policies.openvla_oft.lora import load_adapter, load_merged
-
-        if self._adapter is None:
-            load_merged(self._model, self._config.folder, adapter, beside=folder)
-        else:
-            load_adapter(self._model, adapter)
-            load_components(self._model, folder)
 
     def _adopt(self, config: OftConfig) -> None:
         """Take the statistics of a folder, and the small files that are saved beside the weights."""
@@ -242,18 +239,25 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
 
 def _load(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: PolicyRequest) -> None:
     """Read the weights of `model.path`; put adapters on them, or merge the one of `model.lora.path`."""
-    trains_adapter = cfg.is_lora and request.trainable
-    adapter = None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
-    if adapter is not None or trains_adapter:
-        from embodyrl.policies.openvla_oft.lora import inject, load_adapter, load_merged
+    trains_adapter, adapter = cfg.is_lora and request.trainable, given_adapter(cfg)
     if adapter is not None and not trains_adapter:
-        load_merged(module, config.folder, adapter, fresh_heads=request.fresh_heads)
+        change = _merging(module, config.folder, adapter)
+        load_into(module, config.folder, change=change, fresh_heads=request.fresh_heads)
     elif not config.random_init:
         load_into(module, config.folder, fresh_heads=request.fresh_heads)
     if trains_adapter:
+        from embodyrl.policies.openvla_oft.lora import inject, load_adapter
+
         inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed)
         if adapter is not None:
             load_adapter(module, adapter)
+
+
+def _merging(module: OpenVlaOft, base: Path, adapter: Path) -> Change:
+    # Only where it is needed: peft takes seconds to import.
+    from embodyrl.policies.openvla_oft.lora import merging
+
+    return merging(adapter, base_state(module), base)
 
 
 def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:

@@ -10,7 +10,8 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, check_steering, described
-from embodyrl.policies.flow.small.config import CONFIG_FILE, SmallConfig, Units, units_of
+from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
+from embodyrl.policies.folder import CONFIG_FILE
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec

@@ -9,11 +9,8 @@ from typing import Any, Self
 import numpy as np
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
-
-CONFIG_FILE = "config.json"
-RANDOM_INIT_KEY = "embodyrl_init"
-"""config.json of a folder without weights says {"embodyrl_init": "random"}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +69,6 @@ class SmallConfig:
         state = self.state_dim * w + w if self.state_dim else 0
         around = self.vocabulary * w + (w + 1) * 2 * w * self.layers + 2 * (w * w + w) + 2 * 2 * w
         return blocks + seen + state + around + self.action_width * w + w + w * self.action_width + self.action_width
-
-
-STATISTICS_FILE = "dataset_statistics.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

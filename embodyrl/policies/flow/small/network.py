@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from embodyrl.policies.flow.policy import RL_HEADS, FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import ChunkShape, FlowSettings
-from embodyrl.policies.flow.small.config import CONFIG_FILE, SmallConfig, Units
+from embodyrl.policies.flow.small.config import SmallConfig, Units
 from embodyrl.policies.flow.steering import policy_class
+from embodyrl.policies.folder import CONFIG_FILE, WEIGHTS_FILE
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import fill_weights, on_device
 from embodyrl.types import FloatArray, Observation, PolicySpec
-
-WEIGHTS_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,10 @@ from typing import Self
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, check_steering, described
-from embodyrl.policies.flow.specs import CONFIG_FILE, FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
-from embodyrl.policies.flow.vla.folder import (
-    TOKENIZER_FILE,
-    contradictions,
-    read_folder,
-    read_units,
-    reads_state,
-    starts_random,
-)
+from embodyrl.policies.flow.specs import FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
+from embodyrl.policies.flow.vla.folder import contradictions, read_folder, read_units, reads_state
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
+from embodyrl.policies.folder import lacking
 from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
@@ -225,21 +219,11 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
         read_folder(folder, cfg)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
-    problems = contradictions(folder, cfg)
-    if not (folder / TOKENIZER_FILE).exists():
-        problems.append(
-            f"model.path: {folder} has no {TOKENIZER_FILE}, which public checkpoints leave to another repository; copy "
-            "that of the language model there (pi0, pi0.5: PaliGemma's; SmolVLA: SmolVLM2's)."
-        )
-    random = starts_random(folder)
-    if not random and not any(folder.glob("model*.safetensors")):
-        problems.append(f"model.path: {folder} holds {CONFIG_FILE} but no model*.safetensors; fetch the weights too.")
-    if random and cfg.is_lora:
-        problems.append(
-            f"model.is_lora=true: {folder} has no trained weights, and adapters on random ones cannot learn; set "
-            "model.is_lora=false."
-        )
-    return problems
+    where = (
+        ", which public checkpoints leave to another repository; copy that of the language model there (pi0, pi0.5: "
+        "PaliGemma's; SmolVLA: SmolVLM2's)."
+    )
+    return [*contradictions(folder, cfg), *lacking(folder, tokenizer=where, adapted=cfg.is_lora)]
 
 
 FACTORY = VlaFactory()

@@ -12,7 +12,6 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.layouts import (
@@ -31,10 +30,11 @@ from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import ChunkShape, ValueFrom
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.steering import policy_class
-from embodyrl.policies.flow.vla.folder import side_files, starts_random
+from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaReader
 from embodyrl.policies.flow.vla.settings import VlaSettings
-from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, lora_spec
+from embodyrl.policies.folder import starts_random
+from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import fill_weights
@@ -165,13 +165,10 @@ class VlaFiles:
         Raises:
             CheckpointError: the adapter is of another model.
         """
-        from embodyrl.policies.openvla_oft.lora import read_adapter
+        from embodyrl.policies.openvla_oft.lora import merging
 
-        loaded, state = read_adapter(adapter), _plain(module)
-        names = [name.removeprefix(MODEL) for name in loaded.factors]
-        if strangers := sorted(name for name in names if f"{name}.weight" not in state):
-            raise CheckpointError(f"{adapter} adapts '{strangers[0]}', which {self._base} does not have.")
-        self._source = load_weights(state, self._base, lambda key, tensor: loaded.merged(MODEL + key, tensor))
+        state = _plain(module)
+        self._source = load_weights(state, self._base, merging(adapter, state, self._base, MODEL))
 
 
 def _plain(module: nn.Module) -> dict[str, Tensor]:
@@ -233,7 +230,7 @@ def build_policy(
 
 def _fill(module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, request: PolicyRequest) -> None:
     """Read the weights of `model.path`, with the adapter of `model.lora.path` merged where none is trained."""
-    adapter = None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
+    adapter = given_adapter(cfg)
     if starts_random(folder):
         module.network.model.initialise(request.seed)
     elif adapter is not None and not (cfg.is_lora and request.trainable):
@@ -246,6 +243,5 @@ def _adapt(module: nn.Module, cfg: VlaSettings, within: tuple[str, ...], request
     from embodyrl.policies.openvla_oft.lora import inject, load_adapter
 
     inject(module, lora_spec(cfg), init=cfg.lora.init_lora_weights, seed=request.seed, within=within)
-    adapter = None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
-    if adapter is not None:
+    if (adapter := given_adapter(cfg)) is not None:
         load_adapter(module, adapter)

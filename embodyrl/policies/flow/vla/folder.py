@@ -14,11 +14,12 @@ from safetensors.numpy import load, save
 
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, PromptForm
-from embodyrl.policies.flow.specs import CONFIG_FILE, FlowSpec, Pi0Spec, read_spec
+from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings
+from embodyrl.policies.folder import CONFIG_FILE, STATISTICS_FILE, saved_config, starts_random
 from embodyrl.types import FloatArray
 
-STATISTICS_FILE = "norm_stats.json"
+OPENPI_FILE = "norm_stats.json"
 """openpi's file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...}, "actions": ...}}."""
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
 """lerobot adds its own to fewer of the denominators, which is 1e-8 of a difference where the spread is not zero."""
@@ -118,7 +119,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path) -> dict[str, FlowStati
             if not np.array_equal(found[_LEROBOT_PARTS[name]].setdefault(number, row), row):
                 raise CheckpointError(
                     f"{where} holds the {number} of {name} of several robots ('{key}' is not the first): nothing says "
-                    f"which is meant. Write the right ones to {STATISTICS_FILE} beside it."
+                    f"which is meant. Write the right ones to {OPENPI_FILE} beside it."
                 )
     if empty := [part for part, numbers in found.items() if not numbers]:
         raise CheckpointError(
@@ -157,11 +158,6 @@ def _shift(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int, sign: float)
     return out
 
 
-OWN_STATISTICS_FILE = "dataset_statistics.json"
-"""`embodyrl sft` writes it; it counts before the checkpoint's own."""
-TOKENIZER_FILE = "tokenizer.json"
-RANDOM_INIT_KEY = "embodyrl_init"
-"""config.json of a folder without weights says {"embodyrl_init": "random"}."""
 _OWN_PARTS = {"proprio": "state", "action": "actions"}
 _TOLD = ("mean", "std", "min", "max", "q01", "q99")
 _NORMALIZER = "policy_preprocessor*normalizer*.safetensors"
@@ -207,7 +203,7 @@ def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     except (OSError, ValueError, AttributeError, TypeError):
         return []
     # What `embodyrl sft` trained has the units of its own file, and of its own settings.
-    own = (folder / OWN_STATISTICS_FILE).exists()
+    own = (folder / STATISTICS_FILE).exists()
     problems = []
     known = {str(mode).upper(): str(mode) for mode in Normalization}
     if not own and found - {str(cfg.normalization).upper()}:
@@ -223,14 +219,6 @@ def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
             "(use_relative_actions); set it to the number of those (all but the gripper's: 6 on LIBERO)."
         )
     return problems
-
-
-def starts_random(folder: Path) -> bool:
-    """Whether the folder asks for random initial weights instead of holding some."""
-    try:
-        return json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get(RANDOM_INIT_KEY) == "random"
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def prompt_form(cfg: VlaSettings, spec: FlowSpec) -> PromptForm:
@@ -260,11 +248,11 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         if starts_random(folder):
             return Units(state=None, actions=Affine(shift=(0.0,) * action_dim, scale=(1.0,) * action_dim))
         raise CheckpointError(
-            f"{folder} has no statistics of states and actions: neither {STATISTICS_FILE} (openpi; also below assets/) "
-            f"nor {_NORMALIZER} (lerobot) nor {OWN_STATISTICS_FILE}. Fetch them with the weights; without them actions "
+            f"{folder} has no statistics of states and actions: neither {OPENPI_FILE} (openpi; also below assets/) "
+            f"nor {_NORMALIZER} (lerobot) nor {STATISTICS_FILE}. Fetch them with the weights; without them actions "
             f"mean nothing."
         )
-    if cfg.delta_dims and (folder / OWN_STATISTICS_FILE).exists():
+    if cfg.delta_dims and (folder / STATISTICS_FILE).exists():
         raise ConfigError(
             f"model.delta_dims={cfg.delta_dims}: the statistics that `embodyrl sft` wrote to {folder} are of actions "
             "as they are; set model.delta_dims=0."
@@ -288,13 +276,13 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
 
 def _find_statistics(folder: Path) -> tuple[Mapping[str, FlowStatistics], float]:
     """By part; and what is added to their denominators."""
-    if (folder / OWN_STATISTICS_FILE).exists():
-        return _read_own(folder / OWN_STATISTICS_FILE), OPENPI_EPS
-    openpi = [p for p in (folder / STATISTICS_FILE, *sorted(folder.glob(f"assets/**/{STATISTICS_FILE}"))) if p.exists()]
+    if (folder / STATISTICS_FILE).exists():
+        return _read_own(folder / STATISTICS_FILE), OPENPI_EPS
+    openpi = [p for p in (folder / OPENPI_FILE, *sorted(folder.glob(f"assets/**/{OPENPI_FILE}"))) if p.exists()]
     if len(openpi) > 1 and openpi[0].parent != folder:
         raise CheckpointError(
             f"{folder} has statistics of {len(openpi)} data sets: {', '.join(str(p) for p in openpi)}. Copy the one "
-            f"that is meant to {folder / STATISTICS_FILE}."
+            f"that is meant to {folder / OPENPI_FILE}."
         )
     if openpi:
         return read_openpi(openpi[0]), OPENPI_EPS
@@ -332,23 +320,18 @@ def _read_own(path: Path) -> dict[str, FlowStatistics]:
 
 
 def side_files(folder: Path) -> dict[str, bytes]:
-    """Configuration, tokenizer, processors and statistics, to be written beside weights again.
-
-    The marker that asks for random weights is dropped: a saved folder has weights, and losing them must be an error.
-    """
+    """Configuration, tokenizer, processors and statistics, to be written beside weights again."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
     found = {p.name: p.read_bytes() for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
-    if STATISTICS_FILE not in found:
-        found |= {p.name: p.read_bytes() for p in sorted(folder.glob(f"assets/**/{STATISTICS_FILE}"))[:1]}
-    config: dict[str, Any] = json.loads(found[CONFIG_FILE])
-    if config.pop(RANDOM_INIT_KEY, None) is not None:
-        found[CONFIG_FILE] = (json.dumps(config, indent=2) + "\n").encode()
-    return _told_to_lerobot(found) if OWN_STATISTICS_FILE in found else found
+    if OPENPI_FILE not in found:
+        found |= {p.name: p.read_bytes() for p in sorted(folder.glob(f"assets/**/{OPENPI_FILE}"))[:1]}
+    found[CONFIG_FILE] = saved_config(found[CONFIG_FILE])
+    return _told_to_lerobot(found) if STATISTICS_FILE in found else found
 
 
 def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
     """Our statistics in lerobot's files too, where the folder came from there: it reads no others."""
-    (entry,), config = json.loads(files[OWN_STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
+    (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}
     for name in [name for name in files if fnmatch(name, "policy_*normalizer*.safetensors")]:
