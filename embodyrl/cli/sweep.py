@@ -1,9 +1,13 @@
 """`-m`: several runs from one command line, one after the other, each in a process of its own."""
 
+import ctypes
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from embodyrl.cli.runs import describe_run, run_folders
-from embodyrl.errors import ConfigError
+from embodyrl.errors import STARTER_LEAVES, ConfigError
+from embodyrl.files import has_room
 from embodyrl.plan.config import config_of_ckpt, load_config
 
 _NAME = "runner.experiment_name="
+_PR_SET_PDEATHSIG = 1
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:
@@ -41,7 +47,9 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
 
 def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
-    """Check every combination, then run all; 1 if one of them failed, 130 after Ctrl-C.
+    """Check every combination, then run all; 1 if one of them failed, 128 + n on signal n, as a run.
+
+    The run that goes on is told of a signal and waited for, as it saves and says how to go on.
 
     Raises:
         ConfigError: a combination is wrong; nothing was started.
@@ -52,21 +60,23 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     flags = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     codes: list[int | None] = [None] * len(jobs)
     found: list[dict[str, Any]] = [{} for _ in jobs]
-    stopped = False
-    for number, (job, place) in enumerate(zip(jobs, places, strict=True)):
-        before = _written(place)
-        print(f"[{number + 1}/{len(jobs)}] embodyrl {command} {shlex.join(job)}", flush=True)
-        codes[number], stopped = _run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
-        # Also one that `runner.on_existing=resume` went on with.
-        found[number] = next((describe_run(run) for run, _ in _written(place).items() - before.items()), {})
-        if stopped:
-            break
-    _print_table(jobs, codes, found)
-    if stopped and any(word.startswith(_NAME) for word in words):
-        print("go on  with the same words and runner.on_existing=resume")
-    if paths := [run["path"] for run in found if run]:
-        print(f"next  embodyrl report {shlex.join(paths)} --open")
-    return 130 if stopped else int(any(codes))
+    running = _Running()
+    with running.listening():
+        for number, (job, place) in enumerate(zip(jobs, places, strict=True)):
+            before = _written(place)
+            print(f"[{number + 1}/{len(jobs)}] embodyrl {command} {shlex.join(job)}", flush=True)
+            codes[number] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
+            # Also one that `runner.on_existing=resume` went on with.
+            found[number] = next((describe_run(run) for run, _ in _written(place).items() - before.items()), {})
+            if running.stopped:
+                break
+        if has_room(sys.stdout, 1.0):  # else nobody reads, as where the terminal is gone
+            _print_table(jobs, codes, found)
+            if running.stopped and any(word.startswith(_NAME) for word in words):
+                print("go on  with the same words and runner.on_existing=resume")
+            if paths := [run["path"] for run in found if run]:
+                print(f"next  embodyrl report {shlex.join(paths)} --open")
+    return 128 + running.stopped if running.stopped else int(any(codes))
 
 
 def _written(place: Path) -> dict[Path, int]:
@@ -74,17 +84,39 @@ def _written(place: Path) -> dict[Path, int]:
     return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(place)}
 
 
-def _run(words: Sequence[str]) -> tuple[int, bool]:
-    """Run a command to its end; its exit code, and whether Ctrl-C came.
+class _Running:
+    """The run that goes on, and the signal that stopped it, if one did."""
 
-    That reaches the run as well, which saves and says how to go on: it is waited for.
-    """
-    stopped, process = False, subprocess.Popen(words)
-    while True:
+    def __init__(self) -> None:
+        self.stopped = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hand signals on; SIGHUP stays ignored where it is (nohup)."""
+        wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            wanted.remove(signal.SIGHUP)
+        previous = {signum: signal.signal(signum, self._hand_on) for signum in wanted}
         try:
-            return process.wait(), stopped
-        except KeyboardInterrupt:
-            stopped = True
+            yield
+        finally:
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+
+    def _hand_on(self, signum: int, frame: object) -> None:
+        # The first one only as news: a terminal or a batch system may have sent it to the run itself as well.
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM if self.stopped else STARTER_LEAVES)
+        self.stopped = self.stopped or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+
+    def run(self, words: Sequence[str]) -> int:
+        """Run a command to its end and return its exit code."""
+        watch = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, STARTER_LEAVES, 0, 0, 0)  # whatever kills us
+        self._process = subprocess.Popen(words, preexec_fn=watch)
+        if self.stopped:  # in the moment before
+            self._process.send_signal(STARTER_LEAVES)
+        return self._process.wait()
 
 
 def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int | None], runs: Sequence[Mapping[str, Any]]) -> None:

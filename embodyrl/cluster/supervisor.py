@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from embodyrl.channels.messages import Request, WorkerReady
 from embodyrl.cluster.protocol import ActingFaults, Launcher, Message, OnEnvCrash, WorkerDied
 from embodyrl.cluster.timeline import Timeline
-from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError, StoppedAtOnce, WorkerError
+from embodyrl.errors import STARTER_LEAVES, EmbodyError, Interrupted, NonFiniteError, StoppedAtOnce, WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec
 
 
@@ -17,6 +17,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._signum: int | None = None
+        self._asked = False
+        """By a signal of which another one would be the second."""
         self._looked = False
 
     def looked(self) -> bool:
@@ -39,22 +41,27 @@ class StopRequest:
     ) -> Iterator[None]:
         """Take SIGINT, SIGTERM and SIGHUP as requests; a second one acts at once, after `on_second`.
 
-        SIGHUP stays ignored where it is (nohup). SIGUSR1 is remembered for `looked`.
+        SIGHUP stays ignored where it is (nohup). `STARTER_LEAVES` is a request too, but never a second one. SIGUSR1 is
+        remembered for `looked`.
         """
 
         def note(signum: int, frame: object) -> None:
             # A lost terminal means the same as a request to terminate.
-            signum = signal.SIGTERM if signum == signal.SIGHUP else signum
-            if self._signum is not None:
-                on_second()
-                raise StoppedAtOnce(signum)
-            self._signum = signum
-            on_first()
+            meant = signum if signum == signal.SIGINT else signal.SIGTERM
+            if signum != STARTER_LEAVES:
+                if self._asked:
+                    on_second()
+                    raise StoppedAtOnce(meant)
+                self._asked = True
+            if self._signum is None:
+                self._signum = meant
+                on_first()
 
         def look(signum: int, frame: object) -> None:
             self._looked = True
 
-        wanted = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: note, signal.SIGUSR1: look}
+        wanted = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STARTER_LEAVES), note)
+        wanted[signal.SIGUSR1] = look
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             del wanted[signal.SIGHUP]
         previous = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}

@@ -174,6 +174,48 @@ def test_ctrl_c_in_a_sweep_lets_its_run_save_and_starts_no_other(tmp_path):
     assert table[2].endswith("runner.on_existing=resume")
 
 
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    ids=["int", "term", "hup", "kill"],
+)
+def test_a_signal_to_the_process_of_a_sweep_alone_reaches_its_run(tmp_path, signum, code):
+    gate = tmp_path / "gate"
+    words = toy_words(tmp_path, "runner.max_steps=50", "launcher.env_workers=1", *hold_in_rollout(gate), "seed=0,1")
+    command = start_cli("train", "-m", *words, cwd=tmp_path)
+    try:
+        command.wait_for(gate)
+        command.process.send_signal(signum)
+        if signum == signal.SIGKILL:
+            assert command.wait() == code
+        open_gate(gate)
+        assert command.wait() == code
+        assert wait_until(lambda: not (tmp_path / "run-0" / "lock").exists(), 60)
+    finally:
+        command.stop()
+    assert "go on with: embodyrl train --resume" in assert_one_line_and_no_traceback(command)
+    assert_saved(tmp_path / "run-0")
+    assert not (tmp_path / "run-1").exists()
+
+
+def test_a_batch_system_that_signals_all_processes_of_a_sweep_is_not_impatient(tmp_path):
+    """The run is told by it and by the sweep, in either order, and still saves."""
+    gate = tmp_path / "gate"
+    words = toy_words(tmp_path, "runner.max_steps=50", "launcher.env_workers=1", *hold_in_rollout(gate), "seed=0,1")
+    command = start_cli("train", "-m", *words, cwd=tmp_path)
+    try:
+        command.wait_for(gate)
+        (child,) = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+        for pid in (command.pid, int(child)):
+            os.kill(pid, signal.SIGTERM)
+        open_gate(gate)
+        assert command.wait() == 143
+    finally:
+        command.stop()
+    assert "saved" in assert_one_line_and_no_traceback(command)
+    assert_saved(tmp_path / "run-0")
+
+
 def test_a_third_ctrl_c_makes_no_noise(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))
