@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         hint = closest(name, COMMANDS)
         if not hint and "=" in name:
-            hint = f" Overrides come after the command: embodyrl train {name}."
+            hint = f" Overrides come after the command: embodyrl train {shlex.quote(name)}."
         raise ConfigError(f"unknown command '{name}'.{hint} Commands: {', '.join(COMMANDS)}.")
     command = COMMANDS[name]
     parser = _Parser(

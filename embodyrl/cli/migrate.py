@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def migrate(args: argparse.Namespace) -> int:
         f"config  {experiment}",
         f"account {report}",
         *(f"mend    {text}" for text in result.to_mend),
-        f"try it  embodyrl train experiment={name} --config-dir {out} --dry-run",
+        f"try it  embodyrl train experiment={name} --config-dir {shlex.quote(str(out))} --dry-run",
     )
     data = {
         "system": result.system.folder,

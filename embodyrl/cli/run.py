@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, masked
 from embodyrl.plan.config import config_of_ckpt, dump_config, load_config, load_saved_config
+from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
 from embodyrl.version import __version__
 
@@ -25,7 +27,8 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(
         signal.SIGUSR1, signal.SIG_IGN
     )  # asks a run how it is: before and after its workers there is no answer
-    if "=" in (getattr(args, "resume", None) or ""):  # `--resume key=value` goes on with the newest run
+    named = getattr(args, "resume", None) or ""
+    if "=" in named and not Path(named).exists():  # `--resume key=value` goes on with the newest run
         args.words, args.resume = [args.resume, *args.words], NEWEST
     if args.json and args.dry_run:
         raise ConfigError("--json goes with --print-config or with a run; leave out --dry-run.")
@@ -63,9 +66,10 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
             raise ConfigError("--resume goes on with exactly the settings of that evaluation; leave the others out.")
         found = _resumed(args)
         if (found / "checkpoints").is_dir():
+            run, weights = map(shlex.quote, (str(found), write_word("ckpt", str(found))))
             raise ConfigError(
-                f"{found} is a training run. Go on with it: embodyrl train --resume {found}. "
-                f"Evaluate what it learned: embodyrl eval ckpt={found}."
+                f"{found} is a training run. Go on with it: embodyrl train --resume {run}. "
+                f"Evaluate what it learned: embodyrl eval {weights}."
             )
         return load_saved_config(found, words, command="eval"), {"resume": found}
     return _compose_with_ckpt(args), {}
@@ -77,7 +81,7 @@ def _compose_with_ckpt(args: argparse.Namespace) -> Any:
     A first word without a key is that run, as commands about a run take it.
     """
     if args.words and "=" not in args.words[0]:
-        args.words[0] = f"ckpt={args.words[0]}"
+        args.words[0] = write_word("ckpt", args.words[0])
     return load_config(args.command, args.words, config_dirs=args.config_dir, base=config_of_ckpt(args.words))
 
 

@@ -1,5 +1,6 @@
 """Collecting demonstrations: roll a policy out, keep good episodes, write them as a data set that can be continued."""
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,6 +23,7 @@ from embodyrl.monitor.fanout import Fanout
 from embodyrl.plan.blueprint import Blueprint, count_env_workers, deal_slots, draw_blueprint
 from embodyrl.plan.config import dump_config
 from embodyrl.plan.episodes import demonstration_episodes, selected_tasks
+from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import CollectConfig
 from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.scheduler.rollout import Rollout
@@ -244,7 +246,7 @@ class _Collecting:
                 f"{result.wall_s:.1f} s ({speed:.2f} s per episode)"
             )
         self.monitor.text(f"  data     {result.folder}: {result.episodes} episodes, {result.frames} frames")
-        self.monitor.text(f"  next     embodyrl sft data.path={result.folder}")
+        self.monitor.text(f"  next     embodyrl sft {shlex.quote(write_word('data.path', str(result.folder)))}")
 
 
 def _copy(arena: Arena, episode: Episode, trial: int) -> Demonstration:

@@ -26,7 +26,7 @@ from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.settings import plain
-from embodyrl.config.trust import resume_word
+from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
@@ -83,7 +83,8 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
             if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
                 raise  # another try would end like this one
             said, *details = str(error).splitlines()
-            said += f"; go on with: embodyrl eval --resume {shlex.quote(str(folder.root))}{resume_word(cfg)}"
+            again = ["embodyrl", "eval", "--resume", str(folder.root), *trust_words(cfg)]
+            said += f"; go on with: {shlex.join(again)}"
             error.args = ("\n".join([said, *details]),)
             raise
         print_table(result, monitor.text)

@@ -66,6 +66,11 @@ class RunFolder:
         """Where the results of the validation after `step` training steps go."""
         return self.root / "eval" / f"step_{step:06d}"
 
+    @property
+    def following(self) -> tuple[str, str]:
+        """Line of the banner that says how to watch the workers."""
+        return "logs", f"tail -F {shlex.quote(str(self.logs))}/*.log"
+
     def discard(self) -> None:
         """Remove a run that could not begin, unless it is an older one."""
         if self.is_new:

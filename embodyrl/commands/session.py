@@ -4,9 +4,10 @@ import json
 import math
 import shlex
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands.run_folder import RunFolder
-from embodyrl.config.trust import resume_word
+from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, Interrupted, masked
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
@@ -86,6 +87,8 @@ class Session:
         self.restarts = 0
         """Restarts of env workers before this process took over."""
         self._row: dict[str, Any] = {}
+        self._telling = False
+        """A callback runs, or raised."""
         # One thread, so that checkpoints are moved into place in their order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
@@ -145,12 +148,33 @@ class Session:
         """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
 
-    def told(self, answer: object) -> None:
-        """Take a callback's answer: True makes this step the last one."""
+    def tell(self, callback: Callable[[int, Any], bool | None] | None, news: Any) -> None:
+        """Call a callback, if there is one; its answer True makes this step the last one."""
+        if callback is None:
+            return
+        self._telling = True
+        answer: object = callback(self.step, news)
+        self._telling = False
         # Of numpy as well: `np.mean(returns) > 0.9` is no `bool`.
         if isinstance(answer, (bool, np.bool_)) and answer and self.step < self.total:
             self.monitor.text(f"step {self.step}: a callback ended the run")
             self.total = self.step
+
+    @contextmanager
+    def keeping(self, save: Callable[[], Path]) -> Iterator[None]:
+        """Save what was learned when a signal, or a callback that raises, ends the training inside."""
+        try:
+            yield
+        except Interrupted as interruption:
+            raise self.stop_message(interruption, save()) from None
+        except Exception as error:
+            # A fault of the caller's own: what was learned is whole.
+            if self._telling and self.step:
+                saved = save()
+                self.wait_for_save()
+                command = f"embodyrl.{self._command}"
+                error.add_note(f"raised by a callback of {command} after step {self.step}; saved {saved}")
+            raise
 
     def record_score(self, *score: float) -> None:
         """Remember the step with the best validation score; more is better, and later numbers decide among equals.
@@ -222,10 +246,15 @@ class Session:
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
         """Say where the run stopped and how to go on, once the checkpoint is complete; None: workers were starting."""
         self.wait_for_save()
-        run = f"{shlex.quote(str(self.folder.root))}{resume_word(self.cfg)}"
+        again = ["embodyrl", self._command, "--resume", str(self.folder.root), *trust_words(self.cfg)]
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "
-            f"{f'saved {saved}; ' if saved else ''}"
-            f"go on with: embodyrl {self._command} --resume {run}",
+            f"{f'saved {saved}; ' if saved else ''}go on with: {shlex.join(again)}",
         )
         return interruption
+
+    def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
+        """Say where everything lies, and what can be done with it: the words of a command each."""
+        said = [f"{'' if n else 'next':<10} {shlex.join(['embodyrl', *use])}" for n, use in enumerate(uses)]
+        for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):
+            self.monitor.text(line)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,13 @@ from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.trust import resume_word
+from embodyrl.config.trust import trust_words
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, read_card
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.learners.settings import Objective
 from embodyrl.plan.config import ENVIRONMENT_FILE
-from embodyrl.plan.load import read_saved
+from embodyrl.plan.load import read_saved, write_word
 from embodyrl.plan.roots import DaggerConfig, SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
@@ -88,7 +89,7 @@ class _Sft:
             shutil.copyfile(told, folder.root / ENVIRONMENT_FILE)
         held_out = len(self.material.validation or ())
         samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out")
-        where = [("output", str(folder.root)), ("logs", f"tail -F {folder.logs}/*.log")]
+        where = [("output", str(folder.root)), folder.following]
         session.announce([*self.facts, samples, *where], self._total_steps())
         try:
             request = PolicyRequest(
@@ -124,23 +125,20 @@ class _Sft:
         return min(runner.max_steps, math.ceil(runner.max_epochs * len(self.material.train) / batch))
 
     def _train(self, actors: SupervisedActors, start: Path | None) -> SftResult:
-        try:
+        with self.session.keeping(partial(self._save, actors)):
             if start is not None:
                 actors.loop.call(LoadRequest(folder=str(start)))
             self._loop(actors)
             checkpoint = self._save(actors)
             self.session.wait_for_save()
-        except Interrupted as interruption:
-            raise self.session.stop_message(interruption, self._save(actors)) from None
         root = self.session.folder.root
         told = root / ENVIRONMENT_FILE
         shown = {setting.key: setting.value for setting in read_saved(told)} if told.is_file() else {}
-        trusted = f"{root}{resume_word(self.cfg, shown)}"
-        uses = [f"eval ckpt={trusted}", f"train ckpt={trusted}"]
-        uses = [f"train reward.path={checkpoint / POLICY_FOLDER}"] if self.cfg.objective.rates else uses
-        next_lines = (f"{'' if n else 'next':<10} embodyrl {use}" for n, use in enumerate([*uses, f"report {root}"]))
-        for line in (f"run        {root}", f"checkpoint {checkpoint}", *next_lines):
-            self.monitor.text(line)
+        weights, trust = write_word("ckpt", str(root)), trust_words(self.cfg, shown)
+        uses = [["eval", weights, *trust], ["train", weights, *trust]]
+        if self.cfg.objective.rates:
+            uses = [["train", write_word("reward.path", str(checkpoint / POLICY_FOLDER))]]
+        self.session.conclude(checkpoint, *uses, ["report", str(root)])
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)
 
     def _loop(self, actors: SupervisedActors) -> None:
@@ -156,8 +154,7 @@ class _Sft:
             with actors.supervisor.shield():
                 row = self._update(actors)
                 session.step += 1
-            if self.on_step is not None:
-                session.told(self.on_step(session.step, row))
+            session.tell(self.on_step, row)
             losses += [row["actor/loss"]] if "actor/loss" in row else []
             last = session.step == session.total
             checks = session.due(runner.val_check_interval)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,11 +19,12 @@ from embodyrl.commands.facts import facts, require_disk
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, resolve_weights
 from embodyrl.commands.session import OnStep, Session
-from embodyrl.config.trust import resume_word
+from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError, Interrupted
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.held_out import evaluation_facts
+from embodyrl.plan.load import write_word
 from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.scheduler.actors import Actors, StepRollouts
@@ -103,8 +103,6 @@ class _Training:
     on_eval: OnEval | None
     first: EvalResult | None = None
     last: EvalResult | None = None
-    telling: bool = False
-    """A callback runs, or raised."""
 
     def __post_init__(self) -> None:
         assert self.blueprint.algorithm is not None
@@ -117,7 +115,7 @@ class _Training:
         session, folder = self.session, self.session.folder
         start = session.find_start()
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
-        where = [("output", f"{folder.root}{validation}"), ("logs", f"tail -F {folder.logs}/*.log")]
+        where = [("output", f"{folder.root}{validation}"), folder.following]
         held_out = evaluation_facts(self.blueprint) if self._validates else []
         session.announce(
             [*facts(self.blueprint), *held_out, *where], self.blueprint.total_steps, self.blueprint.env.tasks
@@ -138,27 +136,20 @@ class _Training:
 
     def _train(self, workers: Workers, start: Path | None) -> TrainResult:
         actors = Actors(workers, self.algorithm, self.blueprint)
-        try:
+
+        def save() -> Path:
+            workers.scheduler.abandon()  # what began for steps that will not come
+            return self._save(workers, actors)
+
+        with self.session.keeping(save):
             if start is not None:
                 actors.load(start)
             workers.scheduler.publish(self.session.step)
             self._begin(workers)
             self._loop(workers, actors)
-            workers.scheduler.abandon()  # what began for a step that a callback left out
-            checkpoint = self._save(workers, actors)
+            checkpoint = save()
             self.session.wait_for_save()
             self._film(workers)
-        except Interrupted as interruption:
-            workers.scheduler.abandon()
-            raise self.session.stop_message(interruption, self._save(workers, actors)) from None
-        except Exception as error:
-            # A fault of the caller's own: what was learned is whole.
-            if self.telling and self.session.step:
-                workers.scheduler.abandon()
-                saved = self._save(workers, actors)
-                self.session.wait_for_save()
-                error.add_note(f"raised by a callback of embodyrl.train after step {self.session.step}; saved {saved}")
-            raise
         self._report(checkpoint)
         return TrainResult(
             run=self.session.folder.root,
@@ -241,8 +232,7 @@ class _Training:
                 self.monitor.log(
                     session.step, split_clock_metrics(metrics, deterministic=self.cfg.runner.deterministic)
                 )
-            if self.on_step is not None:
-                self._tell(self.on_step, metrics)
+            session.tell(self.on_step, metrics)
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
             session.save_if_due(lambda: self._save(workers, actors))
@@ -275,14 +265,8 @@ class _Training:
         if result.videos:
             self.monitor.text(f"step {session.step}: {len(result.videos)} recordings in {session.folder.videos}")
         session.record_score(result.overall.success_once or 0.0, result.overall.mean_return)
-        if self.on_eval is not None:
-            self._tell(self.on_eval, result)
+        session.tell(self.on_eval, result)
         return result
-
-    def _tell(self, callback: Callable[[int, Any], bool | None], news: Any) -> None:
-        self.telling = True
-        self.session.told(callback(self.session.step, news))
-        self.telling = False
 
     def _dump(self, workers: Workers, rollout: RolloutResult, batch: PreparedBatch) -> None:
         try:
@@ -306,12 +290,8 @@ class _Training:
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
             folder, fps = self.session.folder.videos, self.cfg.video_cfg.fps
             videos = compare_recordings(self.first, self.last, folder, fps=fps, warn=self.monitor.text)
-        self.monitor.text(f"run        {self.session.folder.root}")
-        self.monitor.text(f"checkpoint {checkpoint}")
-        root = self.session.folder.root
-        trusted = f"{root}{resume_word(self.cfg)}"
-        lines = [("next", f"report {root} --open"), ("", f"eval ckpt={trusted}"), ("", f"play {trusted}")]
-        for name, line in lines if self.blueprint.env.draws else lines[:2]:
-            self.monitor.text(f"{name:<10} embodyrl {line}")
+        root, trust = str(self.session.folder.root), trust_words(self.cfg)
+        uses = [["report", root, "--open"], ["eval", write_word("ckpt", root), *trust], ["play", root, *trust]]
+        self.session.conclude(checkpoint, *(uses if self.blueprint.env.draws else uses[:2]))
         for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

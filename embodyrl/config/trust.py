@@ -48,11 +48,11 @@ def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return [word for word in words if word == TRUST], [word for word in words if word != TRUST]
 
 
-def resume_word(cfg: Settings, beside: Mapping[str, Any] | None = None) -> str:
+def trust_words(cfg: Settings, beside: Mapping[str, Any] | None = None) -> list[str]:
     """What `--resume` and `ckpt=` want after the run where its config, or other values `beside` it, name code:
-    " trust=true", or nothing.
+    trust=true, or nothing.
     """
-    return f" {TRUST}" if distrusted({**dict(leaves(cfg)), **(beside or {})}, {}, Path()) else ""
+    return [TRUST] if distrusted({**dict(leaves(cfg)), **(beside or {})}, {}, Path()) else []
 
 
 def _is_door(text: str) -> bool:

@@ -7,6 +7,7 @@ The layout is that of the `lerobot` package (`codebase_version` v3.0): files hol
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -96,7 +97,7 @@ def read_card(root: Path) -> Card:
     except FileNotFoundError:
         kind = f"no data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "no folder"
         raise ConfigError(
-            f"data.path={root} is {kind}. Collect one: embodyrl collect env=... collect.out={root}."
+            f"data.path={root} is {kind}. Collect one: embodyrl collect env=... {shlex.quote(f'collect.out={root}')}."
         ) from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise EmbodyError(

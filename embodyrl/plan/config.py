@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -202,8 +202,10 @@ def run_config(path: Path) -> Path | None:
 
 def config_of_ckpt(words: Sequence[str]) -> Path | None:
     """The saved config of the run that `ckpt=` points into, so that its model need not be typed again."""
-    named = [word.removeprefix("ckpt=").strip(" '\"") for word in words if word.startswith("ckpt=")]
-    return run_config(resolve_run(named[-1])) if named else None
+    named = [word for word in words if word.startswith("ckpt=")]
+    with suppress(ConfigError):  # words that cannot be read are refused where all of them are
+        return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
+    return None
 
 
 def save_config(cfg: Root, path: Path) -> None:

@@ -127,6 +127,21 @@ def parse_word(text: str) -> tuple[str, Any]:
     return override.key_or_group, value
 
 
+def write_word(name: str, text: str) -> str:
+    """The word that `parse_word` reads as this text: quoted where the grammar would see something else in it.
+
+    >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)")
+    ('ckpt=runs/a', 'ckpt="runs/a (1)"')
+    """
+    try:
+        if parse_word(word := f"{name}={text}") == (name, text):
+            return word
+    except ConfigError:
+        pass  # brackets, commas, an equals sign, ...
+    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + found[2].replace('"', r"\""), text)
+    return f'{name}="{escaped}"'
+
+
 def _refuse_form(text: str, override: Override) -> str | None:
     name = override.key_or_group
     if override.is_add() or override.is_force_add() or override.is_delete():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from embodyrl.algorithms.policy_gradient import Algorithm
@@ -51,7 +52,8 @@ def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iter
         yield "algorithm.demonstrations hold actions of robots, no replies; `embodyrl sft` imitates replies."
         return
     if not resolve_asset(folder).is_dir():
-        yield f"algorithm.demonstrations: {folder} is no folder; `embodyrl collect collect.out={folder}` fills it."
+        out = shlex.quote(write_word("collect.out", folder))
+        yield f"algorithm.demonstrations: {folder} is no folder; `embodyrl collect {out}` fills it."
         return
     card = read_card(resolve_asset(folder))
     shown = card.env

@@ -15,6 +15,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, run_config
+from embodyrl.plan.load import write_word
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.program.environment import SingleEnv, env_of
@@ -128,10 +129,11 @@ def load_policy(
         CheckpointError: nothing usable is there.
     """
     place, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
-    cfg = load_config("eval", [f"ckpt={place}", *words], base=base)
+    named = write_word("ckpt", place)
+    cfg = load_config("eval", [named, *words], base=base)
     # First composed without a path: only then is it known whether this model has one.
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
-        cfg = load_config("eval", [f"ckpt={place}", f"model.path={place}", *words])
+        cfg = load_config("eval", [named, write_word("model.path", place), *words])
     check_components(cfg)
     blueprint = draw_blueprint(cfg, training=False)
     weights = first_weights(cfg, blueprint.env)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.plan.config import load_config
+from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -133,11 +134,12 @@ class GRPO:
             # Rewards are always given a reference; rows without an answer have an empty one.
             lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
             rows.write_text("".join(lines), encoding="utf-8")
-            chosen = (
-                ("model=causal_lm_tiny",) if self.model == "tiny" else ("model=causal_lm", f"model.path={self.model}")
-            )
-            mine = (f"data.path={rows}", f"reward.path={_importable(self.reward, Path(folder))}")
-            cfg = compose("train", "env=text/math", *chosen, *_PLAIN, *mine, *self.words)
+            model = ["model=causal_lm", write_word("model.path", self.model)]
+            if self.model == "tiny":
+                model = ["model=causal_lm_tiny"]
+            reward = f"reward.path={_importable(self.reward, Path(folder))}"
+            mine = (write_word("data.path", str(rows)), reward)
+            cfg = compose("train", "env=text/math", *model, *_PLAIN, *mine, *self.words)
             return train(cfg, **callbacks)
 
 

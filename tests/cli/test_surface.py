@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from processes import SOURCE
+from processes import SOURCE, command_environment, run_cli
 from run_files import write_run
 from toy_runs import toy_words
 
@@ -23,6 +24,7 @@ from embodyrl.config import tree
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
+from embodyrl.plan.load import write_word
 
 RUN = {"--print-config", "--dry-run", "--json", "--config-dir"}
 SURFACE = {
@@ -138,6 +140,29 @@ def test_a_sweep_ends_in_a_table_and_the_report_of_its_runs(
     assert heading.split() == ["run", "settings", "step", "success", "return"]
     assert row.split()[:2] == ["run", "1"]
     assert last == f"next  embodyrl report {tmp_path / 'run'} --open"
+
+
+@pytest.mark.integration
+def test_the_commands_that_a_run_names_can_be_pasted_whatever_its_path(tmp_path: Path) -> None:
+    """By real shells; the weights are looked at as well, for whose run `ckpt=` names the other settings hold."""
+    folder = tmp_path / 'it\'s $HOME (1), a=b; [c] \\ "d"'
+    words = toy_words(Path("X"), "runner.max_steps=1", "launcher=inline", "video=none")
+    words = [write_word("runner.output_dir", str(folder)) if w.startswith("runner.output_dir=") else w for w in words]
+    done = run_cli("train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = [line[11:] for line in done.stdout.splitlines() if line[11:].startswith("embodyrl ")]
+    assert [line.split()[1] for line in told] == ["report", "eval", "play"]
+    script = f'embodyrl() {{ "{sys.executable}" -m embodyrl.cli.main "$@"; }}\n'
+    script += f"{told[0].removesuffix(' --open')}\n{told[1]} --print-config\n"
+    found = subprocess.run(
+        ["bash", "-e", "-c", script], cwd=tmp_path, env=command_environment(tmp_path), capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert f"page  {folder}/run/report.html" in found.stdout
+    assert "env_type: toy_env:FACTORY" in found.stdout
+    again = run_cli("eval", "--resume", str(folder / "run"), cwd=tmp_path)
+    line = again.stderr.partition("Go on with it: ")[2].partition(". Evaluate")[0]
+    assert shlex.split(line) == ["embodyrl", "train", "--resume", str(folder / "run")]
 
 
 def test_the_python_functions_check_like_the_commands() -> None:

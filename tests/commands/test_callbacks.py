@@ -52,3 +52,20 @@ def test_a_callback_that_raises_loses_no_step(tmp_path: Path, name: str) -> None
     assert raised.value.__notes__ == [f"raised by a callback of embodyrl.train after step 2; saved {saved}"]
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2]
     assert embodyrl.train(cfg, resume=tmp_path / "run").step == 4
+
+
+def test_a_callback_of_supervised_training_that_raises_loses_no_step(tmp_path: Path) -> None:
+    def fail(step: int, metrics) -> None:
+        if step == 3:
+            raise KeyError("a key that is not there")
+
+    (tmp_path / "rows.jsonl").write_text('{"question": "a?", "answer": "b"}\n' * 4)
+    words = [f"data.path={tmp_path}/rows.jsonl", "data.prompt_key=question", "model=causal_lm_tiny", "launcher=inline"]
+    places = [f"runner.output_dir={tmp_path}", "runner.experiment_name=run", "runner.logger.backends=[jsonl]"]
+    small = ["runner.max_steps=5", "actor.global_batch_size=2", "actor.micro_batch_size=2", "data.val_share=0"]
+    cfg = embodyrl.compose("sft", *words, *places, *small)
+    with pytest.raises(KeyError) as raised:
+        embodyrl.sft(cfg, on_step=fail)
+    saved = tmp_path / "run" / "checkpoints" / "step_000003"
+    assert raised.value.__notes__ == [f"raised by a callback of embodyrl.sft after step 3; saved {saved}"]
+    assert embodyrl.sft(cfg, resume=tmp_path / "run").step == 5
