@@ -100,9 +100,22 @@ install_torch() {
     build=$(torch_build)
     command -v uv >/dev/null || { .venv/bin/python -m pip install --quiet uv && uv=.venv/bin/uv; } || true
     "$uv" pip install --quiet --python .venv/bin/python --constraint constraints.txt --torch-backend "$build" torch 2>.venv/torch.log ||
-        { say "torch's $build build cannot be fetched (.venv/torch.log); taking the one of your package index" && install torch; }
+        torch_from_elsewhere "$build"
     install setuptools wheel
     say "torch $(.venv/bin/python -c 'import torch; print(torch.__version__, "for CUDA " + torch.version.cuda if torch.version.cuda else "for CPUs")' 2>/dev/null) (--cuda or --cpu chooses)"
+}
+
+# Where torch's own host cannot be reached. By pip, which also looks where its own settings say (PIP_FIND_LINKS, pip.conf).
+torch_from_elsewhere() {
+    local pip=(.venv/bin/python -m pip install --quiet --constraint constraints.txt)
+    "${pip[@]:0:3}" --version >/dev/null 2>&1 || .venv/bin/python -m ensurepip >/dev/null
+    if [ "$1" = cpu ]; then
+        "${pip[@]}" "$(grep '^torch==' constraints.txt)+cpu" 2>>.venv/torch.log && return
+        say "torch's build for CPUs cannot be fetched (.venv/torch.log). The one of your package index comes instead, for CUDA as a rule: 3 GB to download. It runs without a GPU too. Ctrl-C ends this; PIP_FIND_LINKS=FOLDER takes a wheel from there"
+    else
+        say "torch's own host cannot be reached (.venv/torch.log); taking the build of your package index: 3 GB for CUDA"
+    fi
+    "${pip[@]}" torch
 }
 
 fingerprint() { cat pyproject.toml constraints.txt scripts/setup.sh | sha256sum | cut -d' ' -f1; }
