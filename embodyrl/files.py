@@ -1,6 +1,7 @@
 """Files that matter, written complete or not at all; streams that nobody reads; and the free memory."""
 
 import io
+import json
 import os
 import re
 import select
@@ -8,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 _LOG_LIMIT, _LOG_KEPT = 16 << 20, 1 << 20
 SCRATCH = ".tmp-"
@@ -39,6 +40,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         f.write(content.encode("utf-8") if isinstance(content, str) else content)
         f.flush()
         os.fsync(f.fileno())
+
+
+def json_text(data: Any) -> str:
+    """Indented JSON. It has no word for what is no finite number, which becomes null, nor for objects: their text."""
+    plain = json.loads(json.dumps(data, default=str), parse_constant=lambda name: None)
+    return json.dumps(plain, indent=2) + "\n"
 
 
 def cap_log(path: Path) -> None:

@@ -1,11 +1,14 @@
-"""What the machine gives: cores by affinity and by the quotas of control groups."""
+"""What the machine gives, cores by affinity and by the quotas of control groups; and what is written."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from embodyrl import files
@@ -74,3 +77,15 @@ def lay_out(folder: Path, written: Mapping[str, str]) -> None:
     for name, text in written.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
+
+def test_what_is_no_finite_number_is_null_in_json():
+    text = files.json_text(
+        {"interval": (-math.inf, math.inf), "value": np.float64("nan"), "folder": Path("a"), "n": 0.5}
+    )
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "interval": [None, None],
+        "value": None,
+        "folder": "a",
+        "n": 0.5,
+    }

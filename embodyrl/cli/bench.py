@@ -1,16 +1,17 @@
 """The command `bench`: run one of the benchmarks of a source checkout."""
 
 import argparse
-import subprocess
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import embodyrl
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 
 
-def bench(args: argparse.Namespace) -> int:
+def bench(args: argparse.Namespace) -> NoReturn:
     """Run `embodyrl bench NAME [its flags]`; the exit code is the benchmark's."""
     folder = Path(embodyrl.__file__).parents[1] / "benchmarks"
     found = {file.stem: file for file in sorted(folder.glob("[a-z]*.py"))}
@@ -19,4 +20,6 @@ def bench(args: argparse.Namespace) -> int:
     if not args.words or args.words[0] not in found:
         hint = closest(args.words[0], found) if args.words else ""
         raise ConfigError(f"embodyrl bench takes a name.{hint} One of: {', '.join(found)}. --json OUT writes figures.")
-    return subprocess.run([sys.executable, str(found[args.words[0]]), *args.words[1:]], check=False).returncode
+    sys.stdout.flush()
+    # In place of this process, so that a signal to it is one to the benchmark.
+    os.execv(sys.executable, [sys.executable, str(found[args.words[0]]), *args.words[1:]])

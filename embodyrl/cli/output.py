@@ -2,10 +2,11 @@
 
 import argparse
 import gc
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from embodyrl.files import json_text
 
 
 def printable(text: str) -> str:
@@ -15,7 +16,7 @@ def printable(text: str) -> str:
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
     """Print `data` with `--json`, `lines` without."""
-    print(json.dumps(data, indent=2, default=str) if args.json else printable("\n".join(lines)))
+    print(json_text(data) if args.json else printable("\n".join(lines)) + "\n", end="")
 
 
 @contextmanager

@@ -184,9 +184,7 @@ def replay(args: argparse.Namespace) -> int:
         f"above: the {len(worst)} of {len(rows)} chunks that differ most; {int(result.stale.sum())} are stale",
         *(f"  {name:<20} {a:>14.6g} {b:>14.6g}   {b - a:+.2e}" for name, (a, b) in result.metrics.items()),
     )
-    # JSON has no word for what is not a number.
-    chunks = [{name: value if math.isfinite(value) else None for name, value in row.items()} for row in rows]
-    show_result(args, {"step": step, "chunks": chunks, "metrics": result.metrics, "problems": result.problems}, lines)
+    show_result(args, {"step": step, "chunks": rows, "metrics": result.metrics, "problems": result.problems}, lines)
     if result.problems:
         raise CheckFailedError("; ".join(result.problems) + ".")
     return 0

@@ -16,6 +16,7 @@ from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError, masked
+from embodyrl.files import json_text
 from embodyrl.plan.config import config_of_ckpt, dump_config, load_config, load_saved_config
 from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = start(cfg, overrides=args.words, **more)
     if args.json:
-        print(json.dumps(dataclasses.asdict(result), indent=2, default=str))
+        print(json_text(dataclasses.asdict(result)), end="")
     return getattr(result, "exit_code", 0)
 
 

@@ -1,6 +1,5 @@
 """`-m`: several runs from one command line, one after the other, each in a process of its own."""
 
-import ctypes
 import shlex
 import signal
 import subprocess
@@ -18,10 +17,13 @@ from hydra.errors import HydraException
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.errors import STARTER_LEAVES, ConfigError
 from embodyrl.files import has_room
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import config_of_ckpt, load_config
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.workers.lifecycle import signal_at_parents_end
 
 _NAME = "runner.experiment_name="
-_PR_SET_PDEATHSIG = 1
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:
@@ -55,8 +57,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
         ConfigError: a combination is wrong; nothing was started.
     """
     jobs = expand(words)
-    configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
-    places = [Path(cfg.runner.output_dir) for cfg in configs]
+    places = [Path(_checked(command, job, config_dirs).runner.output_dir) for job in jobs]
     flags = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     codes: list[int | None] = [None] * len(jobs)
     found: list[dict[str, Any]] = [{} for _ in jobs]
@@ -77,6 +78,14 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
             if paths := [run["path"] for run in found if run]:
                 print(f"next  embodyrl report {shlex.join(paths)} --open")
     return 128 + running.stopped if running.stopped else int(any(codes))
+
+
+def _checked(command: str, job: Sequence[str], config_dirs: Sequence[Path]) -> TrainConfig:
+    """The config of one run, whose parts fit together."""
+    cfg = load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job))
+    check_components(cfg)
+    draw_blueprint(cfg, training=not cfg.runner.only_eval)
+    return cfg
 
 
 def _written(place: Path) -> dict[Path, int]:
@@ -112,8 +121,7 @@ class _Running:
 
     def run(self, words: Sequence[str]) -> int:
         """Run a command to its end and return its exit code."""
-        watch = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, STARTER_LEAVES, 0, 0, 0)  # whatever kills us
-        self._process = subprocess.Popen(words, preexec_fn=watch)
+        self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, STARTER_LEAVES))
         if self.stopped:  # in the moment before
             self._process.send_signal(STARTER_LEAVES)
         return self._process.wait()

@@ -28,7 +28,7 @@ from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.settings import plain
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
-from embodyrl.files import write_atomically
+from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history, read_table
 from embodyrl.monitor.paired import other_worlds, pair_suites
@@ -157,7 +157,7 @@ def run_evaluation(
     for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
         monitor.text(line)
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
-    write_atomically(folder / TABLE_FILE, json.dumps(table, indent=2) + "\n")
+    write_atomically(folder / TABLE_FILE, json_text(table))
     return result
 
 

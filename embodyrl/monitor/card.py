@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from embodyrl.config.trust import TRUST
-from embodyrl.files import write_atomically
+from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.history import COSTS_FILE, Evaluation, History, read_history, read_rows, read_table
 from embodyrl.monitor.intervals import Rate, Score
 from embodyrl.monitor.paired import Paired, pair_suites
@@ -29,7 +28,7 @@ def write_card(folder: Path, out: Path | None = None) -> list[Path]:
     card, place = card_of(folder), out or folder
     paths = [place / CARD_JSON, place / CARD_TEXT]
     place.mkdir(parents=True, exist_ok=True)
-    write_atomically(paths[0], json.dumps(card, indent=2) + "\n")
+    write_atomically(paths[0], json_text(card))
     write_atomically(paths[1], card_text(card))
     return paths
 
@@ -153,9 +152,7 @@ def _states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any
 def _row(name: str, score: Score, **more: Any) -> dict[str, Any]:
     low, high = score.interval
     kind = "success" if isinstance(score, Rate) else "return"
-    # Infinity, of a mean over a single state, is no JSON.
-    bounds = {"low": low if abs(low) < float("inf") else None, "high": high if abs(high) < float("inf") else None}
-    row = {"name": name, "kind": kind, "value": score.value, **bounds, "episodes": score.episodes}
+    row = {"name": name, "kind": kind, "value": score.value, "low": low, "high": high, "episodes": score.episodes}
     return {**row, "states": score.states, "text": str(score), **more}
 
 

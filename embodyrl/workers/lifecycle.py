@@ -192,12 +192,16 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_NAME, f"embodyrl:{spec.name}"[:15].encode(), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"embodyrl:{spec.name}"[:15].encode(), 0, 0, 0)
     # Two watches on the driver: the kernel's also reaches a worker that is stuck in C with the interpreter lock held.
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_parents_end(signal.SIGKILL)
     keep_freed_memory()
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+
+
+def signal_at_parents_end(signum: int) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends, however that comes about."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def keep_freed_memory() -> None:

@@ -22,7 +22,7 @@ from embodyrl.cli.main import main
 from embodyrl.cli.sweep import expand
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import load_config
+from embodyrl.plan.config import load_config, save_config
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.load import write_word
 
@@ -113,11 +113,26 @@ def test_a_sweep_is_every_combination_with_a_folder_of_its_own() -> None:
             expand(words)
 
 
-def test_a_sweep_with_one_wrong_combination_starts_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_with_one_wrong_combination_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "-m", "seed=0,-1"]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "seed=-1: must be" in captured.err
+    words = ["env=tabletop", "model=openvla_oft_tiny,mlp"]  # each is fine by itself
+    assert main(["train", "-m", *words, f"runner.output_dir={tmp_path}/none"]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "model 'mlp' reads no image" in captured.err
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_sweep_from_a_run_knows_the_parts_of_that_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    save_config(load_config("train", ["experiment=cartpole"]), tmp_path / "config.yaml")
+    assert main(["train", "-m", f"ckpt={tmp_path}", "algorithm=ppo", "model.hidden_sizes=[8]", "seed=0,-1"]) == 2
+    said = capfd.readouterr().err
+    assert "seed=-1: must be" in said
+    assert "hidden_sizes" not in said
 
 
 def test_help_fits_into_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +201,13 @@ def test_view_shows_a_training_and_an_evaluation(tmp_path: Path, capsys: pytest.
     assert "all tasks" in capsys.readouterr().out
 
 
-def test_bench_runs_a_file_of_the_checkout_and_hands_its_flags_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_bench_runs_a_file_of_the_checkout_and_hands_its_flags_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "polcy"]) == 2
     assert "Did you mean 'policy'?" in capfd.readouterr().err
-    assert main(["bench", "channel", "--help"]) == 0
-    assert "--json" in capfd.readouterr().out
+    done = run_cli("bench", "channel", "--help", cwd=tmp_path)
+    assert (done.returncode, "--json" in done.stdout) == (0, True)
 
 
 @pytest.mark.integration

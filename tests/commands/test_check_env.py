@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from doubles import ScriptedSims, steps_of
 from faulty_env import PLANTS
+from processes import start_cli, wait_until
 from settings import env_of
 
 from embodyrl.cli.main import main
@@ -108,6 +110,22 @@ def test_a_simulator_that_hangs_is_reported_and_what_builds_on_it_skipped():
     assert "TimeoutError: no answer within 3 s" in str(found["step"].violations[0])
     assert (found["flags"].level, found["flags"].note) == ("skip", "needs step")
     assert found["close"].level == "ok"
+
+
+@pytest.mark.integration
+def test_a_killed_check_leaves_no_simulator_behind_that_hangs(tmp_path):
+    marker = tmp_path / "hangs"
+    kwargs = (f"env.kwargs.once={marker}", "env.kwargs.fault=hang", "env.kwargs.where=step")
+    command = start_cli("check-env", "env.env_type=toy_env:FACTORY", *kwargs, cwd=tmp_path)
+    try:
+        command.wait_for(marker)
+        found = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+        assert found
+        command.process.kill()
+        command.wait()
+        assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found), 5.0)
+    finally:
+        command.stop()
 
 
 def test_tasks_whose_answers_are_text_are_refused_in_one_line(capsys):

@@ -18,6 +18,7 @@ from embodyrl.commands.check_env.harness import CHECKS, Check, Harness, Violatio
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import CheckedEnv
 from embodyrl.errors import EmbodyError
+from embodyrl.workers.lifecycle import signal_at_parents_end
 
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played"]
 
@@ -143,6 +144,7 @@ def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, gr
 
 def _serve(theirs: Connection, cfg: CheckedEnv, seed: int, timeout_s: float) -> None:
     """The process: one message per finding."""
+    signal_at_parents_end(signal.SIGKILL)  # also in the middle of a check that never answers
     os.dup2(2, 1)  # also what C code prints
     sys.stdout = sys.stderr
     with contextlib.suppress(BrokenPipeError), theirs:
