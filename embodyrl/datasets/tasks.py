@@ -1,9 +1,7 @@
-"""Generated text tasks: endless rows that need no download. Row i is a pure function of (seed, i)."""
+"""Generated text tasks that need no download: the rows are a pure function of the seed, each question comes once."""
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,8 +9,8 @@ from embodyrl.conversation import Message, TextRow
 
 ROWS = 20_000
 
-Draw = Callable[[random.Random], tuple[str, str] | TextRow]
-"""Draws (prompt, answer), or a row."""
+Draw = Callable[[random.Random], tuple[str, str]]
+"""Draws (prompt, answer)."""
 COLOURS = {
     "black": (0, 0, 0),
     "red": (255, 0, 0),
@@ -25,45 +23,27 @@ COLOURS = {
 }
 
 
-@dataclass(frozen=True)
-class Generated(Sequence[TextRow]):
-    """Rows that are drawn when they are asked for."""
-
-    draw: Draw
-    seed: int
-    rows: int
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, index: Any) -> Any:
-        drawn = self.draw(random.Random(f"{self.seed}/{index}"))
-        if isinstance(drawn, TextRow):
-            return drawn
-        return TextRow(messages=(Message(role="user", content=drawn[0]),), reference=drawn[1])
-
-
-def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> Generated:
+def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """`5=` wants xxxxx."""
 
     def draw(rng: random.Random) -> tuple[str, str]:
         number = rng.randint(1, longest)
         return f"{number}=", "x" * number
 
-    return Generated(draw, seed, rows)
+    return _rows(draw, rows, seed)
 
 
-def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> Generated:
+def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """`cab=` wants cab."""
-    return Generated(_word(letters, size, lambda word: word), seed, rows)
+    return _rows(_word(letters, size, lambda word: word), rows, seed)
 
 
-def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, seed: int = 0) -> Generated:
+def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """`1234=` wants 4321."""
-    return Generated(_word(letters, size, lambda word: word[::-1]), seed, rows)
+    return _rows(_word(letters, size, lambda word: word[::-1]), rows, seed)
 
 
-def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> Generated:
+def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """`7*8=` wants 56."""
     apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -71,10 +51,10 @@ def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, se
         a, b, operation = rng.randrange(10**digits), rng.randrange(10**digits), rng.choice(operations)
         return f"{a}{operation}{b}=", str(apply[operation](a, b))
 
-    return Generated(draw, seed, rows)
+    return _rows(draw, rows, seed)
 
 
-def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> Generated:
+def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """`3,7,2:23=` wants an expression of all these numbers, each once, that makes 23; always solvable."""
 
     def draw(rng: random.Random) -> tuple[str, str]:
@@ -85,10 +65,12 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
         task = f"{','.join(map(str, rng.sample(numbers, count)))}:{value}"
         return f"{task}=", task
 
-    return Generated(draw, seed, rows)
+    return _rows(draw, rows, seed)
 
 
-def colour(*, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0) -> Generated:
+def colour(
+    *, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0
+) -> list[TextRow]:
     """A picture with a square of one of eight colours on grey wants its name; `shuffled` ones are a control."""
 
     def draw(rng: random.Random) -> TextRow:
@@ -100,7 +82,7 @@ def colour(*, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int
         picture = (picture + pixels.integers(-noise, noise + 1, picture.shape)).clip(0, 255).astype(np.uint8)
         return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(picture,))
 
-    return Generated(draw, seed, rows)
+    return [draw(random.Random(f"{seed}/{row}")) for row in range(rows)]
 
 
 def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
@@ -109,3 +91,10 @@ def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
         return f"{word}=", answer(word)
 
     return draw
+
+
+def _rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
+    """At most `rows` rows: what was drawn before is left out, or what is held out would be asked in training too."""
+    rng = random.Random(seed)
+    found = dict(draw(rng) for _ in range(rows))
+    return [TextRow(messages=(Message(role="user", content=asked),), reference=said) for asked, said in found.items()]

@@ -90,6 +90,27 @@ def test_rows_held_out_that_training_asks_too_are_counted_and_said(tmp_path: Pat
     assert told["warning"] == "3 of the 4 rows held out ask what a row for training asks too"
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "rows"),
+    [
+        ("length", {}, 5),
+        ("copy", {}, 27),
+        ("arithmetic", {}, 300),
+        ("reverse", {"rows": 500}, None),
+        ("countdown", {"rows": 2000, "count": 2, "largest": 9}, None),
+    ],
+)
+def test_no_generated_row_asks_what_another_asks(name: str, kwargs: dict, rows: int | None):
+    cfg = RowSettings(path=f"embodyrl.datasets.tasks:{name}", kwargs=kwargs, val_share=0.4)
+    found = open_rows(cfg, tokenizer=None)
+    assert found.held_out
+    assert found.repeated == 0
+    asked = [found[i].messages for i in range(len(found))]
+    assert len({*asked}) == len(asked) == (rows or len(asked)) <= kwargs.get("rows", tasks.ROWS)
+    assert [row.messages for row in getattr(tasks, name)(**kwargs)] == asked, "the same in another process"
+    assert [row.messages for row in getattr(tasks, name)(**kwargs, seed=1)] != asked
+
+
 def test_overlong_prompts_are_left_out(tmp_path: Path):
     rows = [{"prompt": "x" * n, "answer": str(n)} for n in (3, 9, 4, 12, 5)]
     found = open_rows(
@@ -128,18 +149,16 @@ def test_unreadable_sources(tmp_path: Path):
             open_rows(RowSettings(path="embodyrl.datasets.tasks:copy", kwargs=kwargs), tokenizer=None)
 
 
-def test_generated_tasks_are_functions_of_seed_and_row():
-    assert tasks.copy(seed=1)[7] == tasks.copy(seed=1)[7]
-    assert [tasks.copy(seed=1)[i] for i in range(9)] != [tasks.copy(seed=2)[i] for i in range(9)]
-    for i in range(200):
-        prompt, answer = tasks.arithmetic(digits=2)[i].messages[0].content, tasks.arithmetic(digits=2)[i].reference
-        assert str(eval(prompt.removesuffix("="))) == answer
-        prompt, answer = tasks.reverse()[i].messages[0].content, tasks.reverse()[i].reference
-        assert prompt == answer[::-1] + "="
-        assert tasks.length()[i].reference == "x" * int(tasks.length()[i].messages[0].content[:-1])
-        row = tasks.countdown()[i]
-        assert countdown("", "1", row.reference) == 0.0
-        assert row.messages[0].content == row.reference + "="
+def test_generated_rows_have_right_answers():
+    asked, rows = {"rows": 200}, {}
+    for task in (tasks.reverse, tasks.length, tasks.copy, tasks.countdown):
+        rows[task] = [(row.messages[0].content.removesuffix("="), row.reference) for row in task(**asked)]
+    rows[tasks.arithmetic] = [(r.messages[0].content[:-1], r.reference) for r in tasks.arithmetic(digits=2, **asked)]
+    assert all(str(eval(prompt)) == answer for prompt, answer in rows[tasks.arithmetic])
+    assert all(prompt == answer[::-1] for prompt, answer in rows[tasks.reverse])
+    assert all(answer == "x" * int(prompt) for prompt, answer in rows[tasks.length])
+    assert all(prompt == answer for prompt, answer in (*rows[tasks.copy], *rows[tasks.countdown]))
+    assert {countdown("", "1", answer) for _, answer in rows[tasks.countdown]} == {0.0}
 
 
 def test_pictures_of_files_bytes_and_arrays(tmp_path: Path):

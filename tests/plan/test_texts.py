@@ -21,11 +21,11 @@ from embodyrl.plan.roots import TextTask
 
 
 def test_a_blueprint_counts_one_chunk_per_episode(tmp_path: Path):
-    blueprint = draw_blueprint(text_config(tmp_path), training=True)
+    blueprint = draw_blueprint(text_config(tmp_path, task="arithmetic"), training=True)
     assert blueprint.env.components == ("exact", "overlap", "errors")
     assert (blueprint.policy.num_action_chunks, blueprint.policy.tokens_per_chunk) == (4, 4)
-    assert blueprint.cfg.env.train.state_ids == [0, 17999]
-    assert blueprint.cfg.env.eval.state_ids == [18000, 19999]
+    assert blueprint.cfg.env.train.state_ids == [0, 269]
+    assert blueprint.cfg.env.eval.state_ids == [270, 299]
     assert blueprint.capacity == 8 + 2 * 8
 
 
