@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,10 @@ from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.settings import OnSaveError
+from embodyrl.scheduler.start import Started
 from embodyrl.version import __version__
+
+W = TypeVar("W", bound=Started)
 
 OnStep = Callable[[int, Mapping[str, float]], bool | None]
 """Called with the number of steps that are done and the metrics of the last one; returning True ends the run there: a
@@ -143,6 +146,19 @@ class Session:
             # Epochs may have ended it before its steps did.
             limits = "runner.max_steps" if self.cfg.runner.max_epochs < 0 else "runner.max_epochs or runner.max_steps"
             self.monitor.text(f"nothing is left to train: this is step {self.step} of {total}; raise {limits}")
+
+    @contextmanager
+    def running(self, start: Callable[[], W]) -> Iterator[W]:
+        """Start workers, end them and close the monitor; a signal while they start says how to go on."""
+        try:
+            try:
+                workers = start()
+            except Interrupted as interruption:
+                raise self.stop_message(interruption) from None
+            with workers.running():
+                yield workers
+        finally:
+            self.monitor.close()
 
     def due(self, interval: int) -> bool:
         """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""

@@ -21,7 +21,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_words
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, read_card
 from embodyrl.datasets.settings import RowSettings
-from embodyrl.errors import EmbodyError, Interrupted
+from embodyrl.errors import EmbodyError
 from embodyrl.learners.settings import Objective
 from embodyrl.plan.config import ENVIRONMENT_FILE
 from embodyrl.plan.load import read_saved, write_word
@@ -91,32 +91,27 @@ class _Sft:
         samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out")
         where = [("output", str(folder.root)), folder.following]
         session.announce([*self.facts, samples, *where], self._total_steps())
-        try:
-            request = PolicyRequest(
-                env=self.material.env,
-                device="auto",
-                seed=self.cfg.seed,
-                gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
-                fresh_heads=True,
-                value_dim=int(self.cfg.objective.rates),
-            )
-            try:
-                actors = start_supervised(
-                    self.cfg,
-                    self.material.model,
-                    request,
-                    self.material.layout,
-                    width=self.material.train.width,
-                    total_steps=session.total,
-                    log_dir=folder.logs,
-                    say=self.monitor.text,
-                )
-            except Interrupted as interruption:
-                raise session.stop_message(interruption) from None
-            with actors.running():
-                return self._train(actors, start)
-        finally:
-            self.monitor.close()
+        request = PolicyRequest(
+            env=self.material.env,
+            device="auto",
+            seed=self.cfg.seed,
+            gradient_checkpointing=self.cfg.actor.gradient_checkpointing,
+            fresh_heads=True,
+            value_dim=int(self.cfg.objective.rates),
+        )
+        start_all = partial(
+            start_supervised,
+            self.cfg,
+            self.material.model,
+            request,
+            self.material.layout,
+            width=self.material.train.width,
+            total_steps=session.total,
+            log_dir=folder.logs,
+            say=self.monitor.text,
+        )
+        with session.running(start_all) as actors:
+            return self._train(actors, start)
 
     def _total_steps(self) -> int:
         runner, batch = self.cfg.runner, self.cfg.actor.global_batch_size

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, resolve_weights
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.trust import trust_words
-from embodyrl.errors import EmbodyError, Interrupted
+from embodyrl.errors import EmbodyError
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.held_out import evaluation_facts
@@ -120,19 +121,15 @@ class _Training:
         session.announce(
             [*facts(self.blueprint), *held_out, *where], self.blueprint.total_steps, self.blueprint.env.tasks
         )
-        try:
-            # Of a resumed run too, for the reference policy; the checkpoint is loaded over them.
+        # Weights of a resumed run too, for the reference policy; the checkpoint is loaded over them.
+        start_all = partial(start_workers, self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
+        with session.running(start_all) as workers:
+            # What was imported and built stays, so a step of thousands of episodes need not search it for garbage.
+            gc.freeze()
             try:
-                workers = start_workers(self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
-            except Interrupted as interruption:
-                raise session.stop_message(interruption) from None
-            with workers.running():
-                # What was imported and built stays, so a step of thousands of episodes need not search it for garbage.
-                gc.freeze()
                 return self._train(workers, start)
-        finally:
-            gc.unfreeze()
-            self.monitor.close()
+            finally:
+                gc.unfreeze()
 
     def _train(self, workers: Workers, start: Path | None) -> TrainResult:
         actors = Actors(workers, self.algorithm, self.blueprint)
