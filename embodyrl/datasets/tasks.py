@@ -8,6 +8,8 @@ import numpy as np
 from embodyrl.conversation import Message, TextRow
 
 ROWS = 20_000
+_SPARE = 1000
+"""Questions that may be drawn again before it is said that there are no more."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
 """Draws (prompt, answer)."""
@@ -94,7 +96,14 @@ def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
 
 
 def _rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
-    """At most `rows` rows: what was drawn before is left out, or what is held out would be asked in training too."""
+    """`rows` rows, or fewer where there are no more questions: a question that was drawn before is left out, or what is
+    held out would be asked in training too.
+    """
     rng = random.Random(seed)
-    found = dict(draw(rng) for _ in range(rows))
+    found: dict[str, str] = {}
+    for _ in range(rows + _SPARE):
+        asked, answer = draw(rng)
+        found[asked] = answer
+        if len(found) == rows:
+            break
     return [TextRow(messages=(Message(role="user", content=asked),), reference=said) for asked, said in found.items()]

@@ -193,7 +193,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
     rows = TextRows(cfg=cfg, name=name, held_out=0)
     try:
         all_rows = [rows.row(i) for i in range(rows.total)]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, ConfigError) or not cfg.kwargs:
             raise
         raise ConfigError(f"data.path={cfg.path} gives no rows with data.kwargs={cfg.kwargs}: {error}.") from error

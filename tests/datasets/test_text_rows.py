@@ -96,8 +96,8 @@ def test_rows_held_out_that_training_asks_too_are_counted_and_said(tmp_path: Pat
         ("length", {}, 5),
         ("copy", {}, 27),
         ("arithmetic", {}, 300),
-        ("reverse", {"rows": 500}, None),
-        ("countdown", {"rows": 2000, "count": 2, "largest": 9}, None),
+        ("reverse", {"rows": 500}, 500),
+        ("countdown", {"rows": 900, "count": 2, "largest": 9}, None),
     ],
 )
 def test_no_generated_row_asks_what_another_asks(name: str, kwargs: dict, rows: int | None):
@@ -144,8 +144,13 @@ def test_unreadable_sources(tmp_path: Path):
         (tmp_path / "notes.txt").touch()
         with pytest.raises(ConfigError, match=message):
             open_rows(RowSettings(path=str(tmp_path / path)), tokenizer=None)
-    for kwargs, message in (({"sise": 3}, "refuses"), ({"size": "x"}, "gives no rows with"), ({"rows": "x"}, "rows")):
-        with pytest.raises(ConfigError, match=rf"{message}.* data\.kwargs"):
+    for kwargs, message in (
+        ({"sise": 3}, "refuses"),
+        ({"size": "x"}, "refuses"),
+        ({"rows": "x"}, "refuses"),
+        ({"letters": ""}, "gives no rows with"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{message} data\.kwargs"):
             open_rows(RowSettings(path="embodyrl.datasets.tasks:copy", kwargs=kwargs), tokenizer=None)
 
 
