@@ -154,7 +154,7 @@ def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
         ]
         _say_table(table, say)
     for one in result.paired:
-        say(f"  {one.suite}: " * bool(one.suite) + one.sentence((str(result.baseline), "this one")))
+        say(f"  {one.line((str(result.baseline), 'this one'))}")
     if result.protocol is not None:
         gaps = result.protocol["departures"]
         said = f"departs: {'; '.join(gaps)}" if gaps else "followed"
@@ -253,41 +253,33 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
     )
 
 
-def episode_row(
-    episode: Episode,
-    *,
-    known: bool,
-    reward_factor: float = 1.0,
-    suite: str = "",
-    task: str = "",
-    turns: bool = False,
-    first: int | None = None,
-) -> EpisodeRow:
-    """What is kept of an episode; its return without the factor that learning multiplies rewards by.
-
-    `task` names that of a conversation, whose instruction is all that was said, and of environments of several `turns`,
-    whose instruction is what was said last; `first` is the suite's first reset id.
-    """
+def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
+    """What is kept of an episode; its return without the factor that learning multiplies rewards by."""
+    number = episode.spec.task_id
     # What is not announced may come all the same: some environments only speak of success at the end.
-    known = known or episode.success_once
+    known = env.reports_success or episode.success_once
     said = split_messages(episode.instruction)
     talks = len(said) > 1
+    # The instruction of a conversation is all that was said, of a game of several turns what was said last.
+    named = talks or env.max_chunks > 1
+    suite = env.suites[number] if env.suites else ""
+    first = env.reset_ids_of(env.suites.index(suite) if env.suites else 0).start
     return EpisodeRow(
         episode=episode.spec.episode_id,
         task_id=episode.spec.task_id,
-        task=task if task and (talks or turns) else episode.instruction,
+        task=env.tasks[number] if named else episode.instruction,
         reset_id=episode.spec.reset_id,
         seed=episode.spec.seed,
         success_once=episode.success_once if known else None,
         success_at_end=episode.success_at_end if known else None,
-        episode_return=episode.episode_return / reward_factor,
+        episode_return=episode.episode_return / env.reward_factor,
         steps=episode.length,
         terminated=episode.terminated,
         truncated=episode.truncated,
         seconds=round(episode.duration_s, 3),
         video=episode.video,
         suite=suite,
-        state=None if first is None else episode.spec.reset_id - first,
+        state=episode.spec.reset_id - first,
         conversation=tuple((turn.role, spoken(turn.content)) for turn in said) if talks else (),
         logprobs=tuple(tokens for row in episode.top for tokens in json.loads(decode_instruction(row) or "[]")),
     )

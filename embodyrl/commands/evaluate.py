@@ -117,22 +117,10 @@ def run_evaluation(
         _check_writable(run.videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
     _begin_files(folder, rows)
-    suites = blueprint.env.suites or ("",) * len(blueprint.env.tasks)
     with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log:
 
         def note(episode: Episode) -> None:
-            env, suite = blueprint.env, suites[episode.spec.task_id]
-            rows.append(
-                episode_row(
-                    episode,
-                    known=env.reports_success,
-                    reward_factor=env.reward_factor,
-                    suite=suite,
-                    task=env.tasks[episode.spec.task_id],
-                    turns=env.max_chunks > 1,
-                    first=env.reset_ids_of(suites.index(suite)).start,
-                )
-            )
+            rows.append(episode_row(episode, blueprint.env))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation goes on with the episodes that it has.
             log.flush()

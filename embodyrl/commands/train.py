@@ -281,7 +281,7 @@ class _Training:
         if self.first is not None and self.last is not None:
             self.monitor.results(changes(self.first, self.last))
             for one in paired_changes(self.first, self.last):
-                self.monitor.text(f"{one.suite}: " * bool(one.suite) + one.sentence(("before", "after")))
+                self.monitor.text(one.line(("before", "after")))
             before, after = self.first.overall, self.last.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")

@@ -39,6 +39,10 @@ class Paired:
             return not self.gain.interval[0] <= 0.0 <= self.gain.interval[1]
         return self.p_value is not None and self.p_value < SIGNIFICANT
 
+    def line(self, names: tuple[str, str]) -> str:
+        """The comparison behind the name of its suite, where there are several."""
+        return f"{self.suite}: " * bool(self.suite) + self.sentence(names)
+
     def sentence(self, names: tuple[str, str]) -> str:
         """The comparison in a line."""
         if not self.pairs:

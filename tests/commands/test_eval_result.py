@@ -180,11 +180,12 @@ def test_a_row_keeps_what_was_earned_before_the_factor_of_learning():
         instruction="go left",
         duration_s=1.23456,
     )
-    kept = episode_row(episode, known=True, reward_factor=2.0)
+    kept = episode_row(episode, replace(toy_spec(2), reward_factor=2.0))
     assert (kept.episode, kept.task_id, kept.task, kept.reset_id, kept.seed) == (5, 1, "go left", 9, 31)
     assert (kept.success_once, kept.success_at_end, kept.episode_return, kept.steps) == (True, False, 3.0, 3)
     assert (kept.terminated, kept.truncated, kept.seconds) == (False, True, 1.235)
-    unknown = episode_row(replace(episode, success=np.zeros_like(won)), known=False)
+    silent = replace(toy_spec(2), reports_success=False)
+    unknown = episode_row(replace(episode, success=np.zeros_like(won)), silent)
     assert (unknown.success_once, unknown.success_at_end) == (None, None)
 
 

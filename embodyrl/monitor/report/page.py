@@ -111,7 +111,7 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
             return [*lines, f"no paired test of {first.name} and {second.name}, whose initial states differ: {differs}"]
         found = pair_suites(first.evaluations[-1].episodes, second.evaluations[-1].episodes)
         names = first.name, second.name
-        lines += [f"{one.suite}: " * bool(one.suite) + one.sentence(names) for one in found]
+        lines += [one.line(names) for one in found]
     return lines
 
 
