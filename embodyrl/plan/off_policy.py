@@ -13,6 +13,7 @@ from embodyrl.config.tree import read_plain_yaml
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, is_ours, read_card
 from embodyrl.envs.reward import RewardSection, changed_reward
 from embodyrl.envs.settings import RewardSettings
+from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.settings import Labels
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
