@@ -60,8 +60,8 @@ class StopRequest:
         def look(signum: int, frame: object) -> None:
             self._looked = True
 
-        wanted = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STARTER_LEAVES), note)
-        wanted[signal.SIGUSR1] = look
+        wanted = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: note, STARTER_LEAVES: note}
+        wanted |= {signal.SIGUSR1: look}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             del wanted[signal.SIGHUP]
         previous = {signum: signal.signal(signum, handler) for signum, handler in wanted.items()}
