@@ -130,9 +130,11 @@ class _Sft:
         told = root / ENVIRONMENT_FILE
         shown = {setting.key: setting.value for setting in read_saved(told)} if told.is_file() else {}
         weights, trust = write_word("ckpt", str(root)), trust_words(self.cfg, shown)
-        uses = [["eval", weights, *trust], ["train", weights, *trust]]
+        # Rows of text, and data that others wrote, do not say what a policy is to play.
+        where = [] if told.is_file() else ["env=..."]
+        uses = [["eval", weights, *where, *trust], ["train", weights, *where, *trust]]
         if self.cfg.objective.rates:
-            uses = [["train", write_word("reward.path", str(checkpoint / POLICY_FOLDER))]]
+            uses = [["train", "env=...", write_word("reward.path", str(checkpoint / POLICY_FOLDER))]]
         self.session.conclude(checkpoint, *uses, ["report", str(root)])
         return SftResult(run=root, step=self.session.step, checkpoint=checkpoint, metrics=self.measured)
 

@@ -26,6 +26,7 @@ _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("success", "train/success_once", "{:.3f}"),
     ("return", "train/return", "{:.3g}"),
     ("token accuracy", "eval/token_accuracy", "{:.3f}"),
+    ("accuracy", "eval/accuracy", "{:.3f}"),
     ("loss", "actor/loss", "{:.4f}"),
     ("value loss", "actor/value_loss", "{:.4f}"),
     ("KL", "actor/kl", "{:.4f}"),

@@ -44,11 +44,11 @@ def tiny(**keys: Any) -> Any:
     )
 
 
-def write_pairs(arena: Arena) -> tuple[Any, ...]:
+def write_pairs(arena: Arena, *before: Message) -> tuple[Any, ...]:
     tickets = tuple(arena.allocate() for _ in PAIRS)
     for ticket, (prompt, better, worse) in zip(tickets, PAIRS, strict=True):
         with arena.write(ticket) as record:
-            asked = join_messages([Message(role="user", content=prompt)])
+            asked = join_messages([*before, Message(role="user", content=prompt)])
             arena[Record.instruction][record] = encode_instruction(asked, arena[Record.instruction].shape[1])
             arena[Record.reply][record] = encode_reply(join_pair(better, worse), arena[Record.reply].shape[1])
     return tickets
@@ -94,6 +94,38 @@ def test_dpo_is_that_of_trl(tmp_path: Path, micro: int, budget: int | None, forw
     assert len(counted) == forwards
     assert done.metrics["loss"] == pytest.approx(0.7067953944, abs=1e-6)
     assert done.metrics["grad_norm"] == pytest.approx(2.7978238, rel=1e-5)
+
+
+def test_a_reward_model_never_reads_the_systems_words(tmp_path: Path) -> None:
+    """As it will be asked later: of the user's words and the reply. Fails where it is trained on others."""
+    settings = tiny()
+    request = PolicyRequest(env=ASKING, device="cpu", seed=3, value_dim=1)
+    arena = Arena.create(record_layout(ASKING, POLICIES.get("causal_lm_tiny").spec(settings, ASKING, 1)), 2 * len(PAIRS))
+    host = PolicyHost(
+        PolicyHostInit(
+            model=settings,
+            objective=ObjectiveSettings(name=Objective.preference),
+            actor=SupervisedActorSettings(micro_batch_size=4, global_batch_size=4),
+            seed=3,
+            request=request,
+            arena=arena.handle,
+            total_steps=1,
+            threads=1,
+            acts=False,
+            trains=True,
+        )
+    )
+    with torch.no_grad():
+        host.policy.module.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    told: list[float] = []
+    for before in ((), (Message(role="system", content="10"),)):
+        asked = ImitateRequest(step=0, tickets=write_pairs(arena, *before), learn=False)
+        *_, done = host.handle(asked)
+        told.append(done.metrics["loss"])
+    host.close()
+    arena.close()
+    assert abs(told[0] - len(PAIRS) * np.log(2)) > 0.01, "the values differ"
+    assert told[0] == told[1]
 
 
 def judging(folder: Path, objective: ObjectiveSettings) -> tuple[PolicyHost, Arena]:
@@ -181,6 +213,9 @@ def test_pairs_are_told_apart(tmp_path: Path, name: str) -> None:
     assert result.metrics["eval/accuracy"] >= 0.85
     first = json.loads((result.run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["eval/loss"] == pytest.approx(np.log(2), abs=1e-6)
+    said = (result.run / "logs" / "events.log").read_text()
+    assert "env=... reward.path=" in said if name == "preference" else f"eval ckpt={result.run} " in said
+    assert said.count("env=...") == (1 if name == "preference" else 2), "nobody knows what is to be played"
     if name == "preference":
         model = RewardModel(result.checkpoint / "policy")
         model.prepare()

@@ -47,6 +47,11 @@ def test_step_line_of_a_validation_without_training():
     assert step_line(0, 0, {"eval/success_once": 0.45, "eval/return": 3.0}) == "step 0 | eval 0.450"
 
 
+def test_pairs_that_are_told_apart_are_an_accuracy():
+    row = {"eval/loss": 0.6, "eval/accuracy": 0.75, "train/loss": 0.5, "train/accuracy": 1.0}
+    assert step_line(5, 9, row) == "step 5/9 | val loss 0.6000 | val acc 0.750 | train acc 1.000"
+
+
 def test_where_no_success_is_known_the_return_is_told():
     row = {"eval/return": 475.25, "train/return": 31.5, "time/step": 1.0}
     assert step_line(3, 9, row) == "step 3/9 | 1.0 s | eval return 475.2 | return 31.50"

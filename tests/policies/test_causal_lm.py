@@ -216,6 +216,7 @@ def test_weights_travel_through_the_public_layout(
     other = build(seed=9)
     assert not np.array_equal(other.act(observe(*PROMPTS), noise=noise(5)).tokens, wanted.tokens)
     other.load_weights(tmp_path)
+    assert capfd.readouterr() == ("", ""), "nor of what is read"
     np.testing.assert_array_equal(other.act(observe(*PROMPTS), noise=noise(5)).logprob, wanted.logprob)
     again = build(model_of("causal_lm", precision=Precision.fp32, num_action_chunks=6, path=str(tmp_path)))
     np.testing.assert_array_equal(again.act(observe(*PROMPTS), noise=noise(5)).logprob, wanted.logprob)

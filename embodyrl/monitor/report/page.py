@@ -36,6 +36,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("return", ("eval/return", "train/return")),
     ("episode length", ("eval/episode_len", "train/episode_len")),
     ("token accuracy", ("eval/token_accuracy", "train/token_accuracy")),
+    ("accuracy", ("eval/accuracy", "train/accuracy")),
     ("loss", ("actor/loss", "eval/loss")),
     ("value loss", ("actor/value_loss",)),
     ("KL", ("actor/kl",)),

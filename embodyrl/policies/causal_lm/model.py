@@ -1,7 +1,8 @@
 """The network of a language-model policy: loaded, adapted, read for logits, values and scores of tokens."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
 )
+from transformers.utils import logging as bars
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
@@ -27,6 +29,18 @@ from embodyrl.policies.tensors import categorical_scores
 _ADAPTER_CONFIG = "adapter_config.json"
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Let transformers read or write weights without its progress bars: a run has a line of its own for progress."""
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
@@ -51,14 +65,15 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 return nn.Module.to(model_kind.from_config(config), dtype), processor
-        loaded: Any = model_kind.from_pretrained(
-            folder,
-            trust_remote_code=False,
-            local_files_only=True,
-            use_safetensors=True,
-            dtype=dtype,
-            output_loading_info=True,
-        )
+        with without_bars():
+            loaded: Any = model_kind.from_pretrained(
+                folder,
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=dtype,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         kind = "vision-language" if sees else "causal language"
         raise CheckpointError(f"{folder} cannot be loaded as a {kind} model: {one_line(error)}") from error

@@ -11,11 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.utils import logging
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, scores_of
+from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, scores_of, without_bars
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_beside, pad_left
 from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
@@ -358,13 +357,8 @@ class CausalLMPolicy:
     def save(self, folder: Path) -> None:
         """Write the public layout: model and tokenizer, or in `adapter/` the adapters; and the value head."""
         self.processor.save_pretrained(folder)
-        bars = logging.is_progress_bar_enabled()  # a run in one process has a line of its own for progress
-        logging.disable_progress_bar()
-        try:
+        with without_bars():
             self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
-        finally:
-            if bars:
-                logging.enable_progress_bar()
         if self._net.value_head is not None:
             (folder / VALUE_FILE).parent.mkdir(exist_ok=True)
             save_file({k: v.cpu() for k, v in self._net.value_head.state_dict().items()}, folder / VALUE_FILE)
