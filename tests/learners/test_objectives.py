@@ -56,8 +56,8 @@ def write_pairs(arena: Arena, *before: Message) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     ("micro", "budget", "forwards"),
-    [(4, None, 1), (1, None, 4), (1, 40, 2), (4, 1, 4)],
-    ids=["whole", "one by one", "two by tokens", "longer than the budget"],
+    [(4, None, 1), (1, None, 4), (1, 40, 2), (1, 30, 4), (4, 1, 4)],
+    ids=["whole", "one by one", "two by tokens", "padded to the longer answer", "longer than the budget"],
 )
 def test_dpo_is_that_of_trl(tmp_path: Path, micro: int, budget: int | None, forwards: int) -> None:
     """Loss and gradient of the same weights, reference and pairs, as trl 1.16's DPOTrainer computed them."""
@@ -100,7 +100,8 @@ def test_a_reward_model_never_reads_the_systems_words(tmp_path: Path) -> None:
     """As it will be asked later: of the user's words and the reply. Fails where it is trained on others."""
     settings = tiny()
     request = PolicyRequest(env=ASKING, device="cpu", seed=3, value_dim=1)
-    arena = Arena.create(record_layout(ASKING, POLICIES.get("causal_lm_tiny").spec(settings, ASKING, 1)), 2 * len(PAIRS))
+    spec = POLICIES.get("causal_lm_tiny").spec(settings, ASKING, 1)
+    arena = Arena.create(record_layout(ASKING, spec), 2 * len(PAIRS))
     host = PolicyHost(
         PolicyHostInit(
             model=settings,
