@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 import webbrowser
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -53,6 +54,11 @@ class Loopback(HTTPServer):
         finally:
             self.server_close()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left before its answer was there."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: Loopback
@@ -62,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         name = self.path.partition("?")[0]
         if self._is_ours() and (answer := self.server.gets.get(name)):
-            self._reply(200, *answer())
+            self._answer(answer)
         else:
             self._reply(404, "text/plain", b"no such page")
 
@@ -75,10 +81,16 @@ class _Handler(BaseHTTPRequestHandler):
         elif act is None or not 0 <= size <= _LONGEST:
             self._reply(404, "text/plain", b"no such action")
         else:
-            try:
-                self._reply(200, *act(json.loads(self.rfile.read(size) or b"{}")))
-            except (EmbodyError, ValueError, TypeError, KeyError, RecursionError) as error:
-                self._reply(400, "text/plain", str(error).encode())
+            body = self.rfile.read(size) or b"{}"
+            self._answer(lambda: act(json.loads(body)))
+
+    def _answer(self, act: Callable[[], Answer]) -> None:
+        try:
+            found = act()
+        except (EmbodyError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            self._reply(400, "text/plain", str(error).encode())
+        else:
+            self._reply(200, *found)
 
     def _is_ours(self) -> bool:
         port = self.server.server_port

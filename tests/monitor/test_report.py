@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import urllib.error
 import urllib.request
@@ -343,6 +344,14 @@ def test_a_watched_report_is_new_at_each_look_and_for_this_machine_only(tmp_path
     assert re.sub('<meta http-equiv="refresh"[^>]*>', "", first) != second, "step 4 is there"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         look(Host="evil.example")
+    with socket.create_connection(("127.0.0.1", int(url.rstrip("/").rpartition(":")[2]))) as impatient:
+        impatient.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+        impatient.sendall(f"GET / HTTP/1.0\r\nHost: {url.split('/')[2]}\r\n\r\n".encode())
+    (run / "config.yaml").unlink()
+    with pytest.raises(urllib.error.HTTPError, match="400") as refused:
+        look()
+    assert "no config.yaml there" in refused.value.read().decode()
+    assert started.err.read_text() == ""
     started.signal_group(signal.SIGINT)
     assert started.wait() == 130
 
