@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 
@@ -252,7 +252,7 @@ def played(*success: bool) -> Episode:
 
 def test_success_at_the_end_is_the_last_step_s() -> None:
     """Where episodes go on after success, what was reached may be lost again."""
-    lost, kept = (episode_row(played(*steps), known=True) for steps in ((False, True, False), (False, True, True)))
+    lost, kept = (episode_row(played(*steps), GO) for steps in ((False, True, False), (False, True, True)))
     assert (lost.success_once, lost.success_at_end) == (True, False)
     assert (kept.success_once, kept.success_at_end) == (True, True)
     overall = summarise([lost, kept], RolloutResult(), GO, Path()).overall
@@ -260,7 +260,7 @@ def test_success_at_the_end_is_the_last_step_s() -> None:
 
 
 def rows_of(*known: bool) -> list[EpisodeRow]:
-    return [episode_row(played(False, False), known=k) for k in known]
+    return [episode_row(played(False, False), replace(GO, reports_success=k)) for k in known]
 
 
 def test_without_a_success_signal_there_is_no_success() -> None:
@@ -272,7 +272,7 @@ def test_without_a_success_signal_there_is_no_success() -> None:
     said = table_of(result)
     assert said[0].split() == ["task", "return,", "95", "%", "interval", "steps"]
     assert said[1].split()[:2] == ["go", "5"]
-    late = [*rows_of(False), episode_row(played(False, True), known=False)]
+    late = [*rows_of(False), episode_row(played(False, True), replace(GO, reports_success=False))]
     assert summarise(late, RolloutResult(), GO, Path()).overall.success_once == 0.5, "some only speak at the end"
 
 
