@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
-from embodyrl.algorithms.aggregation import (
+from embodyrl.algorithms.corrections import importance_weights, off_policy_mask, second_moment_mask
+from embodyrl.algorithms.metrics import batch_metrics, value_metrics
+from embodyrl.algorithms.policy_losses import (
     SUM_MODES,
     action_weights,
-    batch_metrics,
+    bounded_ratio,
     equal_shares,
-    importance_weights,
+    has_slopes,
     mean_share,
-    off_policy_mask,
-    second_moment_mask,
     to_units,
     unit_advantage,
     unit_mask,
-    value_metrics,
 )
-from embodyrl.algorithms.policy_losses import IMPORTANCE_WEIGHTED, MAX_KL, bounded_ratio, has_slopes, kl, value_loss
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, LossInputs, LossWeights, Measured, Scores, Units
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
@@ -35,6 +33,7 @@ from embodyrl.algorithms.settings import (
     ValueSettings,
 )
 from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapted_beta, shape_rewards, subtract_kl, within_bounds
+from embodyrl.algorithms.terms import IMPORTANCE_WEIGHTED, MAX_KL, kl, value_loss
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScores, PreparedBatch
 

@@ -1,123 +1,129 @@
-"""Policy losses, which `loss_type` names, and the other terms of a loss: value, KL, preference.
+"""Policy losses, which `loss_type` names, of units, and what each unit counts (`loss_agg_func`).
 
-Tensor methods only, so that declaring a loss needs no torch import.
+A unit is what carries one probability ratio: a token, an action or a chunk (`logprob_type`). A sequence is an episode,
+or the part of it that falls into the optimizer step. Only executed actions count. The weights are linear and over the
+whole optimizer step, so that the losses of micro-batches add up exactly.
 
 A advantage, r = pi / pi_old, d = log r; all losses are minimised. Sequence-level methods (gspo, gmpo) take one sample,
-a chunk of actions or a text response, for the sequence.
+a chunk of actions or a text response, for the sequence. Tensor methods only, so that declaring a loss needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
-from embodyrl.algorithms.settings import RISING, AlgorithmSettings, ValueSettings
+from embodyrl.algorithms.settings import RISING, AggregationMode, AlgorithmSettings, TokenLevel, ValueSettings
 from embodyrl.config.settings import Positive, Says, Settings, Weight
+from embodyrl.types import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     import torch
 
 
+SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
+"""Modes of `loss_agg_func` that add the tokens of an action; the others average them."""
+
+
+def to_units(
+    token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel, *, whole: bool = False
+) -> torch.Tensor:
+    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid.
+
+    `whole`: all are valid.
+    """
+    batch, actions = valid.shape
+    assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
+    grid = token_values.reshape(batch, actions, -1)
+    if not whole:
+        # `where` and not a product: what the policy says about actions that never ran may be anything, NaN included.
+        grid = grid.where(valid[:, :, None], grid.new_zeros(()))
+    # Small networks feel every operation: a sum over one token is spared.
+    if level == TokenLevel.token_level or (level == TokenLevel.action_level and grid.shape[2] == 1):
+        return grid
+    return grid.sum(2)[:, :, None] if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
+
+
+def unit_mask(valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Valid units [B, K, 1] or [B, 1, 1]."""
+    return valid.any(1)[:, None, None] if level == TokenLevel.chunk_level else valid[:, :, None]
+
+
+def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Advantage [B, K] as [B, K, 1], or [B, 1, 1] at chunk level, where the executed actions share one value."""
+    if level != TokenLevel.chunk_level:
+        return advantage[:, :, None]
+    return ((advantage * valid).sum(1) / valid.sum(1))[:, None, None]
+
+
+def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over actions (or chunks) of the mean over the tokens of each."""
+    return shares(units, weight).sum()
+
+
+def shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[B, K] or [B, 1]"""
+    per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
+    return (units[..., 0] if units.shape[2] == 1 else units.mean(2)) * per_row
+
+
+def equal_shares(mask: BoolArray) -> FloatArray:
+    """Equal weights that sum to 1 where the mask holds, 0 elsewhere."""
+    return (mask / max(int(mask.sum()), 1)).astype(np.float32)
+
+
+def action_weights(
+    mode: AggregationMode, episode: IntArray, valid: BoolArray, *, level: TokenLevel, longest_episode: int
+) -> FloatArray:
+    """Weight of each action in the loss of one optimizer step.
+
+    With u units, S sequences and u_i units of sequence i, a unit weighs: token-mean 1/u; token-sum 1;
+    seq-mean-token-sum 1/S; seq-mean-token-mean 1/(S u_i); seq-mean-token-sum-norm 1/(S X), X the units of an
+    episode that its time limit ends (arXiv 2503.20783), a constant of the run. At chunk level the weight of a chunk is
+    spread evenly over its executed actions.
+
+    Args:
+        mode: `loss_agg_func`.
+        episode: [B] episode of each sample.
+        valid: [B, K] executed actions; at least one per sample.
+        level: what a unit is.
+        longest_episode: chunks of an episode that its time limit ends, for seq-mean-token-sum-norm.
+
+    Returns:
+        [B, K] float32, 0 where not valid.
+    """
+    assert valid.any(axis=1).all(), "a sample without an executed action"
+    # In double precision: a batch may hold millions of units, and the weights have to sum to 1.
+    unit = valid.astype(np.float64)
+    if level == TokenLevel.chunk_level:
+        unit /= unit.sum(axis=1, keepdims=True)
+    if mode == "token-mean":
+        return (unit / unit.sum()).astype(np.float32)
+    per_chunk = 1 if level == TokenLevel.chunk_level else valid.shape[1]
+    _, index = np.unique(episode, return_inverse=True)
+    per_sequence = np.bincount(index, weights=unit.sum(axis=1))
+    sequences = len(per_sequence)
+    if mode == "seq-mean-token-sum":
+        unit /= sequences
+    elif mode == "seq-mean-token-mean":
+        unit /= sequences * per_sequence[index][:, None]
+    elif mode == "seq-mean-token-sum-norm":
+        unit /= sequences * longest_episode * per_chunk
+    else:
+        assert mode == "token-sum", mode
+    return unit.astype(np.float32)
+
+
 MAX_LOG_RATIO = 20.0
 """exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
-MAX_KL = 10.0
-"""Bound of a sampled KL, so that one improbable token cannot outweigh its batch."""
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """exp(d) with d = log pi - log pi_old within +-`MAX_LOG_RATIO`."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
-def value_loss(
-    value: torch.Tensor,
-    old_value: torch.Tensor,
-    returns: torch.Tensor,
-    *,
-    clip: float | None,
-    huber_delta: float | None,
-) -> torch.Tensor:
-    """Half squared error, or Huber, of the worse of the value and the value clipped around the old one.
-
-    1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2); shapes are equal.
-    """
-
-    def error(estimate: torch.Tensor) -> torch.Tensor:
-        gap = estimate - returns
-        square = 0.5 * gap.square()
-        if huber_delta is None:
-            return square
-        return square.where(gap.abs() <= huber_delta, huber_delta * (gap.abs() - 0.5 * huber_delta))
-
-    plain = error(value)
-    if clip is None:
-        return plain
-    return plain.maximum(error(old_value + (value - old_value).clamp(-clip, clip)))
-
-
-def preference_loss(better: torch.Tensor, worse: torch.Tensor, *, smoothing: float = 0.0) -> torch.Tensor:
-    """-(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B]: Bradley and Terry (1952).
-
-    Of scores it trains a reward model; of beta (log pi - log pi_ref), summed over an answer's tokens, it is DPO (arXiv
-    2305.18290), with smoothing s the conservative form.
-    """
-    gap = better - worse
-    # -log sigmoid(x) = log(1 + exp(-x)), which must not overflow.
-    return (-gap).clamp(min=0) + (-gap.abs()).exp().log1p() + smoothing * gap
-
-
-def k1(gap: Any) -> Any:
-    """d: unbiased, of large variance; its expected gradient is 0."""
-    return gap
-
-
-def absolute(gap: Any) -> Any:
-    """|d|"""
-    return abs(gap)
-
-
-def k2(gap: Any) -> Any:
-    """d^2 / 2: biased, but its gradient is that of the true KL."""
-    return 0.5 * gap**2
-
-
-def k3(gap: Any) -> Any:
-    """exp(-d) + d - 1 within +-`MAX_KL`: unbiased, never negative, of low variance."""
-    gap = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    inverse_ratio = np.exp(-gap) if isinstance(gap, np.ndarray) else (-gap).exp()
-    return (inverse_ratio + gap - 1.0).clip(-MAX_KL, MAX_KL)
-
-
-def k3_with_gradient_of_k2(gap: torch.Tensor) -> torch.Tensor:
-    """The value of k3 and the gradient of k2."""
-    return k2(gap) + (k3(gap) - k2(gap)).detach()
-
-
-KL_ESTIMATORS: dict[str, Callable[[Any], Any]] = {
-    "k1": k1,
-    "abs": absolute,
-    "k2": k2,
-    "low_var_kl": k3,
-    "k3": k3,
-    "k3+": k3_with_gradient_of_k2,
-    "k3_unbiased": k3,
-}
-"""By `kl_penalty_type`: estimators of KL(p || q) from d = log p - log q at samples of p.
-
-They work on each entry of a torch tensor (for the loss) or of a numpy array (for rewards, but for k3+, which is all
-gradient). Source: joschu.net/blog/kl-approx.html.
-"""
-IMPORTANCE_WEIGHTED = frozenset({"k3_unbiased"})
-"""Estimators that are multiplied by the probability ratio new / old, gradient included (arXiv 2512.02556)."""
-
-
-def kl(logprob: torch.Tensor, other_logprob: torch.Tensor, kind: str) -> torch.Tensor:
-    """Estimate KL(policy || other) per entry, by one of `KL_ESTIMATORS`."""
-    return KL_ESTIMATORS[kind](logprob - other_logprob)
 
 
 MAX_SEQUENCE_LOG_RATIO = 10.0

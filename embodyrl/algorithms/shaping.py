@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from embodyrl.algorithms.outcomes import grpo
-from embodyrl.algorithms.policy_losses import KL_ESTIMATORS, MAX_LOG_RATIO
+from embodyrl.algorithms.policy_losses import MAX_LOG_RATIO
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
+from embodyrl.algorithms.terms import KL_ESTIMATORS
 from embodyrl.types import DoubleArray, Episode, EpisodeSpec
 
 

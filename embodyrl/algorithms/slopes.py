@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from embodyrl.algorithms.aggregation import SUM_MODES, to_units, unit_advantage
+from embodyrl.algorithms.policy_losses import SUM_MODES, to_units, unit_advantage
 from embodyrl.algorithms.protocol import LossInputs, Measured, PolicyLoss
 from embodyrl.algorithms.settings import AlgorithmSettings, ValueSettings
 from embodyrl.types import PolicyScores

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodyrl.algorithms.policy_losses import preference_loss
 from embodyrl.algorithms.protocol import Share
+from embodyrl.algorithms.terms import preference_loss
 from embodyrl.channels.arena import Arena, read_observation
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.channels.messages import ImitateRequest

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from embodyrl.algorithms.aggregation import merge_metrics, metrics_of
+from embodyrl.algorithms.metrics import merge_metrics, metrics_of
 from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured, Share
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.algorithms.aggregation import merge_metrics
+from embodyrl.algorithms.metrics import merge_metrics
 from embodyrl.algorithms.protocol import Share
 from embodyrl.channels.messages import POLICY_FOLDER, RankInfo
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state, writing

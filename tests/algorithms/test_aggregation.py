@@ -3,7 +3,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from embodyrl.algorithms.aggregation import action_weights
+from embodyrl.algorithms.policy_losses import action_weights
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel
 
 # episode 0: two chunks, the second ended after its first action; episode 1: one full chunk

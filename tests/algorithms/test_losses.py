@@ -10,10 +10,10 @@ from algorithm_cases import (
     VALUE,
 )
 
-from embodyrl.algorithms.aggregation import action_weights
 from embodyrl.algorithms.estimators import gae
-from embodyrl.algorithms.policy_losses import kl, value_loss
+from embodyrl.algorithms.policy_losses import action_weights
 from embodyrl.algorithms.settings import TokenLevel
+from embodyrl.algorithms.terms import kl, value_loss
 
 EPISODE = np.nonzero(VALID)[0]
 FLAT_VALID = np.ones((len(EPISODE), 1), dtype=bool)

@@ -18,7 +18,7 @@ from algorithm_cases import (
 )
 from settings import algorithm_of
 
-from embodyrl.algorithms.aggregation import merge_metrics, metrics_of
+from embodyrl.algorithms.metrics import merge_metrics, metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LOSSES, LossInputs
 from embodyrl.algorithms.settings import AggregationMode, AlgorithmSettings, RewardLevel, TokenLevel

@@ -9,7 +9,7 @@ import torch
 from algorithm_cases import GRPO_REFERENCE, LOGPROB, OLD_LOGPROB, VALID
 from settings import algorithm_of
 
-from embodyrl.algorithms.aggregation import action_weights
+from embodyrl.algorithms.policy_losses import action_weights
 from embodyrl.algorithms.protocol import LOSSES, LossTerms, Units
 from embodyrl.algorithms.settings import AlgorithmSettings, TokenLevel
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from settings import algorithm_of
 
-from embodyrl.algorithms.aggregation import metrics_of
+from embodyrl.algorithms.metrics import metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs
 from embodyrl.algorithms.settings import AggregationMode, TokenLevel

@@ -13,7 +13,7 @@ import torch
 from text_runs import ASKING
 from toy_runs import toy_config
 
-from embodyrl.algorithms.policy_losses import preference_loss
+from embodyrl.algorithms.terms import preference_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
 from embodyrl.channels.messages import ImitateRequest

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from embodyrl.algorithms.aggregation import metrics_of
+from embodyrl.algorithms.metrics import metrics_of
 from embodyrl.algorithms.outcomes import whiten
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import LossInputs

@@ -1,0 +1,75 @@
+"""Corrections for older data: pure functions without gradient on units [B, ...].
+
+log w = log pi_proximal - log pi_behaviour, the policy at the start of the update against the one that acted. What they
+remove stays in the denominator of the loss.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from embodyrl.algorithms.policy_losses import bounded_ratio
+from embodyrl.algorithms.settings import WeightLevel, WeightMode
+
+if TYPE_CHECKING:
+    import torch
+
+
+def importance_weights(
+    log_weight: torch.Tensor, valid: torch.Tensor, *, cap: float, mode: WeightMode, level: WeightLevel
+) -> torch.Tensor:
+    """Return w where w <= cap; above it 0 (mask; decoupled PPO, arXiv 2505.24298) or the cap (truncate; TIS).
+
+    Args:
+        log_weight: [B, ...] log w of each unit.
+        valid: bool, same shape.
+        cap: upper bound of w.
+        mode: what happens above it.
+        level: one w per unit, or one per sample: the product over its units (sequence) or their geometric mean.
+    """
+    kept = log_weight.where(valid, log_weight.new_zeros(()))
+    if level != WeightLevel.token:
+        total = kept.flatten(1).sum(1)
+        count = valid.flatten(1).sum(1) if level == WeightLevel.geometric else 1
+        kept = (total / count).reshape(-1, *[1] * (kept.dim() - 1)).expand_as(kept)
+    weight = bounded_ratio(kept)
+    if mode == WeightMode.truncate:
+        return weight.clamp(max=cap)
+    return weight.where(weight <= cap, weight.new_zeros(()))
+
+
+def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, threshold: float) -> torch.Tensor:
+    """Drop the units with the largest (log w)^2 until the mean of the rest is below the threshold (arXiv 2510.01161).
+
+    At least one unit stays.
+
+    Returns:
+        bool, same shape.
+    """
+    moment, order = log_weight.square()[valid].sort(descending=True, stable=True)
+    count = len(moment)
+    # rest[i]: mean of moment[i] and all smaller ones. It falls with i, so the units to drop come first.
+    rest = moment.flip(0).cumsum(0).flip(0) / moment.new_ones(count).cumsum(0).flip(0)
+    dropped = int((rest >= threshold).sum().clamp(max=count - 1))
+    kept = valid.new_ones(count)
+    kept[order[:dropped]] = False
+    mask = valid.clone()
+    mask[valid] = kept
+    return mask
+
+
+def off_policy_mask(log_ratio_mean: torch.Tensor, advantage: torch.Tensor, *, delta: float) -> torch.Tensor:
+    """Keep a unit unless A < 0 and its sequence's mean of log pi_behaviour - log pi exceeds delta.
+
+    The paper (arXiv 2512.02556, 3.1) takes the probabilities of the engine that sampled, so that what differs between
+    engine and trainer counts as off-policy too; recomputed ones would hide it.
+
+    Args:
+        log_ratio_mean: [B, 1, 1] mean of log pi_behaviour - log pi over the sequence.
+        advantage: [B, K, 1] or [B, 1, 1].
+        delta: bound of the mean.
+
+    Returns:
+        bool, shape of `advantage`.
+    """
+    return ~((advantage < 0) & (log_ratio_mean > delta))

@@ -1,0 +1,105 @@
+"""What is reported of a batch before its update, and of the micro-batches of an optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from embodyrl.algorithms.policy_losses import shares, to_units
+from embodyrl.algorithms.protocol import Credit, Measured
+from embodyrl.algorithms.settings import TokenLevel
+from embodyrl.algorithms.terms import kl
+from embodyrl.types import Episode
+
+WEIGHT_SUM = "weight_sum"
+MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
+"""Weighted sums that are divided by the summed weights, so that they stay means under every `loss_agg_func`."""
+
+
+def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
+    """Of a batch before its update: groups that teach nothing, and the advantages; `pairs`: what is trained on."""
+    groups = {episode.spec.group_id for episode in episodes}
+    kept = [episode.spec.group_id for episode, _ in pairs]
+    metrics = {"train/groups_without_signal": 1.0, "train/groups_filtered": 1.0 - len({*kept}) / len(groups)}
+    if pairs:
+        # All at once: of a thousand short episodes the loops would take as long as a mini-batch.
+        valid = np.concatenate([episode.valid for episode, _ in pairs])
+        whole = np.concatenate([credit.advantage for _, credit in pairs])
+        loud = np.repeat(kept, [len(e.valid) for e, _ in pairs])[((whole != 0) & valid).any(axis=1)]
+        metrics["train/groups_without_signal"] = 1.0 - len(np.unique(loud)) / len(groups)
+        advantage = whole[valid].astype(np.float64)
+        metrics["train/advantage_mean"] = float(advantage.mean())
+        metrics["train/advantage_std"] = float(advantage.std())
+        metrics["train/advantage_abs_max"] = float(np.abs(advantage).max())
+    return metrics
+
+
+def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
+    """Return the means of values and targets, and the share of the targets' variance that the values explain."""
+    ran, value, returns = (
+        np.concatenate(part) for part in zip(*((e.valid, e.value, c.returns) for e, c in pairs), strict=True)
+    )
+    ran = ran if ran.shape == returns.shape else ran.any(axis=1, keepdims=True)
+    value, returns = value[ran].astype(np.float64), returns[ran].astype(np.float64)
+    spread = returns.var()
+    return {
+        "train/value_mean": float(value.mean()),
+        "train/value_target_mean": float(returns.mean()),
+        "train/explained_variance": float(1.0 - (returns - value).var() / spread) if spread > 0 else 0.0,
+    }
+
+
+def metrics_of(parts: Sequence[Measured], scored: int = 0) -> list[dict[str, float]]:
+    """Return the metrics of each micro-batch, computed for all together; `merge_metrics` joins those of a step.
+
+    `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token. `scored` is
+    `PolicySpec.scored`: tokens that have no log-probability of their own count in no mean.
+    """
+    if not parts:
+        return []
+    import torch
+
+    rows = {name: torch.cat([part.rows[name] for part in parts]) for name in parts[0].rows}
+    gap = to_units((rows["logprob"] - rows["old_logprob"]).abs(), rows["valid"], TokenLevel.token_level)
+    means = {
+        "kl": kl(rows["old"], rows["new"], "low_var_kl"),
+        "clip_fraction": rows["clipped"].to(gap.dtype),
+        "logprob_gap": gap,
+        **{name: rows[name] for name in ("entropy", "ratio", "ref_kl") if name in rows},
+    }
+    shared = {name: shares(units[..., : scored or None], rows["weight"]) for name, units in means.items()}
+    shared[WEIGHT_SUM] = rows["weight"]
+    table = torch.stack([*(share.sum(1) for share in shared.values()), rows["ratio"].flatten(1).amax(1)])
+    added = torch.stack([number for part in parts for number in part.sums.values()])
+    # One copy from the device: each waits until all that was started there is done.
+    numbers = torch.cat([table.flatten(), added]).double().cpu().numpy()
+    table, sums = np.split(numbers, [table.numel()])
+    table, sums = table.reshape(len(shared) + 1, -1), sums.reshape(len(parts), -1).tolist()
+    starts = np.cumsum([0, *(len(part.rows["weight"]) for part in parts[:-1])])
+    totals = np.add.reduceat(table[:-1], starts, axis=1).T.tolist()
+    highest = np.maximum.reduceat(table[-1], starts).tolist()
+    return [
+        dict(zip(parts[0].sums, own, strict=True)) | dict(zip(shared, total, strict=True)) | {"ratio_max": most}
+        for own, total, most in zip(sums, totals, highest, strict=True)
+    ]
+
+
+def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Join the shares of all micro-batches (and ranks) of one optimizer step.
+
+    Names ending in `_max` take the maximum, everything else adds up; the names in `MEANS` are then divided by the
+    summed `weight_sum`, which is dropped.
+
+    >>> merge_metrics([{"loss": 1.0, "ratio_max": 2.0}, {"loss": 0.5, "ratio_max": 1.0}])
+    {'loss': 1.5, 'ratio_max': 2.0}
+    """
+    merged: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name.endswith("_max"):
+                merged[name] = max(merged.get(name, value), value)
+            else:
+                merged[name] = merged.get(name, 0.0) + value
+    total = merged.pop(WEIGHT_SUM, 0.0)
+    return {name: value / total if name in MEANS and total else value for name, value in merged.items()}
