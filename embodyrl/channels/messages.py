@@ -4,9 +4,9 @@ Arrays stay in the arena. Messages have no slots, because those of a frozen data
 several times slower.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -64,20 +64,30 @@ class Use(NamedTuple):
 class Request:
     """What a worker is asked to do; its reply carries the same number.
 
-    Workers beside the driver share its records. To others the records travel (`cluster/remote.py`), so each kind of
+    Workers beside the driver share its records. To others the records travel (`cluster/ray_launcher.py`), so each kind of
     request says which fields its worker looks at and which ones it fills.
     """
 
     sequence: int = 0
     """Given by whoever sends it."""
+    read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
+    """What the worker must have before, by the attribute that holds the tickets; whether a record is valid and complete
+    always goes along."""
+    written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
+    """What the worker has changed when it replies."""
+    pool: ClassVar[int] = 0
+    """See `Use`."""
 
     def reads(self) -> tuple[Use, ...]:
-        """What the worker must have before; whether a record is valid and complete always goes along."""
-        return ()
+        """See `read_fields`."""
+        return self._uses(self.read_fields)
 
     def writes(self) -> tuple[Use, ...]:
-        """What the worker has changed when it replies."""
-        return ()
+        """See `written_fields`."""
+        return self._uses(self.written_fields)
+
+    def _uses(self, fields: Mapping[str, tuple[str, ...] | None]) -> tuple[Use, ...]:
+        return tuple(Use(np.atleast_1d(getattr(self, name)), names, self.pool) for name, names in fields.items())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,18 +101,16 @@ class EnvRequest(Request):
     targets: Tickets = ()
     resets: tuple[ResetRequest, ...] = ()
 
-    def reads(self) -> tuple[Use, ...]:
-        """See `Request.reads`."""
-        return Use(self.sources, (Record.action, Record.reply, Record.cut_off)), Use(self._observed)
-
-    def writes(self) -> tuple[Use, ...]:
-        """See `Request.writes`."""
-        # An expert acts in the simulator: its actions are a result.
-        results = (Record.action, *STEP_RESULT, Record.components)
-        return Use(self.sources, results), Use(self._observed, (*OBSERVATION, STATE))
+    read_fields = {"sources": (Record.action, Record.reply, Record.cut_off), "observed": ()}
+    # An expert acts in the simulator: its actions are a result.
+    written_fields = {
+        "sources": (Record.action, *STEP_RESULT, Record.components),
+        "observed": (*OBSERVATION, STATE),
+    }
 
     @property
-    def _observed(self) -> Tickets:
+    def observed(self) -> Tickets:
+        """Where observations go, those of resets included."""
         return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
 
 
@@ -147,13 +155,8 @@ class InferRequest(Request):
     rows: Sequence[int] | IntArray = ()
     """Their rows of the batch of fixed size."""
 
-    def reads(self) -> tuple[Use, ...]:
-        """See `Request.reads`."""
-        return (Use(self.tickets, OBSERVATION),)
-
-    def writes(self) -> tuple[Use, ...]:
-        """See `Request.writes`."""
-        return (Use(self.tickets, DECISION),)
+    read_fields = {"tickets": OBSERVATION}
+    written_fields = {"tickets": DECISION}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,13 +166,8 @@ class ValueRequest(Request):
     tickets: Tickets
     padded_size: int = 0
 
-    def reads(self) -> tuple[Use, ...]:
-        """See `Request.reads`."""
-        return (Use(self.tickets, OBSERVATION),)
-
-    def writes(self) -> tuple[Use, ...]:
-        """See `Request.writes`."""
-        return (Use(self.tickets, (Record.value,)),)
+    read_fields = {"tickets": OBSERVATION}
+    written_fields = {"tickets": (Record.value,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +176,8 @@ class ScoreRequest(Request):
 
     tickets: Tickets
 
-    def reads(self) -> tuple[Use, ...]:
-        """See `Request.reads`."""
-        return (Use(self.tickets, (*OBSERVATION, Record.tokens)),)
-
-    def writes(self) -> tuple[Use, ...]:
-        """See `Request.writes`."""
-        return (Use(self.tickets, (Record.ref_logprob,)),)
+    read_fields = {"tickets": (*OBSERVATION, Record.tokens)}
+    written_fields = {"tickets": (Record.ref_logprob,)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +197,13 @@ class UpdateRequest(Request):
     in_parts: bool = False
     """Reply after each micro-batch and wait for a ContinueRequest, so that inferences get their turn."""
 
-    def reads(self) -> tuple[Use, ...]:
-        """See `Request.reads`."""
-        # All fields: which of them an update reads is the algorithm's affair.
-        return Use(self.tickets, None), Use([ticket for _, ticket in self.finals], OBSERVATION)
+    # All fields: which of them an update reads is the algorithm's affair.
+    read_fields = {"tickets": None, "last": OBSERVATION}
+
+    @property
+    def last(self) -> Tickets:
+        """What was seen after the last chunks."""
+        return np.array([ticket for _, ticket in self.finals], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,9 +217,7 @@ class ImitateRequest(Request):
     learn: bool = True
     """False: reply with the sums of loss and accuracy, and leave the weights as they are."""
 
-    def reads(self) -> tuple[Use, ...]:
-        """See `Request.reads`."""
-        return (Use(self.tickets, (*OBSERVATION, Record.action, Record.reply, Record.success)),)
+    read_fields = {"tickets": (*OBSERVATION, Record.action, Record.reply, Record.success)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,13 +246,9 @@ class PublishRequest(Request):
     ticket: int
     parts: tuple[WeightPart, ...]
 
-    def reads(self) -> tuple[Use, ...]:
-        """See `Request.reads`."""
-        return (Use([self.ticket], pool=1),)
-
-    def writes(self) -> tuple[Use, ...]:
-        """See `Request.writes`."""
-        return (Use([self.ticket], (BUCKET, STATE), pool=1),)
+    pool = 1
+    read_fields = {"ticket": ()}
+    written_fields = {"ticket": (BUCKET, STATE)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,9 +258,8 @@ class LoadWeightsRequest(Request):
     ticket: int
     parts: tuple[WeightPart, ...]
 
-    def reads(self) -> tuple[Use, ...]:
-        """See `Request.reads`."""
-        return (Use([self.ticket], (BUCKET,), pool=1),)
+    pool = 1
+    read_fields = {"ticket": (BUCKET,)}
 
 
 @dataclass(frozen=True, kw_only=True)
