@@ -64,8 +64,8 @@ class Use(NamedTuple):
 class Request:
     """What a worker is asked to do; its reply carries the same number.
 
-    Workers beside the driver share its records. To others the records travel (`cluster/ray_launcher.py`), so each kind of
-    request says which fields its worker looks at and which ones it fills.
+    Workers beside the driver share its records. To others the records travel (`cluster/ray_launcher.py`), so each
+    kind of request says which fields its worker looks at and which ones it fills.
     """
 
     sequence: int = 0

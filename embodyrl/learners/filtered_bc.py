@@ -1,6 +1,5 @@
 """The learner of filtered behaviour cloning: what good episodes did goes into a buffer, and is imitated."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,15 @@ import torch
 from embodyrl.algorithms.filtered_bc import FilteredSettings
 from embodyrl.algorithms.protocol import Share
 from embodyrl.channels.arena import read_observation
-from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
+from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.layout import read_card
-from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.learners.demonstrations import load_shown, observed
 from embodyrl.learners.imitation import encoded_replies
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.replay import Frames, ReplayBuffer
 from embodyrl.learners.training import InParts, deal, mean_metrics
-from embodyrl.policies.protocol import LearnsStatistics, TextPolicy, weights_changed
+from embodyrl.policies.protocol import TextPolicy, weights_changed
 from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 
@@ -45,7 +42,7 @@ class FilteredLearner(Learner):
         self._weights = trained if rules.average else {}
         # While an update runs the average, else the trained weights: the module holds the other ones.
         self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}
-        self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
+        self._demonstrations = load_shown(rules.demonstrations, spec) if rules.demonstrations else None
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
         """Keep the chunks of good episodes and take `updates_per_sample` updates for each new chunk, of any episode.
@@ -55,9 +52,7 @@ class FilteredLearner(Learner):
         seen = self._store(request)
         stored = self._replay.starts
         result = {"replay_size": float(len(stored)), "optimizer_steps": 0.0}
-        if isinstance(self._policy, LearnsStatistics):
-            self._policy.take_statistics(read_observation(self._arena, seen))
-            weights_changed(self._policy.module)
+        self._trainer.take_statistics(self._arena, seen)
         if len(stored) < max(self._rules.learning_starts, 1):
             return result
         # The same choices on all ranks: each takes its own part of them.
@@ -115,10 +110,8 @@ class FilteredLearner(Learner):
             actions = encoded_replies(self._policy, actions)
         if (demos := self._demonstrations) is not None and share:
             steps = rng.integers(demos.stop[-1], size=share)
-            width = fields[Record.instruction].shape[1]
-            words = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
-            shown = zip(OBSERVATION, (demos.images[steps], demos.state[steps], words), strict=True)
-            fields = {str(name): np.concatenate([fields[name], array]) for name, array in shown}
+            shown = observed(demos, steps, fields[Record.instruction].shape[1])
+            fields = {name: np.concatenate([fields[name], array]) for name, array in shown.items()}
             actions = np.concatenate([actions, demos.chunks(steps, self._horizon)])
         return read_observation(fields, np.arange(self._batch_size)), actions
 
@@ -158,13 +151,6 @@ class FilteredLearner(Learner):
         last = np.append(np.flatnonzero(np.diff(episode)), len(episode) - 1)
         end = (begin + counts)[last][np.searchsorted(last, np.arange(len(episode)))]
         return done[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
-
-    def _load_demonstrations(self) -> Demonstrations:
-        folders = [resolve_asset(folder) for folder in self._rules.demonstrations]
-        demos = join_demonstrations([load_demonstrations(folder) for folder in folders])
-        actions = demos.action.copy()
-        convert_gripper(actions, read_card(folders[0]).env.gripper, self._policy.spec.gripper)
-        return replace(demos, action=actions)
 
     def save(self, folder: Path) -> None:
         """Write the buffer, if the settings say so, and the trained weights, where the policy is their average."""

@@ -18,7 +18,7 @@ from embodyrl.learners.augment import augment, draw
 from embodyrl.learners.protocol import Learner
 from embodyrl.learners.settings import Objective, ObjectiveSettings
 from embodyrl.learners.training import InParts, Trainer, deal
-from embodyrl.policies.protocol import LearnsStatistics, Policy, TextPolicy, TokenPolicy, weights_changed
+from embodyrl.policies.protocol import Policy, TextPolicy, TokenPolicy
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 
@@ -61,9 +61,7 @@ class ImitationLearner(Learner):
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()
-        if isinstance(self._policy, LearnsStatistics):
-            self._policy.take_statistics(read_observation(self._arena, records))
-            weights_changed(self._policy.module)
+        self._trainer.take_statistics(self._arena, records)
         result = taken[0] if taken else {}
         return result | {"lr": optimization.lr, "skipped_nonfinite": float(taken is None)}
 

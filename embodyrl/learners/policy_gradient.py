@@ -15,7 +15,7 @@ from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal, mean_metrics
-from embodyrl.policies.protocol import LearnsStatistics, PulledScores, Pulls, weights_changed
+from embodyrl.policies.protocol import PulledScores, Pulls, weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
@@ -91,10 +91,8 @@ class PolicyGradientLearner(Learner):
         result = yield from self._train(batch, proximal, request.step)
         # Gradients are as large as the weights, and nobody needs them until the next update.
         self._trainer.optimization.zero_grad()
-        if isinstance(self._policy, LearnsStatistics):
-            # Only now: during the update the ratio compares with what these statistics' predecessors have drawn.
-            self._policy.take_statistics(read_observation(self._arena, records))
-            weights_changed(self._policy.module)
+        # Only now: during the update the ratio compares with what these statistics' predecessors have drawn.
+        self._trainer.take_statistics(self._arena, records)
         interval = self._rules.reference_interval
         if self._reference is not None and interval and (request.step + 1) % interval == 0:
             own = getattr(self._policy, "alone", self._policy).module.state_dict()

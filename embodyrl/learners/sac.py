@@ -15,22 +15,19 @@ from torch import Tensor
 from embodyrl.algorithms.sac import actor_loss, critic_loss, soft_target, temperature_loss
 from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Fields, read_observation
-from embodyrl.channels.layout import OBSERVATION, Record, encode_instruction
+from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
-from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.layout import read_card
-from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.errors import CheckpointError
 from embodyrl.learners.augment import shift
+from embodyrl.learners.demonstrations import load_shown, observed
 from embodyrl.learners.flat_adam import build_adam
 from embodyrl.learners.hindsight import Hindsight, OpenEpisodes
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.replay import Frames, ReplayBuffer, Transitions
 from embodyrl.learners.training import InParts, mean_metrics
-from embodyrl.policies.protocol import LearnsStatistics, SoftActor, weights_changed
+from embodyrl.policies.protocol import SoftActor
 from embodyrl.policies.tensors import on_device
-from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, IntArray, Observation
 
 CRITICS, REPLAY = "critics", "replay"
@@ -79,9 +76,7 @@ class SacLearner(Learner):
         """
         # Before anything is learned: the records belong to others as soon as this request is answered.
         new = self._store(request)
-        if isinstance(self._policy, LearnsStatistics):
-            self._policy.take_statistics(read_observation(self._arena, new))
-            weights_changed(self._policy.module)
+        self._trainer.take_statistics(self._arena, new)
         starts = self._replay.starts
         result = {"replay_size": float(len(starts)), "optimizer_steps": 0.0}
         if len(starts) < max(self._rules.learning_starts, 1):
@@ -243,9 +238,7 @@ class SacLearner(Learner):
 
         Of a frozen policy features are kept and corrections of what it proposes, which takes two passes for each chunk.
         """
-        demos = join_demonstrations(
-            [load_demonstrations(resolve_asset(folder)) for folder in self._rules.demonstrations]
-        )
+        demos = load_shown(self._rules.demonstrations, self._policy.spec)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
         pairs = list(zip(demos.start, demos.stop, strict=True))
         steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])
@@ -256,12 +249,7 @@ class SacLearner(Learner):
         # Of cumulative sums: exactly one success so far, and it is the last step of the chunk.
         first = (wins[stop] - wins[demos.start[episode]] == 1) & demos.success[stop - 1]
         buffer = ReplayBuffer(len(steps), self._rules.gamma, self._rules.n_step)
-        words = [encode_instruction(str(text), width) for text in demos.instruction[steps]]
-        arrays = (demos.images[steps], demos.state[steps], np.stack(words))
-        seen = {str(name): array for name, array in zip(OBSERVATION, arrays, strict=True)}
-        actions, every = demos.chunks(steps, length), np.arange(len(steps))
-        written_for = read_card(resolve_asset(self._rules.demonstrations[0])).env
-        convert_gripper(actions, written_for.gripper, self._policy.spec.gripper)
+        seen, actions, every = observed(demos, steps, width), demos.chunks(steps, length), np.arange(len(steps))
         chosen = [self._policy.normalise(actions[p], read_observation(seen, p)).cpu() for p in self._parts_of(every)]
         buffer.add(
             Frames(

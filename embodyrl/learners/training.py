@@ -13,6 +13,7 @@ from torch import Tensor
 
 from embodyrl.algorithms.metrics import merge_metrics
 from embodyrl.algorithms.protocol import Share
+from embodyrl.channels.arena import Arena, read_observation
 from embodyrl.channels.messages import POLICY_FOLDER, RankInfo
 from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_rng_state, writing
 from embodyrl.errors import CheckpointError, NonFiniteError
@@ -20,7 +21,7 @@ from embodyrl.learners.flat_adam import FlatAdamW, build_adam
 from embodyrl.learners.precision import VALUE_HEAD
 from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
-from embodyrl.policies.protocol import Policy, weights_changed
+from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
 from embodyrl.types import ImitationScores, IntArray, PolicyScores
 
 TRAINING_STATE = "training_state"
@@ -301,6 +302,12 @@ class Trainer:
         if not math.isfinite(grad_norm):
             return self.refuse(f"gradient norm {grad_norm}")
         return merge_metrics(shares) | {"grad_norm": grad_norm}, said
+
+    def take_statistics(self, arena: Arena, records: IntArray) -> None:
+        """Let a policy that normalises what it sees look at observations."""
+        if isinstance(self.policy, LearnsStatistics):
+            self.policy.take_statistics(read_observation(arena, records))
+            weights_changed(self.policy.module)
 
     def refuse(self, what: str) -> None:
         """Leave the weights as they are when something is not finite."""
