@@ -81,7 +81,6 @@ class DatasetWriter:
         place = layout.file_place(self._files)
         names = [p.demonstration.instruction for p in batch]
         self._tasks = list(dict.fromkeys([*self._tasks, *names]))
-        self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
         rows, tables, start = [], [], self.num_frames
         elapsed = 0.0
         for offset, pending in enumerate(batch):
@@ -143,6 +142,7 @@ class DatasetWriter:
 
     def _write_summary(self) -> None:
         """Write what readers look at first; it can always be derived again from the table of episodes."""
+        self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
         info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
         stats = {key: {name: v.tolist() for name, v in part.items()} for key, part in self._stats.items()}

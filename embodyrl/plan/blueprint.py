@@ -120,7 +120,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     per_update = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
     if isinstance(rules, BufferSettings):
         # An off-policy update draws from the buffer, whatever the batch of this step.
-        per_update = round(samples * rules.updates_per_sample)
+        per_update = max(1, round(samples * rules.updates_per_sample))
     return Blueprint(
         cfg=cfg,
         context=context,

@@ -15,6 +15,7 @@ import pytest
 from demos import ENV, card, demonstration
 from PIL import Image
 
+from embodyrl.datasets import layout
 from embodyrl.datasets.reader import check_layout
 from embodyrl.datasets.writer import DatasetWriter
 
@@ -139,6 +140,13 @@ def edit_column(root: Path, name: str, column: str, values: Callable[[list], lis
     pq.write_table(table.set_column(place, table.schema.field(column), new), root / name)
 
 
+def add_row(root: Path, name: str) -> None:
+    """Of an episode that no table names."""
+    table = pq.read_table(root / name)
+    edit_column(root, name, "episode_index", lambda _: [99] * len(table))
+    pq.write_table(pa.concat_tables([table, pq.read_table(root / name).slice(0, 1)]), root / name)
+
+
 DATA, EPISODES = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/file-000.parquet"
 
 
@@ -177,6 +185,7 @@ DATA, EPISODES = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/fil
         (lambda r: edit_column(r, DATA, "episode_index", lambda v: [0, *v[:-1]]), "rows in its file"),
         (lambda r: edit_column(r, EPISODES, "length", lambda v: [9, *v[1:]]), "length 9"),
         (lambda r: edit_column(r, EPISODES, "dataset_from_index", lambda v: [1, *v[1:]]), "row 0 is episode 0 from 1"),
+        (lambda r: add_row(r, DATA), "the files hold 31 rows, the table of episodes names 30"),
         (
             lambda r: (r / "data/chunk-000/file-001.parquet").write_bytes((r / DATA).read_bytes()),
             "no episode names this",
@@ -188,3 +197,18 @@ def test_the_check_names_what_is_wrong(root: Path, damage: Callable[[Path], obje
     damage(root)
     problems = check_layout(root)
     assert any(said in p for p in problems), problems
+
+
+def test_what_another_program_wrote_is_described_by_its_own_files(root: Path) -> None:
+    (root / layout.CARD_PATH).unlink()
+    edit_json(root, layout.INFO_PATH, lambda info: info.update(fps=29.97, robot_type="arm"))
+    tasks = pq.read_table(root / layout.TASKS_PATH)
+    pq.write_table(tasks.take(list(range(len(tasks)))[::-1]), root / layout.TASKS_PATH)
+    found = layout.read_card(root)
+    assert (found.fps, found.env.name, found.env.image_size, found.env.cameras) == (
+        30,
+        "arm",
+        (16, 24),
+        ("front", "wrist"),
+    )
+    assert [*found.env.tasks] == tasks["task"].to_pylist(), "by their numbers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 from demos import ENV, card, demonstration
 
+from embodyrl.config.settings import flat
+from embodyrl.datasets import reader
 from embodyrl.datasets import writer as writer_module
 from embodyrl.datasets.layout import Demonstration, read_card
 from embodyrl.datasets.reader import check_layout, join_demonstrations, load_demonstrations
+from embodyrl.datasets.statistics import QUANTILES, image_stats, vector_stats
 from embodyrl.datasets.writer import DatasetWriter, read_episodes
 from embodyrl.errors import EmbodyError
 
@@ -41,8 +45,9 @@ def test_frames_states_and_actions_come_back_bit_for_bit(tmp_path: Path) -> None
 
 def test_videos_come_back_nearly(tmp_path: Path) -> None:
     ramp = np.linspace(0, 200, 24, dtype=np.uint8)[None, None, None, :, None]
+    cameras = np.array([0, 40], np.uint8)[None, :, None, None, None]
     smooth = [
-        replace(d, images=np.broadcast_to(ramp + 10 * n, d.images.shape).copy())
+        replace(d, images=np.broadcast_to(ramp + 10 * n + cameras, d.images.shape).copy())
         for n, d in enumerate([demonstration(0, 5), demonstration(1, 7)])
     ]
     write(tmp_path, smooth, video=True)
@@ -75,7 +80,7 @@ def test_chunks_repeat_the_last_action_at_the_end_of_an_episode(tmp_path: Path) 
 def test_a_crash_between_the_files_loses_only_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Die at every single file of the second batch: what was complete stays readable, and can be continued."""
     write_file = writer_module.layout.write_file
-    first, second = [demonstration(n) for n in range(3)], [demonstration(n) for n in range(3, 5)]
+    first, second = [demonstration(n) for n in (0, 2, 4)], [demonstration(n) for n in (3, 5)]  # of another task
     expected = np.concatenate([d.action for d in first + second])
     for last in range(6):
         root = tmp_path / str(last)
@@ -103,7 +108,7 @@ def test_a_crash_between_the_files_loses_only_the_last_batch(tmp_path: Path, mon
         again = DatasetWriter(root, card())
         assert check_layout(root) == []
         kept = len(again.episodes)
-        assert kept == (3 if last < 3 else 5)
+        assert kept == (3 if last < 2 else 5)
         assert not list(root.rglob(".tmp-*"))
         for d in (first + second)[kept:]:
             again.append(d)
@@ -123,6 +128,9 @@ def test_a_folder_with_other_contents_or_other_settings_is_refused(tmp_path: Pat
         DatasetWriter(tmp_path / "mine", card(seed=3))
     with pytest.raises(EmbodyError, match=r"its video is False"):
         DatasetWriter(tmp_path / "mine", card(video=True))
+    DatasetWriter(tmp_path / "seeded", card(seed=3)).close()
+    with pytest.raises(EmbodyError, match=r"its collected.seed is 3, now it is None"):
+        DatasetWriter(tmp_path / "seeded", card())
 
 
 def test_a_damaged_or_missing_data_set_is_named(tmp_path: Path) -> None:
@@ -152,3 +160,45 @@ def test_of_joined_sets_each_episode_keeps_what_is_its_own(tmp_path: Path) -> No
     assert (both.start.tolist(), both.stop.tolist()) == ([0, 3, 7, 11, 16], [3, 7, 11, 16, 22])
     for name in ("images", "state", "action", "reward", "success", "instruction"):
         np.testing.assert_array_equal(getattr(both, name), np.concatenate([getattr(part, name) for part in parts]))
+
+
+def test_pairs_are_of_one_initial_state_and_the_better_first(tmp_path: Path) -> None:
+    """Success before return; equals, other initial states and those that nobody knows are no pairs."""
+    lengths, earned = (5, 4, 3, 5, 4, 4), (0.0, 3.0, 0.0, 1.0, 0.0, 2.0)
+    won, states = (True, False, False, False, False, False), (0, 0, 0, 5, -1, -1)
+    parts = [demonstration(n, length) for n, length in enumerate(lengths)]
+    for n, part in enumerate(parts):
+        part.success[:], part.reward[:] = False, 0
+        part.success[1], part.reward[0] = won[n], earned[n]
+    write(tmp_path, parts)
+    demos = load_demonstrations(tmp_path)
+    demos.reset_id[:] = states
+    assert demos.ranked(range(6), 2).tolist() == [[0, 5], [2, 7], [0, 9], [2, 11], [5, 9], [7, 11]]
+    assert demos.ranked([0, 3], 2).tolist() == []
+    assert np.flatnonzero(demos.shown).tolist() == [2]
+    demos.success[4] = True
+    assert np.flatnonzero(demos.shown).tolist() == [2], "the next episode begins without it"
+
+
+def test_statistics_are_of_all_that_was_written(tmp_path: Path) -> None:
+    write(tmp_path / "once", [demonstration(n) for n in range(4)])
+    for numbers in (range(2), range(2, 4)):
+        write(tmp_path / "twice", [demonstration(n) for n in numbers])
+    once, twice = (flat(json.loads((tmp_path / name / "meta/stats.json").read_text())) for name in ("once", "twice"))
+    assert once.keys() == twice.keys()
+    assert all(np.allclose(once[key], twice[key]) for key in once)
+    ramp = vector_stats(np.arange(101))
+    assert {name: float(ramp[name][0]) for name in QUANTILES} == {"q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99}
+    frames = np.zeros((40, 4, 4, 3), np.uint8)
+    frames[-1] = 255
+    assert image_stats(frames)["max"].ravel().tolist() == [1, 1, 1], "the end is looked at as well"
+
+
+def test_frames_take_at_most_four_fifths_of_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [demonstration(0, 4)])
+    needed = demonstration(0, 4).images.nbytes
+    monkeypatch.setattr(reader, "available_bytes", lambda: needed / 0.8 + 1)
+    assert len(load_demonstrations(tmp_path).images) == 4
+    monkeypatch.setattr(reader, "available_bytes", lambda: needed / 0.8 - 1)
+    with pytest.raises(EmbodyError, match="decoded frames need"):
+        load_demonstrations(tmp_path)

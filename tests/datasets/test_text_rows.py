@@ -14,7 +14,7 @@ from embodyrl.commands.facts import facts
 from embodyrl.conversation import Message, TextRow, join_messages, split_messages, split_pictures
 from embodyrl.datasets import tasks
 from embodyrl.datasets.settings import PairSettings, RowSettings
-from embodyrl.datasets.text import open_rows
+from embodyrl.datasets.text import open_rows, pictures_of
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
@@ -112,7 +112,7 @@ def test_no_generated_row_asks_what_another_asks(name: str, kwargs: dict, rows: 
 
 
 def test_overlong_prompts_are_left_out(tmp_path: Path):
-    rows = [{"prompt": "x" * n, "answer": str(n)} for n in (3, 9, 4, 12, 5)]
+    rows = [{"prompt": "x" * n, "answer": str(n)} for n in (3, 9, 4, 5, 12)]
     found = open_rows(
         RowSettings(path=jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=5, val_share=0.0), tokenizer=None
     )
@@ -184,11 +184,29 @@ def test_pictures_of_files_bytes_and_arrays(tmp_path: Path):
     np.testing.assert_array_equal(found[1].pictures[1].pixels(), pixels.transpose(1, 0, 2))
     assert pickle.loads(pickle.dumps(found))[2].pictures == ()
     smaller = open_rows(found.cfg.updated({"max_image_edge": 3}), tokenizer=None)
+    flat = open_rows(RowSettings(path=jsonl(tmp_path / "f.jsonl", rows[:1]), image_key="shown"), tokenizer=None)
+    assert flat.image_size == (6, 9), "height and width"
     assert (smaller.image_size, smaller[0].pictures[0].pixels().shape) == ((3, 3), (2, 3, 3))
     packed = {"prompt": "<image>?", "answer": "x", "shown": {"bytes": (tmp_path / "seen" / "a.png").read_bytes()}}
     pq.write_table(pa.Table.from_pylist([packed]), tmp_path / "p.parquet")
     (row,) = open_rows(RowSettings(path=str(tmp_path / "p.parquet"), image_key="shown", val_share=0.0), tokenizer=None)
     np.testing.assert_array_equal(row.pictures[0].pixels(), pixels)
+
+
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_a_picture_is_as_large_as_it_is_shown(tmp_path: Path, turned: int):
+    image = Image.new("RGB", (9, 6))
+    image.getexif()[0x0112] = turned
+    image.save(tmp_path / "a.jpg", exif=image.getexif())
+    (picture,) = pictures_of("a.jpg", tmp_path, "row 1", None)
+    assert picture.size == picture.pixels().shape[:2] == ((6, 9) if turned < 5 else (9, 6))
+
+
+def test_an_answer_may_be_the_last_message_of_a_conversation(tmp_path: Path):
+    talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    for answer, reference in ((talk, "2"), ([1, 2], "[1, 2]"), (2.5, "2.5")):
+        path = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1", "answer": answer}])
+        assert open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None)[0].reference == reference
 
 
 @pytest.mark.parametrize(
@@ -221,13 +239,14 @@ def test_splits_of_a_data_set_in_the_layout_of_the_hub(tmp_path: Path):
         (tmp_path / "main").mkdir(exist_ok=True)
         rows = pa.Table.from_pylist([{"prompt": "?", "answer": answer} for answer in answers])
         pq.write_table(rows, tmp_path / "main" / f"{file}.parquet")
+    jsonl(tmp_path / "main" / "training.jsonl", [{"prompt": "?", "answer": "of no split"}])
     (tmp_path / "other").mkdir()
     jsonl(tmp_path / "other" / "train.jsonl", [{"prompt": "?", "answer": "x"}])
     cfg = RowSettings(path=str(tmp_path), subset="main", split="train", val_split="test")
     rows = open_rows(cfg, tokenizer=None)
     assert ([rows[i].reference for i in range(len(rows))], rows.held_out) == (["a", "b", "c", "d"], 1)
     assert len(open_rows(RowSettings(path=str(tmp_path), split="train", val_share=0.0), tokenizer=None)) == 4
-    with pytest.raises(ConfigError, match=r"no split 'dev'; its files and folders begin with .*test, train"):
+    with pytest.raises(ConfigError, match=r"no split 'dev'; its files and folders begin with .*test, train, training"):
         open_rows(cfg.updated({"split": "dev"}), tokenizer=None)
 
 

@@ -65,6 +65,10 @@ TRAINED = (
 @pytest.mark.parametrize(
     ("command", "key", "words", "read_with"),
     [
+        (
+            *("sft", "data.val_split=test"),
+            *(["model=causal_lm_tiny", "data.path=a.jsonl", "runner.val_check_interval=-1"], ["data.path=a.jsonl"]),
+        ),
         ("train", "actor.optim.value_lr=1e-3", ["algorithm=grpo"], ["algorithm=ppo"]),
         ("train", "actor.optim.value_clip_grad=1.0", ["algorithm=grpo"], ["algorithm=ppo"]),
         ("train", "env.train.max_steps_per_rollout_epoch=16", ["algorithm=grpo"], ["algorithm=ppo"]),

@@ -113,3 +113,29 @@ def test_a_function_and_files_may_stand_beside_each_other(tmp_path: Path) -> Non
     cfg = load_config("train", ["env=text/calculator", "model=causal_lm_tiny", f"data.path={tmp_path}/main/rows.jsonl"])
     assert cfg.data.kwargs == {"digits": 2}, "not typed, so nobody's fault"
     assert len(open_rows(cfg.data.updated({"val_share": 0.0}), tokenizer=None)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("env.train.total_num_envs=8 env.eval.total_num_envs=8 launcher.env_workers=8", ""),
+        ("env.train.total_num_envs=8 env.eval.total_num_envs=8 launcher.env_workers=9", "some workers would idle"),
+        ("algorithm.max_staleness=1", ""),
+        ("algorithm.max_staleness=1 runner.deterministic=true", "depends on the clock"),
+        ("algorithm.max_staleness=1 actor.fsdp.cpu_offload=true", "which takes one actor rank"),
+        ("algorithm.max_staleness=1 actor.fsdp.cpu_offload=true rollout.mode=disaggregated", ""),
+        ("algorithm.max_staleness=1 algorithm.curriculum=0.5", "set algorithm.max_staleness=0"),
+        ("algorithm=ppo critic.path=x actor.fsdp.size=2", "works with one actor rank"),
+        ("algorithm=ppo critic.path=x runner.deterministic=true", "works with one actor rank"),
+        ("actor.fsdp.size=2 model.compile=true", "works with one actor rank"),
+        ("runner.resume_dir=a ckpt=b", "Use one of them"),
+        ("runner.only_eval=true env.reward_coef=2", "returns are reported without it"),
+    ],
+)
+def test_what_cannot_stand_beside_each_other(words: str, problem: str) -> None:
+    if not problem:
+        assert load_config("train", words.split())
+        return
+    with pytest.raises(ConfigError, match=problem) as caught:
+        load_config("train", words.split())
+    assert len(caught.value.problems) == 1

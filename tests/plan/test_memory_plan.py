@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from embodyrl.plan import memory
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.memory import GIB, engine_share, plan_memory, require_memory
+from embodyrl.plan.memory import GIB, MemoryPlan, engine_share, plan_memory, require_memory
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.actors import Actors
@@ -217,3 +217,90 @@ def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"with all that shares its GPU 11\.\d.*launcher.env_workers"):
         require_memory(*plan("0"))
     assert "4.00 on a GPU for each of 2 env workers" in plan("0")[1].lines(1, 2)[1][1]
+
+
+ZERO = {field.name: 0 for field in fields(MemoryPlan)} | {"on_gpu": True, "gradient_sync": "step"}
+
+
+@pytest.mark.parametrize("part", ["weights", "reference", "replay", "optimizer", "process"])
+def test_what_is_always_there_counts_beside_acting_and_training(part):
+    for on_gpu in (True, False):
+        for busy in ({"gradients": 3}, {"gathered": 3}):
+            assert MemoryPlan(**{**ZERO, "on_gpu": on_gpu, **busy, part: 7}).policy == 10
+
+
+def test_a_peak_is_that_of_acting_or_of_training_and_building_may_exceed_both():
+    acting, training = {"gathered": 5, "acting_batch": 3}, {"gradients": 4, "activations": 2, "in_use": 1}
+    plan = MemoryPlan(**{**ZERO, **acting, **training})
+    assert plan.policy == 8
+    assert replace(plan, in_use=9).policy == 15
+    assert replace(plan, on_gpu=False).policy == 5 + 7, "what was gathered stays in pieces"
+    assert replace(plan, keeps_acting=True).policy == 8 + 7
+    assert (replace(plan, engine=2).policy, replace(plan, engine=2, sleeps=True).policy) == (10, 10)
+    assert (replace(plan, engine=1, in_use=9).policy, replace(plan, engine=1, in_use=9, sleeps=True).policy) == (16, 15)
+    assert replace(plan, building=100, process=1).policy == 101
+    assert replace(plan, saving=5, offloaded=2).host(3) == 11
+
+
+def test_the_host_holds_arena_acting_processes_and_tasks(tmp_path, monkeypatch):
+    words = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=3", "actor.fsdp.size=1")
+    blueprint = draw_blueprint(toy_config(tmp_path, *words), training=True)
+    plan = plan_memory(blueprint)
+    with pytest.raises(ConfigError, match=r"10000\.\d shared"):
+        require_memory(blueprint, replace(plan, arena=10_000 * GIB))
+    tasks = plan_memory(replace(blueprint, env=replace(blueprint.env, task_bytes=GIB)))
+    assert tasks.env_worker == plan.env_worker + GIB
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    stub_nvidia_smi(tmp_path, monkeypatch, "'80000\n40000'")
+    assert memory.gpu_memory() == 40_000 * 2**20, "the smallest"
+    on_gpus = draw_blueprint(toy_config(tmp_path, *words), training=True)
+    # A policy process on a GPU takes its share of the host, too, whether it trains or acts.
+    rest = replace(plan_memory(on_gpus), saving=0, offloaded=0, env_worker=0, arena=0)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * memory._PROCESS)
+    require_memory(on_gpus, rest)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * memory._PROCESS - 1)
+    with pytest.raises(ConfigError, match="of memory"):
+        require_memory(on_gpus, rest)
+
+
+def test_a_buffer_holds_next_observations_as_far_as_it_reaches_and_is_saved(tmp_path):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
+
+    def plan(*more):
+        blueprint = draw_blueprint(load_config("train", [*words, *more]), training=True)
+        return 2 * blueprint.max_samples * blueprint.total_steps, plan_memory(blueprint)
+
+    seen, whole = plan("algorithm.replay_size=100000000")
+    assert plan(f"algorithm.replay_size={seen // 4}")[1].replay == pytest.approx(whole.replay / 4)
+    assert plan(f"algorithm.replay_size={2 * seen}")[1].replay == whole.replay
+    _, unsaved = plan("algorithm.replay_size=100000000", "algorithm.save_replay=false")
+    assert whole.checkpoint - unsaved.checkpoint == whole.replay == unsaved.replay
+
+
+def test_micro_batches_are_of_one_rank_and_as_large_as_their_budget(tmp_path):
+    def count(*words):
+        return memory._micro_batches(draw_blueprint(text_config(tmp_path, "launcher=local", *words), training=True))
+
+    words = ("env.train.total_num_envs=16", "actor.global_batch_size=16", "actor.micro_batch_size=2")
+    assert (count(*words), count(*words, "actor.fsdp.size=2")) == (8, 4)
+    tokens = draw_blueprint(text_config(tmp_path), training=True).policy.sample_tokens
+    assert count(*words, f"actor.max_tokens_per_mbs={4 * tokens + 1}") == 4
+
+
+def test_a_server_keeps_the_reference(tmp_path):
+    kl = ("algorithm.kl_beta=0.1", "algorithm.reference_url=http://host/v1")
+    assert plan_memory(draw_blueprint(text_config(tmp_path, *kl[:1]), training=True)).reference > 0
+    assert plan_memory(draw_blueprint(text_config(tmp_path, *kl), training=True)).reference == 0
+
+
+def test_frozen_weights_are_saved_beside_what_steers_them(tmp_path):
+    words = [
+        "env=tabletop",
+        "model=flow_small",
+        "model.likelihood=dsrl",
+        "algorithm=sac",
+        "algorithm.save_replay=false",
+    ]
+    blueprint = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+    policy, each = blueprint.policy, 2 if blueprint.cfg.model.half else 4
+    assert plan_memory(blueprint).checkpoint == 12 * policy.num_trained + each * policy.num_parameters
