@@ -1,21 +1,15 @@
-"""What policies do with tensors: drawing, copies to a GPU, weights of our own layouts.
+"""What policies do with tensors: drawing, copies to a GPU.
 
 Distributions are drawn from with given uniform numbers; deterministic on GPUs where that is asked for.
 """
 
 import os
 import random
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
-
-from embodyrl.errors import CheckpointError
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
@@ -96,31 +90,3 @@ def on_device(data: Any, device: torch.device | str) -> Tensor:
     if kind != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
-
-
-def fill_weights(mine: Mapping[str, Tensor], path: Path, *, optional: tuple[str, ...], fix: str) -> None:
-    """Copy the weights of a file into `mine`, in place; nothing is touched where they do not fit.
-
-    Args:
-        mine: weights by name.
-        path: the file.
-        optional: beginnings of names that either side may lack.
-        fix: what to do where the two do not fit, a sentence.
-
-    Raises:
-        CheckpointError: the file is missing or damaged; weights are missing, surplus or of another shape.
-    """
-    try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. It is incomplete or damaged.") from error
-    wrong = {key for key in mine.keys() & saved.keys() if mine[key].shape != saved[key].shape}
-    wrong |= {key for key in mine.keys() ^ saved.keys() if not key.startswith(optional)}
-    if wrong:
-        raise CheckpointError(
-            f"{path} does not fit this model in {', '.join(sorted(wrong)[:8])}: missing, surplus or of another shape. "
-            f"{fix}"
-        )
-    with torch.no_grad():
-        for key in mine.keys() & saved.keys():
-            mine[key].copy_(saved[key])

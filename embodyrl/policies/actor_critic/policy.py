@@ -18,7 +18,8 @@ from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetSh
 from embodyrl.policies.folder import WEIGHTS_FILE
 from embodyrl.policies.linear import Stack, pulled, stacked
 from embodyrl.policies.protocol import PolicyRequest, PulledScores
-from embodyrl.policies.tensors import fill_weights, on_device
+from embodyrl.policies.tensors import on_device
+from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 VALUE_HEAD = "value_head"

@@ -25,6 +25,7 @@ from embodyrl.errors import CheckpointError, MissingDependencyError, one_line
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
 from embodyrl.policies.tensors import categorical_scores
+from embodyrl.policies.weights import check_weights
 
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -249,21 +250,17 @@ def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor,
 
 
 @torch.no_grad()
-def fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+def fill(module: nn.Module, state: Mapping[str, Tensor], where: Path) -> None:
     """Copy weights into those of a module; its own `load_state_dict` does not take whole ones where it is sharded.
 
     Raises:
-        RuntimeError: the module has no weight of that name, or of another shape; or `state` has neither adapters nor
-            everything.
+        CheckpointError: `state`, of a folder, has neither adapters nor everything, or something of another shape.
     """
     own = module.state_dict()
     kept = {_saved_name(name): w for name, w in own.items() if ".lora_" in name or ".modules_to_save." in name}
     own = kept or own
-    if odd := sorted(own.keys() ^ state.keys()):
-        raise RuntimeError(f"'{odd[0]}' is on one side only")
+    check_weights(own, state, where, fix="Use the model and the adapters that it was saved with.")
     for name, weight in state.items():
-        if own[name].shape != weight.shape:
-            raise RuntimeError(f"'{name}' has shape {list(weight.shape)}, this model needs {list(own[name].shape)}")
         own[name].copy_(weight)
 
 

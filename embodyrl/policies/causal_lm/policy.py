@@ -372,7 +372,7 @@ class CausalLMPolicy:
         try:
             if self._adapted:
                 factors = load_file(adapter / "adapter_model.safetensors")
-                fill(self._net.lm, factors)
+                fill(self._net.lm, factors, folder)
             else:
                 dtype = next(self._net.lm.parameters()).dtype
                 if adapter.is_dir():
@@ -380,7 +380,7 @@ class CausalLMPolicy:
                     fresh = add_adapters(fresh, self._cfg.updated({"lora.path": str(adapter)}), trainable=False)
                 else:
                     fresh, _ = load(folder, dtype=dtype, sees=self._sees)
-                fill(self._net.lm, fresh.state_dict())
+                fill(self._net.lm, fresh.state_dict(), folder)
             if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
             weights_changed(self.module)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, saved_config
 from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
+from embodyrl.policies.weights import check_weights
 
 VALUE_HEAD = "value_head"
 ACTION_SCALE = "action_scale"
@@ -96,6 +97,12 @@ def read_pt(path: Path, name: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: '{strangers[0]}' is no tensor. The file is no state dict; fetch it again.")
     return {key if key.startswith(f"{name}.") else f"{name}.{key}": tensor for key, tensor in state.items()}
 
+
+_FIXES = {
+    VALUE_HEAD: "The value head is of a run with another reward_type; use that one, or remove the head.",
+    RESIDUAL_ACTOR: "Use the model.num_action_chunks and model.residual_repeated that it was trained with.",
+}
+"""By part what to do where its shape does not fit."""
 
 Change = Callable[[str, Tensor], Tensor]
 """(key, weight of the file) to the weight to load; merges adapters on the way."""
@@ -252,41 +259,22 @@ def _copy(
     change: Change | None = None,
 ) -> None:
     """Check all files, then copy them and empty `files` on the way, so that mapped pages do not add up."""
-    _check_keys(target, files, folder, optional)
+    found = {key: tensor for weights in files.values() for key, tensor in weights.items()}
+    place = {key: f" in {path.name}" for path, weights in files.items() for key in weights}
+    check_weights(
+        target,
+        found,
+        folder,
+        may_lack=[f"{name}." for name in optional - {component_of(key) for key in found}],
+        may_hold=[f"{VALUE_HEAD}."],
+        fixes=_FIXES,
+        shown=lambda key: f"'{key}'{place.get(key, '')}",
+    )
+    # The files alone hold them from here on.
+    found.clear()
     with torch.no_grad():
         for path in list(files):
             # Popped, so that the pages of a file can be freed as soon as it is copied.
             for key, tensor in files.pop(path).items():
                 if key in target:
                     target[key].copy_(change(key, tensor) if change else tensor)
-
-
-def _check_keys(
-    target: Mapping[str, Tensor], files: Mapping[Path, Mapping[str, Tensor]], folder: Path, optional: set[str]
-) -> None:
-    for path, weights in files.items():
-        for key, tensor in weights.items():
-            of_values = component_of(key) == VALUE_HEAD
-            if key not in target and not of_values:
-                raise CheckpointError(
-                    f"{path} has a weight '{key}' that this model does not know. config.json and the weights do not "
-                    f"belong together, or LoRA adapters are not merged; take both from one repository."
-                )
-            if key in target and tensor.shape != target[key].shape:
-                hint = "config.json does not belong to these weights; take both from one repository."
-                if of_values:
-                    hint = "The value head is of a run with another reward_type; use that one, or remove the head."
-                elif component_of(key) == RESIDUAL_ACTOR:
-                    hint = "Use the model.num_action_chunks and model.residual_repeated that it was trained with."
-                raise CheckpointError(
-                    f"{path}: weight '{key}' has shape {list(tensor.shape)}, this model needs "
-                    f"{list(target[key].shape)}. {hint}"
-                )
-    seen = {key for weights in files.values() for key in weights}
-    absent = optional - {component_of(key) for key in seen}
-    missing = [key for key in target if key not in seen and component_of(key) not in absent]
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} of {len(target)} weights, the first is '{missing[0]}'. Files read: "
-            f"{', '.join(path.name for path in files)}. The checkpoint is incomplete; fetch all its shards."
-        )

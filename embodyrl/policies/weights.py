@@ -1,0 +1,88 @@
+"""Weights of a checkpoint, held against those of a model; nothing is guessed, nothing dropped in silence."""
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from embodyrl.errors import CheckpointError
+
+_SURPLUS = (
+    "config.json and the weights do not belong together, or adapters are not merged; take both from one repository."
+)
+_MISSING = (
+    "The checkpoint is incomplete, or of another model; fetch all its shards. Nothing starts at random in their place."
+)
+_MISFIT = "config.json does not belong to these weights; take both from one repository."
+
+
+def check_weights(
+    mine: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    where: Path,
+    *,
+    may_lack: Collection[str] = (),
+    may_hold: Collection[str] = (),
+    fix: str | None = None,
+    fixes: Mapping[str, str] | None = None,
+    shown: Callable[[str], str] = "'{}'".format,
+) -> None:
+    """Compare names and shapes.
+
+    Args:
+        mine: the model's weights by name.
+        found: the checkpoint's, by the same names.
+        where: the checkpoint.
+        may_lack: beginnings of names, of parts that it may lack as a whole; half a part is a damaged file.
+        may_hold: beginnings of names that it may have for nothing.
+        fix: what to do where the two do not fit, a sentence; default: what helps with public checkpoints.
+        fixes: by the beginning of a name what to do where its shape does not fit.
+        shown: how a name stands in the checkpoint, and where.
+
+    Raises:
+        CheckpointError: weights are missing, surplus or of another shape; names them.
+    """
+    if surplus := sorted(shown(key) for key in found if key not in mine and not key.startswith(tuple(may_hold))):
+        raise CheckpointError(
+            f"{where} has {len(surplus)} weights that this model does not know: {_some(surplus)}. {fix or _SURPLUS}"
+        )
+    absent = tuple(part for part in may_lack if not any(key.startswith(part) and key in mine for key in found))
+    if missing := sorted(shown(key) for key in mine if key not in found and not key.startswith(absent)):
+        raise CheckpointError(
+            f"{where} lacks {len(missing)} of {len(mine)} weights: {_some(missing)}. {fix or _MISSING}"
+        )
+    if wrong := sorted(key for key in found if key in mine and found[key].shape != mine[key].shape):
+        cure = next((text for part, text in (fixes or {}).items() if wrong[0].startswith(part)), fix or _MISFIT)
+        shapes = [f"{shown(key)} {list(found[key].shape)} instead of {list(mine[key].shape)}" for key in wrong]
+        raise CheckpointError(
+            f"{where}: {len(wrong)} weights have other shapes than in this model: {_some(shapes)}. {cure}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def fill_weights(mine: Mapping[str, Tensor], path: Path, *, optional: Collection[str], fix: str) -> None:
+    """Copy the weights of a file into `mine`, in place; nothing is touched where they do not fit.
+
+    Args:
+        mine: weights by name.
+        path: the file.
+        optional: beginnings of names, of parts that either side may lack.
+        fix: what to do where the two do not fit, a sentence.
+
+    Raises:
+        CheckpointError: the file is missing or damaged; weights are missing, surplus or of another shape.
+    """
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. It is incomplete or damaged.") from error
+    check_weights(mine, saved, path, may_lack=optional, may_hold=optional, fix=fix)
+    with torch.no_grad():
+        for key in mine.keys() & saved.keys():
+            mine[key].copy_(saved[key])
