@@ -217,6 +217,20 @@ def test_a_function_is_told_the_simulators_own_reward_and_added_to_what_it_earns
     assert result.components.tolist() == [[14.0, 9.0, 0.0]] * 2
 
 
+def acted(step: RewardStep) -> float:
+    return float(step.action[0]) + 10 * step.truncated
+
+
+def test_a_function_is_told_what_its_own_slot_did_also_where_others_are_over():
+    reward = StepRewardSettings(path="test_arrays:acted")
+    env = ArrayEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0, reward=reward)
+    env.reset([0, 1], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=limit) for limit in (1, 2)])
+    result = env.step_chunk([0, 1], np.float32([[[5], [6], [7]], [[1], [2], [3]]]))
+    assert result.reward.tolist() == [[15, 0, 0], [1, 12, 0]]
+    assert result.components is not None
+    assert result.components.tolist() == [[15, 0], [13, 0]]
+
+
 def test_every_slot_is_told_its_own_task(tmp_path):
     """In the records of a rollout as by the environment."""
     env = make(4)

@@ -224,3 +224,13 @@ def test_the_noise_of_an_expert_is_that_of_its_episode_and_step():
     assert len(set(once)) == 4
     assert shaken(1, 5, [1, 3]) == once
     assert not set(shaken(0, 6, [4])) & set(once)
+
+
+def test_what_others_do_is_executed_and_the_expert_only_asked():
+    sims = Still([steps_of([0.0] * 9)])
+    sims.spec = replace(sims.spec, expert_tasks=(0,))
+    env = ChunkedEnv(sims, 1, use_rel_reward=False, reward_coef=1.0)
+    env.reset([0], [start()])
+    clean, _ = env.expert_chunk([0], 3, noise=0.5, instead=chunk(1, 3, first=4.0))
+    assert not clean.any()
+    assert [value for _, _, value in sims.log[1:]] == [4.0, 5.0, 6.0], "as they are, without noise"

@@ -120,11 +120,11 @@ def test_dict_observations_become_cameras_and_one_state_vector():
     env = begin(config(COUNTER, kwargs={"action": "multi"}))
     spec = env.spec
     assert (spec.cameras, spec.image_size, spec.state_dim) == (("picture",), (4, 5), 4 + 3 + 2 + (2 + 3))
-    env.step_chunk([0], np.zeros((1, 1, 2), np.float32))
+    env.step_chunk([0], np.zeros((1, 2, 2), np.float32))
     images, state = look(env)
-    assert (images == 11).all()
+    assert (images == 12).all()
     offset = gymnasium.utils.seeding.np_random(7)[0].uniform(-1, 1)
-    parts = {"where": [offset] * 4, "kind": [0, 1, 0], "switches": [1, 0], "dials": [0, 1, 0, 1, 0]}
+    parts = {"where": [offset] * 4, "kind": [0, 0, 1], "switches": [1, 0], "dials": [0, 1, 0, 0, 1]}
     in_order = [parts[name] for name in Counter().observation_space.spaces if name in parts]
     np.testing.assert_allclose(state, np.concatenate(in_order), rtol=1e-6)
 
@@ -271,6 +271,16 @@ def test_grey_frames_may_be_stacked_last():
     np.testing.assert_array_equal(writer.image(picture), out.images[3])
 
 
+def test_several_images_keep_their_places():
+    sizes = {"left": (4, 6, 3), "past": (2, 4, 6, 3), "right": (4, 6, 3)}
+    space = spaces.Dict({name: spaces.Box(0, 255, shape, np.uint8) for name, shape in sizes.items()})
+    writer, seen = ObservationWriter("eyes", space), space.sample()
+    assert writer.cameras == ("left", "past.0", "past.1", "right")
+    out = ObservationOut(images=np.zeros((4, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
+    writer.write(seen, out)
+    np.testing.assert_array_equal(out.images, np.stack([seen["left"], *seen["past"], seen["right"]]))
+
+
 def test_stacked_pictures_with_colours_first_are_doubted():
     space = spaces.Box(0, 255, (4, 3, 8, 8), np.uint8)
     assert "colours do not come last, which become 768 numbers" in next(doubts(space, space.sample()))
@@ -306,6 +316,8 @@ def test_without_a_limit_of_its_own_the_horizon_is_the_runs():
     assert (
         ENVS.get("gym").spec(config(COUNTER), EnvContext()).max_episode_steps == config(COUNTER).train.max_episode_steps
     )
+    longer = config(COUNTER).updated({"eval.max_episode_steps": 700})
+    assert ENVS.get("gym").spec(longer, EnvContext()).max_episode_steps == 700, "the longest one"
     assert ENVS.get("gym").spec(config("Pendulum-v1"), EnvContext()).max_episode_steps == 200
 
 

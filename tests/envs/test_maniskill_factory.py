@@ -54,6 +54,7 @@ def test_images_and_states_are_declared_by_the_observation_mode():
     rgb, state = (described._spec(config(obs_mode=mode), PANDA) for mode in (ObsMode.rgb, ObsMode.state))
     assert (rgb.cameras, rgb.image_size, state.cameras, state.image_size) == (("base_camera",), (96, 128), (), (0, 0))
     assert (rgb.unnorm_key, rgb.expert_tasks, rgb.num_reset_ids) == ("maniskill", (0,), 100_000)
+    assert described._spec(config(), replace(PANDA, control_mode="pd_joint_pos")).expert_tasks == ()
     assert rgb.gripper is not None
     assert (rgb.gripper.open, rgb.gripper.closed) == (1.0, -1.0)
 

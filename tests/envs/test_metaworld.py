@@ -128,11 +128,11 @@ def test_full_pictures_are_the_packages_and_lean_ones_show_the_same():
     env_dict = pytest.importorskip("metaworld.env_dict")
     cameras, shown = ("corner2", "topview"), {}
     for profile in ("full", "lean"):
-        params = {"camera_names": [*cameras], "camera_heights": 96, "camera_widths": 96}
+        params = {"camera_names": [*cameras], "camera_heights": 96, "camera_widths": 128}
         cfg = env_of("metaworld", id="reach-v3", render_profile=profile, init_params=params)
         env = FACTORY.make(cfg, EnvContext(num_slots=1))
         env.reset([0], [EpisodeStart(reset_id=7, seed=0, max_episode_steps=9)])
-        out = ObservationOut(images=np.zeros((2, 96, 96, 3), np.uint8), state=np.zeros(4, np.float32))
+        out = ObservationOut(images=np.zeros((2, 96, 128, 3), np.uint8), state=np.zeros(4, np.float32))
         env.observe([0], [out])
         shown[profile] = out.images.astype(np.int64)
         assert env.spec.image_rotation_deg == 180
@@ -140,7 +140,7 @@ def test_full_pictures_are_the_packages_and_lean_ones_show_the_same():
         env.close()
     for picture, camera in zip(shown["full"], cameras, strict=True):
         stock = env_dict.ALL_V3_ENVIRONMENTS["reach-v3"](
-            render_mode="rgb_array", camera_name=camera, height=96, width=96
+            render_mode="rgb_array", camera_name=camera, height=96, width=128
         )
         stock._set_task_called, stock._freeze_rand_vec, stock.seeded_rand_vec = True, False, True
         stock.model.camera("corner2").pos = (0.75, 0.075, 0.7)

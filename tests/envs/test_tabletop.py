@@ -22,8 +22,8 @@ def config(**changes):
     return env_of(**{"env_type": "tabletop", "init_params": params, **changes})
 
 
-def make(slots=1):
-    return FACTORY.make(config(), EnvContext(num_slots=slots))
+def make(slots=1, **changes):
+    return FACTORY.make(config(**changes), EnvContext(num_slots=slots))
 
 
 def start(reset_id, *, limit=48, seed=0, ignore=False):
@@ -165,6 +165,9 @@ def test_pushing_means_not_lifting():
     table.step(0, 0, 0, False)
     assert math.dist(table.blocks[0], table.plates[0]) < 0.001
     assert not table.success()
+    table.step(0, 0, 0, True)
+    assert table.held is None
+    assert not table.success(), "nor later, when the fingers close on nothing"
 
 
 def test_the_wrong_block_or_plate_earns_nothing():
@@ -200,7 +203,9 @@ def test_state_follows_the_actions():
     env = make()
     env.reset([0], [start(0)])
     before = see(env)[1]
-    env.step_chunk([0], moves((1, 0, 0, -1), (0.5, -1, -0.25, 1)))
+    env.step_chunk([0], moves((1, 0, 0, -1), (0, 0, 0, 0)))
+    assert see(env)[1][3] == 1.0, "0 does not close"
+    env.step_chunk([0], moves((0.5, -1, -0.25, 1)))
     assert see(env)[1] - before == pytest.approx([0.06, -0.04, -0.01, -1.0], abs=1e-6)
 
 
@@ -239,6 +244,14 @@ def test_both_pictures_change_with_height_and_grip():
         for camera in range(2):
             changed = np.abs(before[camera].astype(int) - after[camera].astype(int)).max(axis=2) > 40
             assert changed.sum() >= 8
+
+
+def test_cameras_are_shown_in_the_order_of_their_names():
+    cameras = InitParams(camera_heights=SIZE, camera_widths=SIZE, camera_names=["wrist", "front"])
+    usual, other = make(), make(init_params=cameras)
+    for env in (usual, other):
+        env.reset([0], [start(77)])
+    np.testing.assert_array_equal(see(other)[0], see(usual)[0][::-1])
 
 
 def test_people_see_both_views_side_by_side():
@@ -294,6 +307,7 @@ def test_an_axis_changes_what_it_says_and_nothing_else():
     base, colours, positions, phrasings = (sims._worlds[slot] for slot in range(4))
     assert (base.blocks, base.plates) == (colours.blocks, colours.plates) == (phrasings.blocks, phrasings.plates)
     assert [(x, -y) for x, y in base.blocks] == positions.blocks
+    assert (base.x, -base.y) == (positions.x, positions.y)
     assert max(y for _, y in positions.plates) < 0 < min(y for _, y in base.plates)
     pictures = [sims.render(slot) for slot in range(4)]
     assert (pictures[0] == pictures[3]).all()

@@ -256,9 +256,9 @@ def test_what_is_seen_and_earned_is_maniskills_own():
 
     theirs_of = {"render_backend": "cpu", "sim_backend": "physx_cpu", "control_mode": "pd_ee_delta_pose"}
     cameras = ["hand_camera", "base_camera"]
-    sizes = InitParams(camera_heights=64, camera_widths=64, camera_names=cameras)
+    sizes = InitParams(camera_heights=64, camera_widths=96, camera_names=cameras)
     env = make(config(init_params=sizes, use_rel_reward=False))
-    sensors = {"height": 64, "width": 64, "shader_pack": "minimal"}
+    sensors = {"height": 64, "width": 96, "shader_pack": "minimal"}
     theirs = gymnasium.make("PushCube-v1", obs_mode="rgb", sensor_configs=sensors, **theirs_of)
     seen = theirs.reset(seed=5, options={"reconfigure": True})[0]
     env.reset([0], [start(5)])

@@ -48,6 +48,9 @@ _NEVER_DRAWN = 5
 """A group of geoms that robosuite does not draw."""
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
 """Parts of the compiled model that change while running: fixture poses in reset, visible sites (a burner), cameras."""
+_OWN_FIELDS = ("_view_qpos", "_view_sites", "_gripper_qpos", "_grain")
+"""What `TaskSimulator` itself knows of the running episode."""
+_CLOCK_FIELDS = ("timestep", "cur_time")
 FRONT_CAMERA = "agentview"
 
 
@@ -58,15 +61,12 @@ class SimState:
     physics: DoubleArray
     """MuJoCo integration state, warm start included."""
     model: dict[str, np.ndarray]
-    view_qpos: DoubleArray
-    view_sites: np.ndarray
-    gripper_qpos: DoubleArray
+    own: dict[str, Any]
+    clock: dict[str, float]
+    """Of robosuite's environment."""
     gripper_command: DoubleArray
     """The integrated open / close command of the gripper."""
     controller: dict[str, Any]
-    timestep: int
-    cur_time: float
-    grain: Variant | None
 
 
 class TaskSimulator:
@@ -220,14 +220,10 @@ class TaskSimulator:
         return SimState(
             physics=physics,
             model={name: getattr(self._model, name).copy() for name in _MODEL_FIELDS},
-            view_qpos=self._view_qpos.copy(),
-            view_sites=self._view_sites.copy(),
-            gripper_qpos=self._gripper_qpos.copy(),
+            own={name: copy.copy(getattr(self, name)) for name in _OWN_FIELDS},
+            clock={name: getattr(self._env, name) for name in _CLOCK_FIELDS},
             gripper_command=np.array(self._robot.gripper.current_action),
             controller=_plain_values(self._robot.controller),
-            timestep=self._env.timestep,
-            cur_time=self._env.cur_time,
-            grain=self._grain,
         )
 
     def load(self, state: SimState) -> None:
@@ -235,14 +231,11 @@ class TaskSimulator:
         for name, value in state.model.items():
             getattr(self._model, name)[:] = value
         mujoco.mj_setState(self._model, self._data, state.physics, _PHYSICS)
-        self._view_qpos = state.view_qpos.copy()
-        self._view_sites = state.view_sites.copy()
-        self._gripper_qpos = state.gripper_qpos.copy()
+        for name, value in state.own.items():
+            setattr(self, name, copy.copy(value))
+        vars(self._env).update(state.clock)
         self._robot.gripper.current_action = state.gripper_command.copy()
         vars(self._robot.controller).update(copy.deepcopy(state.controller))
-        self._env.timestep = state.timestep
-        self._env.cur_time = state.cur_time
-        self._grain = state.grain
 
     def close(self) -> None:
         """Free the model and its OpenGL objects."""

@@ -158,8 +158,8 @@ class GameEnv:
     def __init__(self, spec: EnvSpec, cfg: GameSettings, num_slots: int) -> None:
         self.spec, self._cfg = spec, cfg
         self._words = WORDS.get(cfg.words) if cfg.words else None
-        self._names = action_names(cfg, make_game(cfg))
         self._games = [_Game(make_game(cfg)) for _ in range(num_slots)]
+        self._names = action_names(cfg, self._games[0].env)
         self._pattern = _any_of(self._names)
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
