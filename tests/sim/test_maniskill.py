@@ -273,8 +273,8 @@ def test_what_is_seen_and_earned_is_maniskills_own():
     env.close()
     theirs.close()
 
-    env = make(config("PickCube-v1", obs_mode=ObsMode.state, use_rel_reward=False))
-    theirs = gymnasium.make("PickCube-v1", obs_mode="state", **theirs_of)
+    env = make(config("PickCube-v1", obs_mode=ObsMode.state, use_rel_reward=False, reward_mode="sparse"))
+    theirs = gymnasium.make("PickCube-v1", obs_mode="state", reward_mode="sparse", **theirs_of)
     theirs.reset(seed=5, options={"reconfigure": True})
     env.reset([0], [start(5)])
     actions, result = env.expert_chunk([0], 50, noise=0.0)
