@@ -17,11 +17,8 @@ from hydra.errors import HydraException
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.errors import STARTER_LEAVES, ConfigError
 from embodyrl.files import has_room
-from embodyrl.plan.blueprint import draw_blueprint
-from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import config_of_ckpt, load_config
 from embodyrl.plan.roots import TrainConfig
-from embodyrl.workers.lifecycle import signal_at_parents_end
 
 _NAME = "runner.experiment_name="
 
@@ -57,7 +54,9 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
         ConfigError: a combination is wrong; nothing was started.
     """
     jobs = expand(words)
-    places = [Path(_checked(command, job, config_dirs).runner.output_dir) for job in jobs]
+    configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
+    _check_parts(configs)
+    places = [Path(cfg.runner.output_dir) for cfg in configs]
     flags = [part for folder in config_dirs for part in ("--config-dir", str(folder))]
     codes: list[int | None] = [None] * len(jobs)
     found: list[dict[str, Any]] = [{} for _ in jobs]
@@ -80,12 +79,15 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     return 128 + running.stopped if running.stopped else int(any(codes))
 
 
-def _checked(command: str, job: Sequence[str], config_dirs: Sequence[Path]) -> TrainConfig:
-    """The config of one run, whose parts fit together."""
-    cfg = load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job))
-    check_components(cfg)
-    draw_blueprint(cfg, training=not cfg.runner.only_eval)
-    return cfg
+def _check_parts(configs: Sequence[TrainConfig]) -> None:
+    """Refuse parts that do not fit each other."""
+    # Only now: a wrong key is refused without what the blueprint needs.
+    from embodyrl.plan.blueprint import draw_blueprint
+    from embodyrl.plan.checks import check_components
+
+    for cfg in configs:
+        check_components(cfg)
+        draw_blueprint(cfg, training=not cfg.runner.only_eval)
 
 
 def _written(place: Path) -> dict[Path, int]:
@@ -121,6 +123,8 @@ class _Running:
 
     def run(self, words: Sequence[str]) -> int:
         """Run a command to its end and return its exit code."""
+        from embodyrl.workers.lifecycle import signal_at_parents_end
+
         self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, STARTER_LEAVES))
         if self.stopped:  # in the moment before
             self._process.send_signal(STARTER_LEAVES)
