@@ -1,31 +1,27 @@
 """Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user's; their pictures."""
 
 import io
-from collections.abc import Iterator, Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodyrl.errors import ConfigError
-from embodyrl.types import ByteArray
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-import json
-import re
-from collections.abc import Sequence
-from dataclasses import field, replace
-from functools import cached_property
-
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import PICTURE, Message, TextRow, join_messages, place_pictures
 from embodyrl.datasets.settings import PairSettings, RowSettings, is_function
+from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
 from embodyrl.registry import Registry, takes
-from embodyrl.types import IntArray
+from embodyrl.types import ByteArray, IntArray
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _ORIENTATION = 0x0112  # of EXIF; from 5 on height and width are exchanged
 
