@@ -178,7 +178,15 @@ def test_replies_end_with_stop_tokens_but_not_before_they_are_long_enough(policy
     longer = build(sampling=SamplingSettings(**params, min_new_tokens=4))
     tokens = longer.act(observe(*PROMPTS), noise=noise(5, 1)).tokens
     assert ((tokens >= 0).sum(1) >= 4).all()
-    assert not np.isin(tokens[:, :3], longer.ends.numpy()).any()
+    assert not np.isin(tokens[:, :4], longer.ends.numpy()).any()
+    # Nor with the last of so many tokens, where it would be the most probable one.
+    greedy = policy.act(observe(*PROMPTS), noise=None).tokens
+    new = [(r, n) for r in range(len(greedy)) for n in range(1, 5) if greedy[r, n] not in (-1, *greedy[r, :n])]
+    row, count = new[-1]
+    params = {"stop_token_ids": [int(greedy[row, count])], "min_new_tokens": count + 1}
+    barred = build(sampling=SamplingSettings(**params)).act(observe(*PROMPTS), noise=None).tokens[row]
+    assert barred[:count].tolist() == greedy[row, :count].tolist()
+    assert barred[count] not in (greedy[row, count], -1)
     # What is scored is the probability among all tokens, those that were barred included.
     out = longer.act(observe(*PROMPTS), noise=noise(5, 1))
     scored = longer.score(observe(*PROMPTS), out.tokens).logprob.detach().numpy()

@@ -16,7 +16,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.critic import WithCritic
-from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.protocol import Policy, PolicyRequest, weights_changed, weights_version
 from embodyrl.types import Observation
 
 ASKED = Observation(
@@ -54,6 +54,19 @@ def test_values_are_the_critics_and_all_else_is_the_policys(tmp_path: Path) -> N
     again = WithCritic(build(5, 0), build(6, 3), "c")
     again.load_weights(tmp_path)
     np.testing.assert_allclose(again.values(ASKED), joined.values(ASKED), atol=1e-6)
+
+
+def test_an_engine_hears_of_new_weights() -> None:
+    """The joined module's version is not that of the policy's, which its engine looks at."""
+    policy = build(1, 0)
+    joined = WithCritic(policy, critic(), "c")
+    joined.act(ASKED, noise=None)
+    known = weights_version(policy.module)
+    joined.act(ASKED, noise=None)
+    assert weights_version(policy.module) == known, "nothing has changed"
+    weights_changed(joined.module)
+    joined.act(ASKED, noise=None)
+    assert weights_version(policy.module) != known
 
 
 @pytest.mark.integration
