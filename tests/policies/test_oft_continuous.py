@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.policies.flow.likelihood import START, normals
+from embodyrl.policies.flow.likelihood import START, TIMES, normals, uniforms
 from embodyrl.policies.openvla_oft import heads
 from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.policies.openvla_oft.settings import record_of
@@ -151,6 +151,35 @@ def test_the_chain_is_that_of_the_formulas(make_policy, env_spec):
     gaussian = torch.distributions.Normal
     rest = gaussian(0.0, 1.0).log_prob(start) + gaussian(step.mean, step.std).log_prob(states[0])
     torch.testing.assert_close(first.float(), rest, atol=2e-4, rtol=0)
+
+
+def test_a_chain_imitates_by_the_noise_in_what_the_forward_process_makes(make_policy, env_spec):
+    """Denoising diffusion (arXiv 2006.11239, equation 14): x_t = sqrt(a) x + sqrt(1 - a) e."""
+    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    policy = make_policy(TINY, env=env, num_action_chunks=2, **HEADS["diffusion, one step"])
+    model, inputs, rows = policy.module, policy._inputs(observe(3)), np.arange(3)
+    target = np.random.default_rng(1).uniform(-1, 1, (3, 2, 7))
+    noise = normals(rows, START, (2, 7), torch.device("cpu"))
+    level = torch.from_numpy((uniforms(rows, TIMES, 1)[:, 0] * 50).astype(np.int64))
+    alpha = heads.cumulative_alphas()[level][:, None, None]
+    with torch.no_grad():
+        noisy = alpha.sqrt() * torch.from_numpy(target).float() + (1 - alpha).sqrt() * noise
+        found = oft_model.predict_noise(model, inputs, model.prefix(inputs), noisy, level)
+        loss = policy._head.imitate(inputs, target).loss
+    torch.testing.assert_close(loss, (found - noise).square().mean((1, 2)), rtol=1e-4, atol=1e-5)
+
+
+def test_the_critic_of_a_chain_sees_the_middle_of_the_noise_at_its_noisiest_step(make_policy, env_spec):
+    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    policy = make_policy(TINY, env=env, num_action_chunks=2, value_dim=1, **HEADS["diffusion, one step"])
+    model, inputs = policy.module, policy._inputs(observe(3))
+    with torch.no_grad():
+        for parameter in model.value_head.parameters():
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(2))
+        prefix, middle = model.prefix(inputs), torch.zeros(3, 2, 7)
+        hidden = oft_model.noisy_hidden(model, inputs, prefix, middle, torch.full((3,), 49))[:, 0]
+        expected = model.value_head(hidden).numpy()
+    np.testing.assert_allclose(policy.values(observe(3)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["l1", "diffusion, one step"])

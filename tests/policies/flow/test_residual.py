@@ -65,6 +65,15 @@ def test_what_is_kept_says_what_was_executed(folder, start, repeated):  # noqa: 
     np.testing.assert_allclose(policy._scale.to_actions(executed, obs), out.actions, atol=1e-5)
 
 
+def test_what_the_actor_reads_is_the_flows_first_step_and_its_proposal(folder):  # noqa: F811
+    policy, obs = correct(folder), observe(6)
+    network, middle = policy.module.network, torch.zeros(6, 3, 4)
+    with torch.no_grad():
+        rows = network.velocity(network.encode_prefix(obs), middle, torch.ones(6))[1]
+        features = policy.features(obs)
+    torch.testing.assert_close(features[:, :-12], rows.mean(1))
+
+
 def test_the_density_of_an_action_is_that_of_its_correction(folder):  # noqa: F811
     """At the beginning of the action's share; against torch's own transformed distribution."""
     policy = correct(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from embodyrl.plan.blueprint import mismatches
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES, export_policy
 from embodyrl.policies.flow.layouts import LEROBOT, OPENPI, SMOLVLA_LEROBOT, TRANSFORMERS
-from embodyrl.policies.flow.likelihood import START, TIMES, normals, uniforms
+from embodyrl.policies.flow.likelihood import START, TIMES, follow_ode, normals, uniforms
 from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.vla.network import pad_centred, pad_left_top
@@ -196,6 +197,13 @@ def test_imitation_is_the_models_own_loss_of_the_whole_chunk(form, tmp_path):
         v = network.model.denoise(network.model.memory(prefix), at * noise + (1 - at) * target, t).velocity
         loss = (v - (noise - target)).square().flatten(1).mean(1)
     torch.testing.assert_close(found.loss, loss, rtol=1e-4, atol=1e-5)
+    # Of the seven numbers of an action: padding, which stays where it is, would count as right.
+    with torch.no_grad():
+        velocity = partial(network.velocity, network.encode_prefix(obs))
+        flowed = follow_ode(velocity, policy._greedy_start(obs), policy._cfg.num_steps)
+    right = ((flowed - target).abs() < 0.1)[..., :7].float().mean((1, 2))
+    torch.testing.assert_close(found.accuracy, right)
+    assert not torch.allclose(right, ((flowed - target).abs() < 0.1).float().mean((1, 2)), atol=1e-3)
     assert policy.imitate(obs, actions).loss.requires_grad
     torch.manual_seed(1)
     one, other = (policy.imitate(obs, actions).loss for _ in range(2))
