@@ -97,7 +97,8 @@ def test_a_compiled_model_gives_the_same_numbers(checkpoint, make_policy, monkey
     for x, y in zip(plain.module.parameters(), fast.module.parameters(), strict=True):
         if x.grad is not None:
             assert y.grad is not None
-            close(y.grad, x.grad, 2e-4, 1e-3)  # compiled, products are MKL's; gradients are about 1
+            # Compiled, products are MKL's. Gradients are about 1, and either rounding is up to 1e-3 from float64.
+            close(y.grad, x.grad, 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize(("chunk", "dim", "images"), [(25, 14, 3), (5, 7, 1)])
