@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import hashlib
 import json
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +29,7 @@ def fill(folder: Path) -> None:
     (folder / "policy").mkdir()
     (folder / "policy" / "model.safetensors").write_bytes(bytes(range(256)) * 64)
     (folder / "loop.json").write_text('{"step": 1}')
+    (folder / "loop.json").chmod(0o600)
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -205,8 +208,7 @@ def flip_bit(path: Path) -> None:
 )
 def test_damage_is_named_with_the_next_older_checkpoint(damage, message: str, tmp_path: Path):
     store = CheckpointStore(tmp_path)
-    older = write_to(store, 100, fill, {})
-    path = write_to(store, 200, fill, {})
+    _, older, path, _ = (write_to(store, step, fill, {}) for step in (50, 100, 200, 300))
     store.verify(path)
     damage(path)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -279,13 +281,32 @@ def test_verify_of_a_folder_that_does_not_exist(tmp_path: Path):
         CheckpointStore(tmp_path).verify(tmp_path / "step_000009")
 
 
+def test_files_are_on_the_disk_before_the_manifest_and_that_before_the_name(tmp_path: Path, monkeypatch):
+    order, fsync = [], os.fsync
+
+    def noted(handle: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    path = write_to(CheckpointStore(tmp_path), 1, fill, {})
+    assert order[:-1] == ["loop.json", "model.safetensors", "policy", "manifest.json", order[-2]]
+    assert [order[-2].rpartition("-")[0], order[-1]] == [".tmp-step_000001", tmp_path.name]
+    assert len({file.stat().st_mode for file in path.rglob("*") if file.is_file()}) == 1, "all are for the same people"
+
+
 def test_preflight_refuses_what_cannot_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = CheckpointStore(tmp_path)
-    write_to(store, 1, fill, {})
+    needed = int(1.2 * sum(map(len, snapshot(write_to(store, 1, fill, {})).values())))
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        with contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match="No space left"):
+            write_to(store, 2 if fits else 3, fill, {})
+    monkeypatch.undo()
     monkeypatch.setattr("embodyrl.checkpoint.store.HEADROOM", 2**40)
     with pytest.raises(CheckpointError, match=r"No space left.*needs \d{6,}\.\d MiB.*checkpoint\.keep=1"):
-        write_to(store, 2, lambda folder: pytest.fail("filled all the same"), {})
-    assert store.steps() == [1]
+        write_to(store, 3, lambda folder: pytest.fail("filled all the same"), {})
+    assert store.steps() == [1, 2]
 
 
 @pytest.mark.parametrize(
