@@ -72,6 +72,7 @@ def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
         base=base,
         # The hub refuses a card that names a folder here, and a name with a commit.
         hub=f"base_model: {public['owner']}/{public['name']}\n" if public and public["revision"] else "",
+        about="environment" if trained else "data",
         env=meta.get("env") or meta.get("data"),
         trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.adapted else ''}",
         precision=cfg.model.precision_name,

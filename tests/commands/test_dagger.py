@@ -86,6 +86,7 @@ def test_each_round_learns_from_all_labels_so_far(tmp_path: Path) -> None:
     card = (export(result.run, 3, tmp_path / "out", overrides=["trust=true"]) / "README.md").read_text()
     assert "`embodyrl dagger`" in card
     assert "| trained | supervised |" in card
+    assert f"| data | {tmp_path}/demos |" in card
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     assert dagger(learning(tmp_path, "dagger.rounds=2")) == result
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")} == before
