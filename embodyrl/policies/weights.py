@@ -45,20 +45,19 @@ def check_weights(
     Raises:
         CheckpointError: weights are missing, surplus or of another shape; names them.
     """
+    wrong = []
     if surplus := sorted(shown(key) for key in found if key not in mine and not key.startswith(tuple(may_hold))):
-        raise CheckpointError(
-            f"{where} has {len(surplus)} weights that this model does not know: {_some(surplus)}. {fix or _SURPLUS}"
-        )
+        wrong.append(f"has {len(surplus)} weights that this model does not know: {_some(surplus)}")
     absent = tuple(part for part in may_lack if not any(key.startswith(part) and key in mine for key in found))
     if missing := sorted(shown(key) for key in mine if key not in found and not key.startswith(absent)):
+        wrong.append(f"lacks {len(missing)} of {len(mine)} weights: {_some(missing)}")
+    if wrong:
+        raise CheckpointError(f"{where} {'; it '.join(wrong)}. {fix or (_SURPLUS if surplus else _MISSING)}")
+    if misfits := sorted(key for key in found if key in mine and found[key].shape != mine[key].shape):
+        cure = next((text for part, text in (fixes or {}).items() if misfits[0].startswith(part)), fix or _MISFIT)
+        shapes = [f"{shown(key)} {list(found[key].shape)} instead of {list(mine[key].shape)}" for key in misfits]
         raise CheckpointError(
-            f"{where} lacks {len(missing)} of {len(mine)} weights: {_some(missing)}. {fix or _MISSING}"
-        )
-    if wrong := sorted(key for key in found if key in mine and found[key].shape != mine[key].shape):
-        cure = next((text for part, text in (fixes or {}).items() if wrong[0].startswith(part)), fix or _MISFIT)
-        shapes = [f"{shown(key)} {list(found[key].shape)} instead of {list(mine[key].shape)}" for key in wrong]
-        raise CheckpointError(
-            f"{where}: {len(wrong)} weights have other shapes than in this model: {_some(shapes)}. {cure}"
+            f"{where}: {len(misfits)} weights have other shapes than in this model: {_some(shapes)}. {cure}"
         )
 
 
