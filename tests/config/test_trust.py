@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from embodyrl.config.trust import TRUST, distrusted, resume_word, split_trust
+from embodyrl.config.trust import TRUST, distrusted, split_trust, trust_words
 from embodyrl.plan.config import load_config
 
 FILE = Path("run/config.yaml")
@@ -46,6 +46,6 @@ def test_a_key_may_name_code() -> None:
 
 def test_trust_is_a_word_of_its_own() -> None:
     assert split_trust([TRUST, "seed=1", "env.x=trust=true"]) == ([TRUST], ["seed=1", "env.x=trust=true"])
-    assert resume_word(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == ""
+    assert trust_words(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == []
     own = load_config("train", ["env=text/copy", "model=causal_lm_tiny", "data.path=embodyrl.datasets.tasks:other"])
-    assert resume_word(own) == f" {TRUST}"
+    assert trust_words(own) == [TRUST]
