@@ -129,7 +129,7 @@ class LockStep(RolloutScheduler):
     """The usual loop: everybody simulates, then everybody is inferred."""
 
     def _dispatch_inference(self) -> None:
-        if all(slot.phase in (Phase.READY, Phase.IDLE) for slot in self._slots):
+        if np.isin(self._slots.phase, (Phase.READY, Phase.IDLE)).all():
             super()._dispatch_inference()
 
 
@@ -159,7 +159,7 @@ def scheduler(running: Workers, blueprint: Blueprint, stages: int, *, lock_step:
 
 def chunks_per_second(rollouts: RolloutScheduler, straggle: str, chunks: int) -> float:
     """Rate from the first end of an episode until the fastest slot begins its last one."""
-    slots = len(rollouts._slots)
+    slots = len(rollouts._slots.each)
 
     def queue(slot: int) -> tuple[EpisodeSpec, ...]:
         kind = {"none": 0, "one": int(slot < SLOTS), "random": 2}[straggle]
