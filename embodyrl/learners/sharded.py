@@ -28,8 +28,8 @@ from embodyrl.channels.channel import LOOPBACK, pass_gate
 from embodyrl.channels.messages import RankInfo
 from embodyrl.errors import EmbodyError
 from embodyrl.learners.precision import layers
+from embodyrl.learners.ranks import S
 from embodyrl.learners.settings import FsdpSettings
-from embodyrl.learners.training import Ranks, S
 from embodyrl.types import ImitationScores, PolicyScores
 
 _SIOCGIFADDR = 0x8915
@@ -50,7 +50,7 @@ class _Root(nn.Module):
         return type(scores), {f.name: getattr(scores, f.name).clone() for f in fields(scores)}
 
 
-class ShardedRanks(Ranks):
+class ShardedRanks:
     """N processes, each of which holds a shard of the fp32 weights, gradients and optimizer state."""
 
     shards = True
@@ -65,7 +65,7 @@ class ShardedRanks(Ranks):
             half: gather the layers in bfloat16; master weights and reductions stay float32.
             acts: the process also acts.
         """
-        super().__init__(rank_info)
+        self.rank_info = rank_info
         self._module = module
         self._cfg = cfg
         self._acts = acts

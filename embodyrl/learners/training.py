@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,68 +18,19 @@ from embodyrl.checkpoint.tensors import load_state, rng_state, save_state, set_r
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.learners.flat_adam import FlatAdamW, build_adam
 from embodyrl.learners.precision import VALUE_HEAD
+from embodyrl.learners.ranks import OneRank, Ranks, S
 from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
 from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
-from embodyrl.types import ImitationScores, IntArray, PolicyScores
+from embodyrl.types import IntArray
 
 TRAINING_STATE = "training_state"
 
-S = TypeVar("S", PolicyScores, ImitationScores)
 T = TypeVar("T")
 P = TypeVar("P")
 M = TypeVar("M")
 InParts = Generator[None, None, T]
 """Pauses where an inference may come in between."""
-
-
-class Ranks:
-    """The processes that train one policy, as each of them sees it: here one alone, for which everything is whole.
-
-    Several share the weights (`ShardedRanks`). What is collective, all of them must call. Before each use the weights
-    must be where it needs them: `train` for an update, `act` for acting, `reshard` for whatever request comes next.
-    """
-
-    shards = False
-    """The module holds parts of the weights, but for the time between `act` and `train`."""
-
-    def __init__(self, rank_info: RankInfo) -> None:
-        self.rank_info = rank_info
-
-    def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run a forward pass; `last`: its backward pass ends the accumulation of gradients. Collective."""
-        return compute()
-
-    def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
-        """Return the parts of all ranks; collective."""
-        return parts
-
-    def train(self) -> None:
-        """Make ready for an update: shards; collective."""
-
-    def act(self) -> None:
-        """Make ready for acting: whole weights on every rank; collective."""
-
-    def reshard(self) -> None:
-        """Make ready for the next request: whole where the process acts, sharded where it only trains; collective."""
-
-    def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
-        """Let the module hold whole, plain parameters; with `write`, what was changed inside is kept; collective."""
-        return nullcontext()
-
-    def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
-        """Whole CPU tensors instead of shards, in any tree of lists and dicts; collective.
-
-        Unless `everywhere` is set, only the first rank gets them.
-        """
-        return state
-
-    def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's part of a whole optimizer state."""
-        return state
-
-    def close(self) -> None:
-        """Leave the group; idempotent."""
 
 
 class Optimization:
@@ -114,7 +64,7 @@ class Optimization:
         self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
         self._value_clip = optim.value_clip_grad if isinstance(optim, ValueOptimSettings) else None
-        self._ranks = ranks or Ranks(RankInfo())
+        self._ranks = ranks or OneRank(RankInfo())
 
     @property
     def lr(self) -> float:

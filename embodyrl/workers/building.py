@@ -11,8 +11,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.learners.imitation import ImitationLearner
 from embodyrl.learners.precision import halve
 from embodyrl.learners.protocol import Learner, LearnerContext
+from embodyrl.learners.ranks import OneRank, Ranks
 from embodyrl.learners.settings import ActorSettings, Objective
-from embodyrl.learners.training import Ranks, Trainer
+from embodyrl.learners.training import Trainer
 from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
 from embodyrl.policies.settings import ModelSettings
@@ -43,7 +44,7 @@ def _elsewhere(init: PolicyHostInit, path: str) -> ModelSettings:
 def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     """Bind the policy to the ranks that train it; collective."""
     if not init.shards:
-        return Ranks(init.rank_info)
+        return OneRank(init.rank_info)
     from embodyrl.learners.sharded import ShardedRanks  # FSDP takes more than a second to import
 
     return ShardedRanks(policy.module, init.rank_info, init.actor.fsdp, half=init.model.half, acts=init.acts)

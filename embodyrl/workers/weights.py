@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest
-from embodyrl.learners.training import Ranks
+from embodyrl.learners.ranks import Ranks
 from embodyrl.policies.protocol import weights_changed
 
 

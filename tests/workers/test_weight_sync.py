@@ -8,7 +8,7 @@ import torch
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
-from embodyrl.learners.training import Ranks
+from embodyrl.learners.ranks import OneRank
 from embodyrl.policies.protocol import weights_version
 from embodyrl.workers.weights import describe_weights, publish, take
 
@@ -29,7 +29,7 @@ def test_weights_arrive_in_the_type_of_the_reader(size, dtype):
     for parts in fill_buckets(wanted, size):
         assert all(part.offset + (part.stop - part.start) * 2 <= size for part in parts)
         ticket = bucket_arena.allocate()
-        publish(PublishRequest(sequence=0, ticket=ticket, parts=parts), trained, Ranks(RankInfo()), bucket_arena)
+        publish(PublishRequest(sequence=0, ticket=ticket, parts=parts), trained, OneRank(RankInfo()), bucket_arena)
         take(LoadWeightsRequest(sequence=0, ticket=ticket, parts=parts), acting, bucket_arena)
         bucket_arena.free([ticket])
     for (name, a), b in zip(trained.named_parameters(), acting.parameters(), strict=True):
@@ -52,7 +52,7 @@ def test_engines_notice_new_weights():
     before = weights_version(acting)
     (parts,) = fill_buckets(describe_weights(acting), 4096)
     request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
-    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), acting, Ranks(RankInfo()), bucket_arena)
+    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), acting, OneRank(RankInfo()), bucket_arena)
     take(request, acting, bucket_arena)
     assert weights_version(acting) > before
     bucket_arena.close()
