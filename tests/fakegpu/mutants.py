@@ -40,12 +40,12 @@ class Bug:
 
 BUGS = {
     "a batch stays on the host": Bug(
-        "placement", "embodyrl.learners.policy_gradient", "on_device(array, device)", "torch.as_tensor(array)"
+        "placement", "embodyrl.learners.policy_gradient", "on_device(value, device)", "torch.as_tensor(value)"
     ),
     "noise is drawn on the host": Bug(
         "placement",
-        "embodyrl.policies.openvla_oft.policy",
-        "on_device(noise, self._device)",
+        "embodyrl.policies.openvla_oft.discrete",
+        "on_device(noise, inputs.prompt_ids.device)",
         "torch.as_tensor(noise)",
     ),
     "the first device instead of its own": Bug(
@@ -56,7 +56,7 @@ BUGS = {
         check="policy",
     ),
     "numpy of what is on the device": Bug(
-        "placement", "embodyrl.policies.openvla_oft.policy", "logprob=logprob.cpu().numpy()", "logprob=logprob.numpy()"
+        "placement", "embodyrl.policies.openvla_oft.policy", "value=value.cpu().numpy()", "value=value.numpy()"
     ),
     "frozen weights meet float32 pixels": Bug(
         "dtype",
@@ -82,8 +82,8 @@ BUGS = {
     "a wait in every micro-batch": Bug(
         "waits",
         "embodyrl.learners.training",
-        'counted.append({**metrics, "loss": share.detach()})',
-        'counted.append({**metrics, "loss": share.detach()}); share.item()',
+        "losses.append(share.value)",
+        "losses.append(share.value); share.value.item()",
     ),
     "a copy waits for all that was asked before": Bug(
         "waits", "embodyrl.policies.tensors", "host.pin_memory().to(device, non_blocking=True)", "host.to(device)"
@@ -94,8 +94,8 @@ BUGS = {
     "gradients are kept while acting": Bug(
         "memory",
         "embodyrl.learners.policy_gradient",
-        "        self._trainer.optimization.zero_grad()\n        if isinstance",
-        "        if isinstance",
+        "        self._trainer.optimization.zero_grad()\n        # Only now",
+        "        # Only now",
     ),
     "new weights are not announced": Bug(
         "staleness", "embodyrl.learners.training", "            weights_changed(self._module)\n", "", check="engine"

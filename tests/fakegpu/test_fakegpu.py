@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE))
+from mutants import BUGS
+
 PYTEST = ("-m", "pytest", "-q", "-p", "fakegpu", "-p", "no:cacheprovider", "--timeout", "300")
 PYTEST += ("-o", "faulthandler_timeout=0")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -39,6 +43,12 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_gpu_code(guard: Path) -> None:
     done = on_fake_gpu(guard, *PYTEST, *map(str, sorted(HERE.glob("on_*.py"))))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_bug_can_be_seeded() -> None:
+    for name, bug in BUGS.items():
+        source = ROOT / f"{bug.module.replace('.', '/')}.py"
+        assert source.read_text(encoding="utf-8").count(bug.old) == 1, name
 
 
 @pytest.mark.slow

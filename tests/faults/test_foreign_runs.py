@@ -313,4 +313,4 @@ def test_a_folder_without_weights_does_not_lead_to_the_hub(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "gpt2"):
         with pytest.raises(CheckpointError, match="no folder of a whole model"):
-            loading.load(model_of("causal_lm", path=str(folder)), seed=0, dtype=None)
+            loading.load(folder, dtype=None)
