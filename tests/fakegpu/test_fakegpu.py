@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 from mutants import BUGS
 
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 PYTEST = ("-m", "pytest", "-q", "-p", "fakegpu", "-p", "no:cacheprovider", "--timeout", "300")
 PYTEST += ("-o", "faulthandler_timeout=0")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
