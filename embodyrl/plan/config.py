@@ -110,9 +110,9 @@ def load_config(
         command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
         words: `group=option` and `key=value` as typed by the user.
         config_dirs: further folders with YAML groups, searched after the shipped one.
-        base: the config.yaml of a run whose weights are used: its model, its environment and, unless they are
-            trained, its algorithm and (`eval`) how it was evaluated, hold wherever the command line does not choose
-            that group.
+        base: the config.yaml of a run whose weights are used: its model, its environment, its algorithm (`train`: where
+            neither of them is chosen) and, for `eval`, how it was evaluated, hold wherever the command line does not
+            choose that group.
         fetch: names on the hub become folders here; false: they stay as they are.
 
     Returns:
@@ -135,6 +135,8 @@ def load_config(
             wanted.append("eval")  # measured as the run measured itself
         wanted = [section for section in wanted if section not in groups]
         saved, shown = read_saved(base), list[Setting]()
+        if command == "train" and len(wanted) == 2 and "algorithm" not in groups:
+            wanted += ["algorithm", "actor"]  # a trained run learns on as it learned, with slots and batches that fit
         if "env" in wanted and not any(s.key.startswith("env.eval.") for s in saved):  # it validated by no episodes
             shown = _shown_environment(base.parent, saved, problems)
         if "env" in wanted and (shown or command == "train"):

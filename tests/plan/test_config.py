@@ -80,6 +80,21 @@ def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tm
     assert found("train", base=run)["algorithm.entropy_bonus"] == 0.05, "the option of these rows, not of any text"
 
 
+def test_a_trained_run_learns_on_by_its_own_algorithm(run: Path) -> None:
+    """It was given grpo's groups of 8, which one slot cannot hold."""
+    save_config(load_config("train", ["experiment=cartpole", "actor.optim.lr=0.002"]), run)
+    values = found("train", base=run)
+    assert (values["algorithm.adv_type"], values["algorithm.update_epoch"], values["actor.optim.lr"]) == (
+        "gae",
+        20,
+        0.002,
+    )
+    values = found("train", "algorithm=reinforce_pp", base=run)
+    assert (values["algorithm.update_epoch"], values["env.id"]) == (1, "CartPole-v1")
+    assert values["actor.optim.lr"] != 0.002
+    assert found("train", "env=tabletop", "model=openvla_oft_tiny", base=run)["algorithm.adv_type"] == "grpo"
+
+
 def test_several_runs_are_checked_with_the_run_that_they_start_from(run: Path) -> None:
     """Fails where `-m` refuses a key of the run's own model."""
     save_config(load_config("train", ["env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo"]), run)

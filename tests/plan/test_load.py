@@ -320,7 +320,7 @@ def test_weights_of_a_run_are_trained_in_its_environment(tmp_path: Path) -> None
         [3],
         90,
     )
-    assert cfg.algorithm.adv_type == "grpo"  # what trains them is chosen anew
+    assert cfg.algorithm.adv_type == "gae"  # as the run learned
     assert load_config("train", ["env=tabletop"], base=base).env.env_type == "tabletop"
 
     save_config(load_config("sft", ["data.path=demos"]), base)
