@@ -67,24 +67,33 @@ class OneRank:
         self.rank_info = rank_info
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
+        """See `Ranks.score`."""
         return compute()
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+        """See `Ranks.exchange`."""
         return parts
 
-    def train(self) -> None: ...
+    def train(self) -> None:
+        """See `Ranks.train`."""
 
-    def act(self) -> None: ...
+    def act(self) -> None:
+        """See `Ranks.act`."""
 
-    def reshard(self) -> None: ...
+    def reshard(self) -> None:
+        """See `Ranks.reshard`."""
 
     def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
+        """See `Ranks.full_weights`."""
         return nullcontext()
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
+        """See `Ranks.gathered`."""
         return state
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """See `Ranks.shard`."""
         return state
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """See `Ranks.close`."""

@@ -99,6 +99,7 @@ class ShardedRanks:
         self.train()  # the optimizer must get the shards
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
+        """See `Ranks.score`."""
         adds_up = last or self._cfg.gradient_sync == "micro_batch"
         self._root.set_requires_gradient_sync(adds_up)
         # FSDP reduces gradients in the last backward pass only; before it whole ones pile up on every rank.
@@ -107,6 +108,7 @@ class ShardedRanks:
         return kind(**tensors)
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
+        """See `Ranks.exchange`."""
         # As JSON: torch's own exchange of objects unpickles whatever arrives.
         device = next(self._module.parameters()).device
         mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
@@ -120,16 +122,19 @@ class ShardedRanks:
         return [part for text in texts for part in json.loads(text)]
 
     def train(self) -> None:
+        """See `Ranks.train`."""
         # Ranks that acted a different number of times would prefetch in different orders. It also frees what is whole.
         self._root.reset_iter_state()
         self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
 
     def act(self) -> None:
+        """See `Ranks.act`."""
         self._root.set_reshard_after_forward(False)
         for unit in self._units:
             unit.unshard()
 
     def reshard(self) -> None:
+        """See `Ranks.reshard`."""
         if self._acts:
             self.act()
         else:
@@ -168,6 +173,7 @@ class ShardedRanks:
         self.reshard()
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
+        """See `Ranks.gathered`."""
         if isinstance(state, DTensor):
             return _whole(state, keep=everywhere or self.rank_info.rank == 0)
         if isinstance(state, dict):
@@ -177,6 +183,7 @@ class ShardedRanks:
         return state
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """See `Ranks.shard`."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def part(value: Tensor, parameter: DTensor) -> Tensor:
@@ -186,6 +193,7 @@ class ShardedRanks:
         return state | {"state": mine}
 
     def close(self) -> None:
+        """See `Ranks.close`."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
