@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -187,8 +189,16 @@ def publication(policy: Policy) -> tuple[Callable[[], None], Callable[[], None]]
     return run, copy
 
 
+def _product_flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
+ONEDNN = {torch.ops.mkldnn._linear_pointwise: _product_flops}
+"""On a CPU products are oneDNN's (`policies/linear.py`), which torch's counter does not know."""
+
+
 def rows_of(mode: str, policy: Policy, limits: Limits, args: argparse.Namespace) -> list[dict]:
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=ONEDNN) as counter:
         policy.act(observe(1), noise=None)
     forward = counter.get_total_flops()
     weights = sum(p.numel() for p in policy.module.parameters()) * torch.tensor([], dtype=dtype_of(args)).element_size()

@@ -152,7 +152,8 @@ def prepare(folder: Path, workload: str) -> tuple[Path, Path]:
         cfg.hidden_size, cfg.intermediate_size, cfg.num_hidden_layers, cfg.head_dim = 256, 1024, 4, 64
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(cfg).save_pretrained(model)
-    rows = [copy()[i] for i in range(16 * PROMPTS)]
+    questions = copy()
+    rows = [questions[i % len(questions)] for i in range(16 * PROMPTS)]
     data.write_text("".join(json.dumps({"prompt": r.messages[0].content, "answer": r.reference}) + "\n" for r in rows))
     return model, data
 
