@@ -32,7 +32,7 @@ def test_grpo_learns(tmp_path, seed):
 def test_negated_advantages_unlearn(tmp_path):
     """Started where success is common, so that there is something to lose."""
     words = (*GRPO, "env.kwargs.goal=0.8", "algorithm.adv_type=toy_gates:NEGATED_GRPO")
-    run = train_toy(tmp_path, *words, "runner.deterministic=true", "runner.max_steps=25")
+    run = train_toy(tmp_path, *words, "runner.deterministic=true", "runner.max_steps=40")  # seed 0 falls last of three
     before, after = mean_success(run, slice(0, 5)), mean_success(run, slice(-5, None))
     assert before >= 0.5
     assert after <= before - 0.2
