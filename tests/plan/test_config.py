@@ -76,8 +76,10 @@ def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tm
         assert found(command, "env=text/math", f"{REPLY}=9", base=run)[REPLY] == 9
     save_config(load_config("train", [*words, f"{REPLY}=77"]), run)
     assert found("train", base=run)[REPLY] == found("eval", base=run)[REPLY] == 77
+    assert found("train", "algorithm=rloo", base=run)[REPLY] == 77
     save_config(load_config("train", ["env=text/length", "model=causal_lm_tiny"]), run)
-    assert found("train", base=run)["algorithm.entropy_bonus"] == 0.05, "the option of these rows, not of any text"
+    option = found("train", "algorithm=rloo", base=run)
+    assert option["algorithm.entropy_bonus"] == 0.05, "the option of these rows, not of any text"
 
 
 def test_a_trained_run_learns_on_by_its_own_algorithm(run: Path) -> None:
