@@ -13,14 +13,19 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.paths import HUB_NAME, resolve_asset
 from embodyrl.datasets.layout import CODEBASE_VERSION, INFO_PATH, read_card
 from embodyrl.datasets.reader import check_layout
+from embodyrl.datasets.settings import RowSettings
 from embodyrl.errors import ConfigError
 from embodyrl.files import replacing
 from embodyrl.plan.config import hub_errors, load_saved_config
 from embodyrl.plan.held_out import EXPORTED_CONFIG
 from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
-from embodyrl.plan.texts import env_spec
+from embodyrl.plan.texts import ANY_TEXT, env_spec
 from embodyrl.policies import export_policy
+from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
+
+_UNREAD = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "objective")
+"""Sections and keys of a run that no export looks up, so that code and addresses in them need no trust."""
 
 
 def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:
@@ -30,7 +35,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         run: run folder.
         step: which checkpoint.
         out: new folder.
-        overrides: `trust=true` where the run's config names code.
+        overrides: `trust=true` where the run's model or simulator is code that is not installed.
 
     Raises:
         CheckpointError: the checkpoint is damaged; names the file.
@@ -40,7 +45,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
         raise ConfigError(f"{out} exists; choose another folder.")
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
-    cfg = load_saved_config(run, overrides)
+    cfg = load_saved_config(run, overrides, unread=_UNREAD)
     source = store.path(step) / POLICY_FOLDER
     with replacing(out) as scratch:
         if cfg.model.adapted:
@@ -53,9 +58,15 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
 
 
 def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> None:
-    env = read_card(resolve_asset(str(cfg.data.path))).env if isinstance(cfg, SftConfig) else env_spec(cfg)
     model = cfg.model.updated({"compile": False, "cuda_graphs": False}) if cfg.model.compiled else cfg.model
-    export_policy(model, env, source, target)
+    export_policy(model, _shown(cfg), source, target)
+
+
+def _shown(cfg: SftConfig | TrainConfig) -> EnvSpec:
+    """Return the environment that a policy is built for; weights of a language model depend on no rows."""
+    if isinstance(getattr(cfg, "data", None), RowSettings):
+        return ANY_TEXT
+    return read_card(resolve_asset(str(cfg.data.path))).env if isinstance(cfg, SftConfig) else env_spec(cfg)
 
 
 def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
@@ -107,7 +118,7 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
         source: the folder; of a run what `embodyrl ckpt export` writes is uploaded, never the run itself.
         repo: `owner/name`; made where there is none.
         private: a repository that is made is visible to its owner only.
-        overrides: `trust=true` where the run's config names code.
+        overrides: see `export`.
 
     Returns:
         `owner/name@commit`, what `model.path` or `data.path` take.

@@ -25,11 +25,11 @@ from embodyrl.learners.settings import Objective
 from embodyrl.plan.blueprint import count_ranks, mismatches
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
-from embodyrl.plan.texts import checked_rows
+from embodyrl.plan.texts import ANY_TEXT, checked_rows
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.specs import convert_gripper, picture_names
-from embodyrl.types import ActionKind, ActionSpace, BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, PolicySpec
+from embodyrl.types import ActionKind, BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, PolicySpec
 
 STATISTICS_FILE = "dataset_statistics.json"
 """Where the public layout of vision-language-action models keeps what -1 and 1 stand for."""
@@ -300,9 +300,7 @@ def _text(cfg: SftConfig) -> Material:
         ConfigError: a source or a row is wrong, or the model does not speak.
     """
     assert isinstance(cfg.data, RowSettings)
-    space = ActionSpace(kind=ActionKind.text)
-    env = EnvSpec(name="text", action_dim=1, tasks=("text",), states_per_task=(1,), action_space=space)
-    model = cfg.model.updated({"num_action_chunks": 1})
+    env, model = ANY_TEXT, cfg.model.updated({"num_action_chunks": 1})
     policy = POLICIES.get(cfg.model.model_type).spec(model, env, int(cfg.objective.rates))
     if ActionKind.text not in policy.action_kinds:
         raise ConfigError(

@@ -155,8 +155,12 @@ def load_config(
     return _finish(command, [*chosen, *_protocol([*chosen, *typed], problems), *typed], problems, fetch=fetch)
 
 
-def load_saved_config(path: Path, words: Sequence[str], *, command: str | None = None) -> Any:
+def load_saved_config(
+    path: Path, words: Sequence[str], *, command: str | None = None, unread: Sequence[str] = ()
+) -> Any:
     """Load the `config.yaml` of a run (a folder or the file) and apply typed overrides to it.
+
+    Values below the keys in `unread` are never looked up by the caller, so they need no `trust=true`.
 
     Raises:
         ConfigError: missing file, YAML tags (they could construct objects), group overrides, and everything that
@@ -175,7 +179,8 @@ def load_saved_config(path: Path, words: Sequence[str], *, command: str | None =
         f"{group}: a saved run has no groups to choose from; override single keys, for example env.reward_coef=2."
         for group in groups
     ]
-    _trust(saved, typed, file, problems)
+    looked_up = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unread)]
+    _trust(looked_up, typed, file, problems)
     return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *typed], problems)
 
 

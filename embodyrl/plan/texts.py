@@ -18,10 +18,14 @@ from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TextTask, T
 from embodyrl.registry import closest
 from embodyrl.rewards.judge import build_judge
 from embodyrl.rewards.judge import problems as judge_problems
-from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, PolicySpec
 
 C = TypeVar("C", bound=ActingConfig)
 ALL_SUITES = "all"
+ANY_TEXT = EnvSpec(
+    name="text", action_dim=1, tasks=("text",), states_per_task=(1,), action_space=ActionSpace(kind=ActionKind.text)
+)
+"""Environment of a language model that is trained or exported without a text task."""
 _SAMPLING = (
     *("top_k", "top_p", "repetition_penalty", "stop", "stop_token_ids"),
     *("min_new_tokens", "max_new_tokens", "frequency_penalty", "presence_penalty"),

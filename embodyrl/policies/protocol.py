@@ -293,7 +293,9 @@ def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> 
         CheckpointError: the folder, or the base weights that its adapters need, do not fit.
     """
     request = PolicyRequest(env=env, device="cpu", seed=0, trainable=False)
-    policy = POLICIES.get(cfg.model_type).build(cfg, request)
+    # A policy without adapters of its own merges those of a folder into its weights.
+    whole = cfg.updated({"is_lora": False}) if cfg.adapted else cfg
+    policy = POLICIES.get(cfg.model_type).build(whole, request)
     policy.load_weights(folder)
     out.mkdir(parents=True)
     policy.save(out)

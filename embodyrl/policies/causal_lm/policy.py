@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
+ADAPTED_SEED = 0
+"""Seed of random weights below adapters: checkpoints hold the adapters only, and fit every run."""
 VALUE_FILE = "value_head/model.safetensors"
 """In a folder of its own: others take every weight file beside config.json for the language model's."""
 
@@ -52,7 +54,7 @@ class CausalLMPolicy:
         self._autocast = compute if request.trainable and whole else None
         dtype = compute if self._autocast is None or cfg.is_lora else torch.float32
         # With pictures the processor holds the tokenizer, else it is one.
-        seed = request.seed if cfg.path is None else None
+        seed = None if cfg.path is not None else ADAPTED_SEED if cfg.is_lora else request.seed
         model, self.processor = load(folder, dtype=dtype, seed=seed, sees=sees)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         if cfg.is_lora or cfg.lora.path is not None:
@@ -61,7 +63,7 @@ class CausalLMPolicy:
         if self._checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             model.enable_input_require_grads()
-        self._cfg, self._folder, self._seed, self._adapted, self._sees = cfg, folder, seed, cfg.is_lora, sees
+        self._cfg, self._folder, self._adapted, self._sees = cfg, folder, cfg.is_lora, sees
         net = LanguageModel(model, spec.value_dim).to(self._device)
         if not request.trainable:
             net.requires_grad_(False)
@@ -376,7 +378,8 @@ class CausalLMPolicy:
             else:
                 dtype = next(self._net.lm.parameters()).dtype
                 if adapter.is_dir():
-                    fresh, _ = load(self._folder, dtype=dtype, seed=self._seed, sees=self._sees)
+                    seed = ADAPTED_SEED if self._cfg.path is None else None
+                    fresh, _ = load(self._folder, dtype=dtype, seed=seed, sees=self._sees)
                     fresh = add_adapters(fresh, self._cfg.updated({"lora.path": str(adapter)}), trainable=False)
                 else:
                     fresh, _ = load(folder, dtype=dtype, sees=self._sees)
