@@ -29,7 +29,7 @@ class EmbodyError(Exception):
     exit_code = 1
 
 
-class ConfigError(EmbodyError, ValueError):
+class ConfigError(EmbodyError):
     """One or more configuration problems, one line each."""
 
     exit_code = 2
@@ -53,7 +53,7 @@ class CheckFailedError(EmbodyError):
     exit_code = 3
 
 
-class EnvError(EmbodyError, ValueError):
+class EnvError(EmbodyError):
     """An environment broke its contract (shape, dtype, non-finite value)."""
 
 
@@ -81,13 +81,13 @@ class StaleTicketError(EmbodyError):
     exit_code = 4
 
 
-class NonFiniteError(EmbodyError, ValueError):
+class NonFiniteError(EmbodyError):
     """A loss, gradient or advantage is NaN or infinite; the weights were not touched."""
 
     exit_code = 5
 
 
-class CheckpointError(EmbodyError, ValueError):
+class CheckpointError(EmbodyError):
     """A checkpoint is missing, incomplete, corrupt, or does not fit."""
 
     exit_code = 6

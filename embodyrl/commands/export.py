@@ -11,9 +11,10 @@ from typing import Any
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.paths import HUB_NAME, resolve_asset
-from embodyrl.datasets.layout import CODEBASE_VERSION, INFO_PATH, read_card
-from embodyrl.datasets.reader import check_layout
-from embodyrl.datasets.settings import RowSettings
+from embodyrl.datasets.cards import read_card, reading_of
+from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.layout import CODEBASE_VERSION, INFO_PATH
+from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.errors import ConfigError
 from embodyrl.files import replacing
 from embodyrl.plan.config import hub_errors, load_saved_config
@@ -64,9 +65,13 @@ def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> No
 
 def _shown(cfg: SftConfig | TrainConfig) -> EnvSpec:
     """Return the environment that a policy is built for; weights of a language model depend on no rows."""
-    if isinstance(getattr(cfg, "data", None), RowSettings):
+    data = getattr(cfg, "data", None)
+    if isinstance(data, RowSettings):
         return ANY_TEXT
-    return read_card(resolve_asset(str(cfg.data.path))).env if isinstance(cfg, SftConfig) else env_spec(cfg)
+    if isinstance(data, DemonstrationSettings):
+        return read_card(resolve_asset(str(data.path)), reading_of(data)).env
+    assert not isinstance(cfg, SftConfig)
+    return env_spec(cfg)
 
 
 def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:

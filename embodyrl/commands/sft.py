@@ -19,8 +19,9 @@ from embodyrl.commands.session import OnStep, Session
 from embodyrl.commands.sft_setup import Samples, augments, load_material, sft_facts
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_words
-from embodyrl.datasets.layout import ENVIRONMENT_PATH, read_card
-from embodyrl.datasets.settings import RowSettings
+from embodyrl.datasets.cards import read_card, reading_of
+from embodyrl.datasets.layout import ENVIRONMENT_PATH
+from embodyrl.datasets.settings import DemonstrationSettings
 from embodyrl.errors import EmbodyError
 from embodyrl.learners.settings import Objective
 from embodyrl.plan.config import ENVIRONMENT_FILE
@@ -57,8 +58,8 @@ def sft(
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
     facts = sft_facts(cfg)
-    if resume is not None and not isinstance(cfg.data, RowSettings):  # language models have sizes of their own
-        check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path))).env, resume)
+    if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have sizes of their own
+        check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, resume)
     typed = "dagger" if isinstance(cfg, DaggerConfig) else "sft"
     with closing(open_run(cfg, typed, overrides, resume)) as folder:
         return _Sft(cfg, folder, facts, on_step).run()
@@ -88,7 +89,7 @@ class _Sft:
         if told.is_file():
             shutil.copyfile(told, folder.root / ENVIRONMENT_FILE)
         held_out = len(self.material.validation or ())
-        samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out")
+        samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out{self.material.left_out}")
         where = [("output", str(folder.root)), folder.following]
         session.announce([*self.facts, samples, *where], self._total_steps())
         request = PolicyRequest(

@@ -14,8 +14,10 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, RecordLayout, encode_instruction, encode_reply, record_layout
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import TextRow, join_messages, join_pair
-from embodyrl.datasets.layout import INFO_PATH, read_card
-from embodyrl.datasets.reader import Demonstrations, check_layout, join_demonstrations, load_demonstrations
+from embodyrl.datasets.cards import Reading, read_card, reading_of
+from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.layout import INFO_PATH
+from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.datasets.statistics import vector_stats
 from embodyrl.datasets.text import TextRows
@@ -80,6 +82,15 @@ class Material:
     validation: Samples | None
 
     @property
+    def left_out(self) -> str:
+        """Describe the episodes that were skipped, and samples without an instruction."""
+        demos = self.train.demos
+        numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
+        skipped = f" · {len(demos.skipped)} episodes left out (non-finite: {numbers})" if numbers else ""
+        empty = sum(not str(text).strip() for text in demos.instruction)
+        return skipped + (f" · {empty} steps have an empty instruction" if empty else "")
+
+    @property
     def layout(self) -> RecordLayout:
         """Of an arena for these samples."""
         parts = [self.train, *([self.validation] if self.validation else [])]
@@ -119,7 +130,8 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
 
 
 def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
-    env, model = read_card(resolve_asset(str(cfg.data.path))).env, cfg.model
+    assert isinstance(cfg.data, DemonstrationSettings)
+    env, model = read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, cfg.model
     ranked = cfg.objective.name is Objective.dpo
     # A random start wants no statistics, and of a policy and its reference, which are one model, actions keep their
     # meaning.
@@ -162,11 +174,12 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     """
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
-    first = load_demonstrations(resolve_asset(cfg.data.path))
+    reading = reading_of(cfg.data)
+    first = load_demonstrations(resolve_asset(cfg.data.path), reading)
     ranked = cfg.objective.name is Objective.dpo
     # Equal reset ids of two environments are different initial states.
     alike = ("name", "states_per_task") if ranked else ()
-    demos = join_demonstrations([first, *(_more(path, env, *alike) for path in cfg.data.more)])
+    demos = join_demonstrations([first, *(_more(path, reading, env, *alike) for path in cfg.data.more)])
     kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
     # Of `data.path` alone: rounds of DAgger add folders, and none may learn from what a later one measures with.
     known, count = np.unique(kinds[: first.num_episodes]), 0
@@ -178,17 +191,17 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     if cfg.data.val_path is None:
         held_out = np.flatnonzero(aside).tolist()
         return training, _samples(demos, held_out, env, policy, ranked=ranked) if held_out else None
-    validation = _more(cfg.data.val_path, env)
+    validation = _more(cfg.data.val_path, reading, env)
     return training, _samples(validation, list(range(validation.num_episodes)), env, policy, ranked=ranked)
 
 
-def _more(folder: str, env: EnvSpec, *alike: str) -> Demonstrations:
+def _more(folder: str, reading: Reading, env: EnvSpec, *alike: str) -> Demonstrations:
     """Load demonstrations beside those of `data.path`, which are of `env`; `alike`: what else must be the same."""
-    other = read_card(resolve_asset(folder)).env
+    other = read_card(resolve_asset(folder), reading).env
     shape = (*alike, "cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
     if differs := [name for name in shape if getattr(other, name) != getattr(env, name)]:
         raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {', '.join(differs)}.")
-    return load_demonstrations(resolve_asset(folder))
+    return load_demonstrations(resolve_asset(folder), reading)
 
 
 def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, ranked: bool) -> Samples:
@@ -272,8 +285,8 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
         ]
     assert isinstance(cfg.data, DemonstrationSettings)
     root = resolve_asset(cfg.data.path)
-    card = read_card(root)
-    problems = check_layout(root)
+    card = read_card(root, reading_of(cfg.data))
+    problems = check_layout(root, reading_of(cfg.data))
     if problems:
         raise ConfigError(problems)
     height, width = card.env.image_size
@@ -281,15 +294,24 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     return [
         *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (cfg.data.path, *cfg.data.more)), strict=True),
         ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no pictures"),
+        ("as stored", conventions(card.env)),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         training,
     ]
 
 
+def conventions(env: EnvSpec) -> str:
+    """Describe the gripper convention and the orientation of the frames of an environment or a data set."""
+    gripper = "no gripper convention"
+    if env.gripper is not None:
+        gripper = f"gripper opens at {env.gripper.open:g}, closes at {env.gripper.closed:g}"
+    return f"{gripper} · frames {'rotated by 180 degrees' if env.image_rotation_deg else 'upright'}"
+
+
 def _counted(folder: str) -> str:
     root = resolve_asset(folder)
-    shown = read_card(root).env.name
     info = json.loads((root / INFO_PATH).read_text(encoding="utf-8"))
+    shown = info.get("robot_type") or root.name
     return f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {shown}"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from embodyrl.errors import EmbodyError
-from embodyrl.types import ByteArray
+from embodyrl.types import ByteArray, IntArray
 
 
 def encode_png(frame: ByteArray) -> bytes:
@@ -27,6 +27,8 @@ def decode_png(content: bytes, out: ByteArray) -> None:
     """
     try:
         with Image.open(io.BytesIO(content)) as image:
+            if image.mode.startswith(("I", "F")):
+                raise EmbodyError(f"A frame has the mode {image.mode}, as depth maps do; choose color cameras.")
             pixels = np.asarray(image.convert("RGB"))
     except OSError as error:
         raise EmbodyError(f"A frame cannot be decoded: {error}. The data set is damaged; collect it again.") from error
@@ -35,7 +37,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
     out[...] = pixels
 
 
-def encode_mp4(frames: Sequence[ByteArray], fps: int, path: Path) -> None:
+def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
     """Write [T, H, W, 3] parts one after the other as H.264; frame sizes must be even.
 
     Raises:
@@ -56,22 +58,45 @@ def encode_mp4(frames: Sequence[ByteArray], fps: int, path: Path) -> None:
         raise EmbodyError(f"Cannot encode {path}: {error}. Use collect.images=png.") from error
 
 
-def decode_mp4(path: Path, out: ByteArray) -> None:
-    """Decode all frames of a file into `out` [T, H, W, 3].
+def frame_rate(path: Path, expected: float) -> float:
+    """Return the frames per second of a file; `expected` where its container gives the same number, rounded.
 
     Raises:
-        EmbodyError: unreadable, or another number or size of frames.
+        EmbodyError: the file is missing or unreadable.
     """
-    count = 0
+    try:
+        found = float(iio.immeta(path, plugin="FFMPEG")["fps"])
+    except (OSError, RuntimeError, KeyError) as error:
+        raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
+    return expected if abs(found - expected) < 0.01 else found
+
+
+def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exact: bool) -> None:
+    """Decode frames of a file.
+
+    Args:
+        path: the file.
+        numbers: [n] frames to decode, ascending, from 0.
+        outs: [n] arrays [H, W, 3] to write them to.
+        exact: the file must end with the last of these frames.
+
+    Raises:
+        EmbodyError: unreadable, too short or too long, or frames of another size.
+    """
+    count = done = 0
     try:
         for frame in iio.imiter(path, plugin="FFMPEG"):
-            # Counted to the end all the same: how many there are tells a cut file from one of another data set.
-            if count < len(out):
-                if frame.shape != out.shape[1:]:
-                    raise EmbodyError(f"{path} has frames of {frame.shape}, the data set declares {out.shape[1:]}.")
-                out[count] = frame
+            while done < len(outs) and numbers[done] == count:
+                if frame.shape != outs[done].shape:
+                    raise EmbodyError(f"{path} has frames of {frame.shape}, the data set declares {outs[done].shape}.")
+                outs[done][...] = frame
+                done += 1
             count += 1
+            if done == len(outs) and not exact:
+                return
     except (OSError, RuntimeError) as error:
         raise EmbodyError(f"{path} cannot be decoded: {error}. Fetch or collect the data set again.") from error
-    if count != len(out):
-        raise EmbodyError(f"{path} holds {count} frames, the data set declares {len(out)}. Collect it again.")
+    if done < len(outs) or count != numbers[-1] + 1:
+        raise EmbodyError(
+            f"{path} holds {count} frames, the data set declares {int(numbers[-1]) + 1}. Fetch or collect it again."
+        )

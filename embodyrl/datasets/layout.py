@@ -7,16 +7,14 @@ The layout is that of the `lerobot` package (`codebase_version` v3.0): files hol
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import EmbodyError
 from embodyrl.files import write_atomically
 from embodyrl.types import ActionKind, ActionSpace, BoolArray, ByteArray, EnvSpec, FloatArray, GripperConvention
 
@@ -54,7 +52,7 @@ class Card:
     """What `meta/embodyrl.json` holds: the environment without its simulator, and how the data came about."""
 
     env: EnvSpec
-    fps: int
+    fps: float
     video: bool
     """Frames lie in MP4 files instead of PNG bytes inside the parquet files."""
     collected: Mapping[str, Any] = field(default_factory=dict)
@@ -82,63 +80,9 @@ class Card:
         return cls(env=EnvSpec(**env, gripper=GripperConvention(**gripper) if gripper else None), **raw)
 
 
-def read_card(root: Path) -> Card:
-    """Read the description of the environment that the data come from.
-
-    Raises:
-        EmbodyError: there is none, so it is no data set that can be trained on here.
-    """
-    path = root / CARD_PATH
-    try:
-        if not path.exists() and (root / INFO_PATH).is_file():
-            path = root / INFO_PATH
-            return _foreign_card(root, json.loads(path.read_text(encoding="utf-8")))
-        return Card.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        kind = f"no data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "no folder"
-        raise ConfigError(
-            f"data.path={root} is {kind}. Collect one: embodyrl collect env=... {shlex.quote(f'collect.out={root}')}."
-        ) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise EmbodyError(
-            f"{path} is not usable ({error!r}). Fetch or collect the data set again, or choose another folder."
-        ) from error
-
-
 def is_ours(root: Path) -> bool:
-    """`embodyrl collect` wrote it, so it says more than its layout must."""
+    """Return whether `embodyrl collect` wrote the data set, whose files then state more than the layout asks for."""
     return (root / CARD_PATH).is_file()
-
-
-def _foreign_card(root: Path, info: dict[str, Any]) -> Card:
-    """What the files of another program in this layout say: nothing about a gripper, so no policy's is converted."""
-    if info["codebase_version"] != CODEBASE_VERSION:
-        raise ConfigError(
-            f"data.path={root} has LeRobot's layout {info['codebase_version']}, {CODEBASE_VERSION} is read here. "
-            f"Convert it with lerobot's own tool: "
-            "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME."
-        )
-    features = info["features"]
-    pictures = {key: feature for key, feature in features.items() if feature["dtype"] in ("image", "video")}
-    kinds = {(feature["dtype"], *feature["shape"][:2]) for feature in pictures.values()}
-    if len(kinds) > 1 or any(not key.startswith(image_key("")) for key in pictures):
-        raise ConfigError(
-            f"data.path={root}: its pictures are {', '.join(pictures)} of {sorted(kinds)}; they must be called "
-            f"{image_key('<camera>')} and have one size and kind. lerobot's dataset tools drop and resize features."
-        )
-    kind, height, width = next(iter(kinds), ("image", 0, 0))
-    rows = sorted(pq.read_table(root / TASKS_PATH).to_pylist(), key=lambda row: row["task_index"])
-    tasks = tuple(row.get("task") or row["__index_level_0__"] for row in rows)
-    env = EnvSpec(
-        name=info.get("robot_type") or root.name,
-        action_dim=features[ACTION]["shape"][0],
-        tasks=tasks,
-        states_per_task=(1,) * len(tasks),
-        cameras=tuple(key.removeprefix(image_key("")) for key in pictures),
-        image_size=(height, width),
-        state_dim=features[STATE]["shape"][0] if STATE in features else 0,
-    )
-    return Card(env=env, fps=round(info["fps"]), video=kind == "video")
 
 
 def image_key(camera: str) -> str:

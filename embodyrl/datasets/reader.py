@@ -1,128 +1,29 @@
-"""Checks a data set and reads it into memory: frames decoded once, so that a batch is one gather."""
+"""Reads a data set into memory: frames decoded once, so that a batch is one gather."""
 
-import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from embodyrl.datasets import layout
-from embodyrl.datasets.frames import decode_mp4, decode_png
-from embodyrl.datasets.layout import Card, image_key, read_card
-from embodyrl.datasets.writer import paths_of, read_episodes
-from embodyrl.errors import EmbodyError
+from embodyrl.datasets.cards import PLAIN, Reading, read_card, read_tasks
+from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.frames import decode_mp4, decode_png, frame_rate
+from embodyrl.datasets.layout import Card
+from embodyrl.datasets.rows import Rows, find_rows, frame_times, non_finite, read_columns, read_vectors
+from embodyrl.datasets.writer import read_episodes
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray
-
-_COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-_TOLERANCE_S = 1e-4
-"""Largest deviation of a time stamp from frame_index / fps that readers of this layout accept."""
-
-_Rows = list[dict[str, Any]]
-
 
 _MEMORY_SHARE = 0.8
 """Of the free memory that decoded frames may take."""
 
-
-def check_layout(root: Path) -> list[str]:
-    """Return what is wrong with a data set, one line each; of one that others wrote, what would be misread here."""
-    problems: list[str] = []
-    try:
-        card, rows = layout.read_card(root), read_episodes(root)
-    except EmbodyError as error:
-        return [f"{root} cannot be read: {error}"]
-    for part in (_info, _tasks, _stats, _episodes) if layout.is_ours(root) else (_episodes,):
-        try:
-            problems += part(root, card, rows)
-        except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-            problems.append(f"{root}: {part.__name__.strip('_')} cannot be read: {error!r}.")
-    return problems
-
-
-def _task_names(rows: _Rows) -> list[str]:
-    return list(dict.fromkeys(task for row in rows for task in row["tasks"]))
-
-
-def _info(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
-    found = json.loads((root / layout.INFO_PATH).read_text(encoding="utf-8"))
-    frames = rows[-1]["dataset_to_index"] if rows else 0
-    expected = layout.info_of(card, episodes=len(rows), frames=frames, tasks=len(_task_names(rows)))
-    for key, value in expected.items():
-        if found.get(key) != value:
-            yield f"{layout.INFO_PATH}: {key} is {found.get(key)!r}, expected {value!r}."
-
-
-def _tasks(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
-    if not pq.read_table(root / layout.TASKS_PATH).equals(layout.tasks_table(_task_names(rows)), check_metadata=True):
-        yield f"{layout.TASKS_PATH}: not the {len(_task_names(rows))} instructions of the episodes, in their order."
-
-
-def _stats(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
-    stats = json.loads((root / layout.STATS_PATH).read_text(encoding="utf-8"))
-    for key, feature in layout.features_of(card).items() if rows else ():
-        image = feature["dtype"] in ("image", "video")
-        if key not in stats and (image or key in (layout.STATE, layout.ACTION)):
-            yield f"{layout.STATS_PATH}: no statistics of '{key}'."
-        for name, values in stats.get(key, {}).items():
-            # Of images one number a channel, shaped so that it broadcasts over [3, H, W].
-            shape = (1,) if name == "count" else (3, 1, 1) if image else tuple(feature["shape"])
-            if np.shape(values) != shape:
-                yield f"{layout.STATS_PATH}: {key}/{name} has shape {np.shape(values)}, expected {shape}."
-
-
-def _episodes(root: Path, card: Card, rows: _Rows) -> Iterator[str]:
-    opened: dict[str, pa.Table] = {}
-    named: set[str] = set()
-    ours, start = layout.is_ours(root), 0
-    names = _task_names(rows) if ours else list(card.env.tasks)
-    for number, row in enumerate(rows):
-        if row["episode_index"] != number or row["dataset_from_index"] != start:
-            yield f"meta/episodes: row {number} is episode {row['episode_index']} from {row['dataset_from_index']}."
-            return
-        start = row["dataset_to_index"]
-        if start - row["dataset_from_index"] != row["length"]:
-            yield f"meta/episodes: episode {number} has length {row['length']}, but its indices say otherwise."
-        paths = paths_of(card, row)
-        missing = [path for path in paths if not (root / path).is_file()]
-        if missing:
-            yield f"{missing[0]} of episode {number} is missing."
-            return
-        if paths[0] not in opened:
-            if ours and not pq.read_schema(root / paths[0]).equals(layout.schema_of(card)):
-                yield f"{paths[0]}: columns differ from those of meta/info.json."
-            opened[paths[0]] = pq.read_table(root / paths[0], columns=list(_COUNTERS))
-        named.update(paths)
-        yield from _row_problems(opened[paths[0]], row, card, names.index(row["tasks"][0]))
-    total = sum(table.num_rows for table in opened.values())
-    if total != start:
-        yield f"data: the files hold {total} rows, the table of episodes names {start}."
-    there = {p.relative_to(root).as_posix() for top in ("data", "videos") for p in (root / top).rglob("file-*")}
-    yield from (f"{path}: no episode names this file." for path in sorted(there - named))
-
-
-def _row_problems(table: pa.Table, row: dict[str, Any], card: Card, task: int) -> Iterator[str]:
-    number, length = row["episode_index"], row["length"]
-    # A file holds the episodes of a whole batch.
-    mask = table["episode_index"].to_numpy() == number
-    found = {name: table[name].to_numpy()[mask] for name in _COUNTERS}
-    if int(mask.sum()) != length:
-        yield f"episode {number}: {int(mask.sum())} rows in its file, expected {length}."
-        return
-    steps = np.arange(length)
-    if (found["frame_index"] != steps).any() or (found["index"] != row["dataset_from_index"] + steps).any():
-        yield f"episode {number}: frame_index or index do not count up."
-    if np.abs(found["timestamp"] - steps / card.fps).max() > _TOLERANCE_S:
-        yield f"episode {number}: time stamps are not frame_index / fps."
-    if (found["task_index"] != task).any():
-        yield f"episode {number}: task_index is not {task}, the number of its instruction."
+_Episodes = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +45,11 @@ class Demonstrations:
     stop: IntArray
     """[E] one past its last step."""
     instruction: npt.NDArray[np.object_]
-    """[N] text of each step's episode."""
+    """[N] instruction of each step; an episode may have several."""
     reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[E] initial state of each episode, -1 where another program wrote the data; empty for text."""
+    skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Numbers of the episodes that were left out for non-finite numbers."""
 
     @property
     def num_episodes(self) -> int:
@@ -190,55 +93,149 @@ class Demonstrations:
         return [(e, slice(self.start[e], self.stop[e])) for e in episodes]
 
 
-def load_demonstrations(root: Path) -> Demonstrations:
+def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
     """Load all episodes; frames are decoded to uint8 in memory.
 
     Raises:
-        EmbodyError: the folder does not follow the layout, is empty or damaged, or is larger than the free memory.
+        EmbodyError: the folder does not follow the layout, is empty or damaged, has non-finite numbers, or is larger
+            than the free memory.
     """
-    card = read_card(root)
-    problems = check_layout(root)
-    if problems:
+    card = read_card(root, reading)
+    ours = layout.is_ours(root)
+    if problems := check_layout(root, reading):
         more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        raise EmbodyError(f"{root} is damaged: {problems[0]}{more} Collect it again, or go on collecting into it.")
-    rows = read_episodes(root)
-    if not rows:
+        cure = "Collect it again, or go on collecting into it." if ours else "Fetch the data set again."
+        raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
+    episodes = read_episodes(root)
+    if not episodes:
         raise EmbodyError(f"{root} holds no episodes. Go on collecting into it.")
-    count = int(rows[-1]["dataset_to_index"])
-    shape = (count, len(card.env.cameras), *card.env.image_size, 3)
-    _require_memory(root, int(np.prod(shape)))
-    # Decoded into their place: a list of frames that is stacked later takes the memory twice.
-    images = np.empty(shape, np.uint8)
-    tables: list[pa.Table] = []
-    with ThreadPoolExecutor(available_cores()) as pool:
-        for path, part in _files(card, rows, 0):
-            table = pq.read_table(root / path)
-            for c, camera in enumerate(() if card.video else card.env.cameras):
-                list(pool.map(decode_png, _image_bytes(table[image_key(camera)]), images[part, c]))
-            # Their PNG bytes are not needed any more, and would stay until all tables are joined.
-            tables.append(table.drop_columns([k for k in map(image_key, card.env.cameras) if k in table.column_names]))
-    for c in range(len(card.env.cameras) if card.video else 0):
-        for path, part in _files(card, rows, 1 + c):
-            decode_mp4(root / path, images[part, c])
-    numbers, ours = pa.concat_tables(tables), layout.is_ours(root)
+    rows, env = find_rows(root, episodes), card.env
+    action, state = read_vectors(rows, reading.action, env.action_dim), read_vectors(rows, reading.state, env.state_dim)
+    numbers = {reading.action: action, reading.state: state}
+    if ours:
+        numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
+    skipped = _skipped(root, rows, episodes, numbers, skip=reading.skip_nonfinite)
+    _check_gripper(root, card, action)
+    kept = [e for e in episodes if e["episode_index"] not in skipped]
+    if not kept:
+        raise EmbodyError(f"{root}: no episode is left, every one has a non-finite number.")
+    keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
+    images = _read_frames(root, card, reading, rows, kept, keep)
+    names = read_tasks(root)
+    stop = np.cumsum([e["length"] for e in kept])
+    reward, success = numbers.get(layout.REWARD), np.zeros(len(keep), np.bool_)
     return Demonstrations(
         images=images,
-        state=_matrix(numbers, layout.STATE, card.env.state_dim),
-        action=_matrix(numbers, layout.ACTION, card.env.action_dim),
-        reward=numbers[layout.REWARD].to_numpy() if ours else np.zeros(count, np.float32),
-        success=numbers[layout.SUCCESS].to_numpy() if ours else np.zeros(count, np.bool_),
-        start=np.array([row["dataset_from_index"] for row in rows], np.int64),
-        stop=np.array([row["dataset_to_index"] for row in rows], np.int64),
-        instruction=np.repeat(np.array([row["tasks"][0] for row in rows], object), [row["length"] for row in rows]),
-        reset_id=np.array([row.get(f"{layout.OWN}reset_id", -1) for row in rows], np.int64),
+        state=state[keep],
+        action=action[keep],
+        reward=np.zeros(len(keep), np.float32) if reward is None else reward[keep, 0],
+        success=read_vectors(rows, layout.SUCCESS, 1)[keep, 0].astype(np.bool_) if ours else success,
+        start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
+        stop=stop.astype(np.int64),
+        instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
+        reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
+        skipped=np.array(sorted(skipped), np.int64),
     )
 
 
-def _files(card: Card, rows: _Rows, which: int) -> Iterator[tuple[str, slice]]:
-    """Each file of one kind (the data, or a camera) with its steps; kinds change files at different episodes."""
-    for path, group in groupby(rows, key=lambda row: paths_of(card, row)[which]):
-        part = list(group)
-        yield path, slice(part[0]["dataset_from_index"], part[-1]["dataset_to_index"])
+def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool) -> set[int]:
+    """Return the episodes with non-finite numbers.
+
+    Raises:
+        EmbodyError: there are some, and nothing is to be skipped.
+    """
+    bad = list(non_finite(rows, episodes, numbers))
+    found = {episode for episode, _, _ in bad}
+    if bad and not skip:
+        episode, step, what = bad[0]
+        raise EmbodyError(
+            f"{root}: episode {episode}, step {step}: {what} ({len(bad)} such rows in {len(found)} episodes). Correct "
+            "the data, or set data.skip_nonfinite=true to leave out these episodes."
+        )
+    return found
+
+
+def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
+    """Compare the gripper's actions with the convention that the card states.
+
+    Raises:
+        ConfigError: an action of a data set of another program lies outside of the convention.
+    """
+    gripper = card.env.gripper
+    if gripper is None or layout.is_ours(root):
+        return
+    values = action[:, gripper.index]
+    values = values[np.isfinite(values)]
+    low, high = sorted((gripper.open, gripper.closed))
+    slack, found = 0.02 * (high - low), np.unique(values)
+    binary = len(found) == 2 and not np.allclose(found, (low, high), atol=slack)
+    if len(found) and (binary or found[0] < low - slack or found[-1] > high + slack):
+        raise ConfigError(
+            f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} in {root} is "
+            f"in {found[0]:g}..{found[-1]:g}. Set data.gripper to the values that open and close, or set "
+            "data.gripper_index."
+        )
+
+
+def _read_frames(
+    root: Path, card: Card, reading: Reading, rows: Rows, episodes: _Episodes, keep: IntArray
+) -> ByteArray:
+    """Decode the frames of the rows in `keep`, in that order."""
+    shape = (len(keep), len(card.env.cameras), *card.env.image_size, 3)
+    _require_memory(root, int(np.prod(shape)))
+    # Decoded into their place: a list of frames that is stacked later takes the memory twice.
+    images = np.empty(shape, np.uint8)
+    columns = [reading.column(camera) for camera in card.env.cameras]
+    if card.video:
+        for camera, column in enumerate(columns):
+            _read_videos(root, card, rows, episodes, column, images[:, camera])
+        return images
+    position = np.full(len(rows), -1, np.int64)
+    position[keep] = np.arange(len(keep))
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for number, path in enumerate(rows.files if columns else ()):
+            inside = np.flatnonzero((rows.file == number) & (position >= 0))
+            inside = inside[np.argsort(rows.place[inside])]
+            table = read_columns(path, columns)
+            for camera, column in enumerate(columns):
+                contents = _contents(root, table[column], rows.place[inside], column)
+                list(pool.map(decode_png, contents, [images[row, camera] for row in position[inside]]))
+    return images
+
+
+def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray) -> None:
+    """Decode the frames of a camera [N, H, W, 3] from the times that the table of episodes gives."""
+    wanted: dict[tuple[int, int], list[tuple[IntArray, npt.NDArray[np.float64]]]] = {}
+    start = 0
+    for episode in episodes:
+        place, times = frame_times(rows, episode, column, card.fps)
+        wanted.setdefault(place, []).append((np.arange(start, start + len(times)), times))
+        start += len(times)
+    for (chunk, file), parts in wanted.items():
+        path = root / layout.VIDEO_PATH.format(video_key=column, chunk_index=chunk, file_index=file)
+        where, times = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+        numbers = np.rint(times * frame_rate(path, card.fps)).astype(np.int64)
+        order = np.argsort(numbers, kind="stable")
+        decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=layout.is_ours(root))
+
+
+def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[bytes]:
+    """Yield the bytes of the pictures in some rows of a column: in the row, or in a file below the data set."""
+    for value in column.take(places):
+        row = value.as_py()
+        row = row if isinstance(row, dict) else {"bytes": row}
+        content, path = row.get("bytes"), row.get("path")
+        if content is None and path:
+            file = (root / path).resolve()
+            if not file.is_relative_to(root.resolve()) or not file.is_file():
+                raise EmbodyError(
+                    f"{root}: '{name}' names the picture {path}, which is no file below the data set. Write the "
+                    "pictures into the data files, or put them there."
+                )
+            content = file.read_bytes()
+        if not isinstance(content, bytes):
+            raise EmbodyError(f"{root}: '{name}' has a row without a picture. Fetch the data set again.")
+        yield content
 
 
 def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
@@ -252,20 +249,6 @@ def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
     ]
     names = [part.name for part in fields(Demonstrations)]
     return Demonstrations(**{name: np.concatenate([getattr(part, name) for part in moved]) for name in names})
-
-
-def _image_bytes(column: Any) -> Iterator[bytes]:
-    for chunk in column.chunks:
-        yield from (value.as_py() for value in chunk.field("bytes"))
-
-
-def _matrix(table: pa.Table, key: str, width: int) -> FloatArray:
-    if width == 0:
-        return np.zeros((table.num_rows, 0), np.float32)
-    column = table[key].combine_chunks()
-    # Vectors of one number are plain columns in this layout.
-    flat = column if width == 1 else column.flatten()
-    return flat.to_numpy(zero_copy_only=False).astype(np.float32, copy=False).reshape(table.num_rows, width)
 
 
 def _require_memory(root: Path, needed: int) -> None:

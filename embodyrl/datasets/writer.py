@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 
 from embodyrl.config.settings import flat
 from embodyrl.datasets import layout
+from embodyrl.datasets.cards import read_card
 from embodyrl.datasets.frames import encode_mp4, encode_png
-from embodyrl.datasets.layout import Card, Demonstration, image_key, read_card
+from embodyrl.datasets.layout import Card, Demonstration, image_key
 from embodyrl.datasets.statistics import Stats, aggregate, image_stats, vector_stats
 from embodyrl.errors import EmbodyError
 from embodyrl.files import SCRATCH

@@ -7,7 +7,7 @@ import numpy as np
 
 from embodyrl.channels.layout import OBSERVATION, encode_instruction
 from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.cards import read_card
 from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.specs import PolicySpec, convert_gripper
 from embodyrl.types import IntArray

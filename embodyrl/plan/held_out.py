@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.config.settings import flat, leaves, plain
 from embodyrl.config.tree import read_plain_yaml
-from embodyrl.datasets.layout import read_card
+from embodyrl.datasets.cards import read_card
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.monitor.paired import other_worlds

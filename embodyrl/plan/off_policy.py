@@ -10,7 +10,8 @@ from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
-from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, is_ours, read_card
+from embodyrl.datasets.cards import read_card
+from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, is_ours
 from embodyrl.envs.reward import RewardSection, changed_reward
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.plan.load import write_word

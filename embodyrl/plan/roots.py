@@ -356,7 +356,7 @@ def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> 
     """
     value = values.get(key, default)
     if not isinstance(value, str):
-        raise ConfigError(f"{key}={spell(value)}: must be a name or package.module:attr.")
+        raise ConfigError(f"{key}={spell(value):.200}: must be a name or package.module:attr.")
     return value
 
 

@@ -13,8 +13,9 @@ from toy_runs import TOY, TOY_COLLECT, TOY_EVAL
 
 from embodyrl.channels.arena import Arena
 from embodyrl.commands.collect import CollectResult, collect, draw_collection
-from embodyrl.datasets.layout import read_card
-from embodyrl.datasets.reader import check_layout, load_demonstrations
+from embodyrl.datasets.cards import read_card
+from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.datasets.writer import read_episodes
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.plan.checks import check_components

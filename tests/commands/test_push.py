@@ -16,7 +16,8 @@ from toy_runs import train_toy
 
 from embodyrl.cli.main import main
 from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.reader import check_layout, load_demonstrations
+from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 from embodyrl.program.acting import load_policy

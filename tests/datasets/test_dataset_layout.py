@@ -16,7 +16,8 @@ from demos import ENV, card, demonstration
 from PIL import Image
 
 from embodyrl.datasets import layout
-from embodyrl.datasets.reader import check_layout
+from embodyrl.datasets.cards import read_card
+from embodyrl.datasets.checks import check_layout
 from embodyrl.datasets.writer import DatasetWriter
 
 
@@ -180,11 +181,15 @@ DATA, EPISODES = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/fil
         (lambda r: (r / DATA).unlink(), "of episode 0 is missing"),
         (lambda r: (r / DATA).write_bytes((r / DATA).read_bytes()[:-9]), "episodes cannot be read"),
         (lambda r: edit_column(r, DATA, "timestamp", lambda v: [t * 2 for t in v]), "time stamps"),
-        (lambda r: edit_column(r, DATA, "index", lambda v: v[::-1]), "do not count up"),
-        (lambda r: edit_column(r, DATA, "task_index", lambda v: [t + 1 for t in v]), "task_index is not 0"),
-        (lambda r: edit_column(r, DATA, "episode_index", lambda v: [0, *v[:-1]]), "rows in its file"),
+        (lambda r: edit_column(r, DATA, "index", lambda v: v[::-1]), "episode 0: its row 0 has episode_index 4"),
+        (lambda r: edit_column(r, DATA, "task_index", lambda v: [t + 1 for t in v]), "episode 0: task_index 1 is"),
+        (
+            lambda r: edit_column(r, DATA, "episode_index", lambda v: [0, *v[:-1]]),
+            "episode 1: its row 0 has episode_index 0",
+        ),
         (lambda r: edit_column(r, EPISODES, "length", lambda v: [9, *v[1:]]), "length 9"),
         (lambda r: edit_column(r, EPISODES, "dataset_from_index", lambda v: [1, *v[1:]]), "row 0 is episode 0 from 1"),
+        (lambda r: edit_column(r, DATA, "index", lambda v: [*v[:-1], 0]), "row 1 is missing or there twice"),
         (lambda r: add_row(r, DATA), "the files hold 31 rows, the table of episodes names 30"),
         (
             lambda r: (r / "data/chunk-000/file-001.parquet").write_bytes((r / DATA).read_bytes()),
@@ -204,9 +209,9 @@ def test_what_another_program_wrote_is_described_by_its_own_files(root: Path) ->
     edit_json(root, layout.INFO_PATH, lambda info: info.update(fps=29.97, robot_type="arm"))
     tasks = pq.read_table(root / layout.TASKS_PATH)
     pq.write_table(tasks.take(list(range(len(tasks)))[::-1]), root / layout.TASKS_PATH)
-    found = layout.read_card(root)
+    found = read_card(root)
     assert (found.fps, found.env.name, found.env.image_size, found.env.cameras) == (
-        30,
+        29.97,
         "arm",
         (16, 24),
         ("front", "wrist"),

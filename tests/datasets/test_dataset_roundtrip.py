@@ -13,8 +13,10 @@ from demos import ENV, card, demonstration
 from embodyrl.config.settings import flat
 from embodyrl.datasets import reader
 from embodyrl.datasets import writer as writer_module
-from embodyrl.datasets.layout import Demonstration, read_card
-from embodyrl.datasets.reader import check_layout, join_demonstrations, load_demonstrations
+from embodyrl.datasets.cards import read_card
+from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.layout import Demonstration
+from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
 from embodyrl.datasets.statistics import QUANTILES, image_stats, vector_stats
 from embodyrl.datasets.writer import DatasetWriter, read_episodes
 from embodyrl.errors import EmbodyError

@@ -11,8 +11,9 @@ import pytest
 from demos import demonstration
 from test_dataset_roundtrip import write
 
-from embodyrl.datasets.layout import read_card
-from embodyrl.datasets.reader import check_layout, load_demonstrations
+from embodyrl.datasets.cards import read_card
+from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import EmbodyError
 
 FILES = Path(__file__).parent / "lerobot_files"
@@ -44,7 +45,10 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     info = json.loads((tmp_path / "old" / "meta" / "info.json").read_text())
     for change, said in (
         ({"codebase_version": "v2.1"}, "convert_dataset_v21_to_v30"),
-        ({"features": {**info["features"], "observation.image": {"dtype": "image", "shape": [8, 8, 3]}}}, "one size"),
+        (
+            {"features": {**info["features"], "observation.image": {"dtype": "image", "shape": [8, 8, 3]}}},
+            "data.cameras",
+        ),
     ):
         (tmp_path / "old" / "meta" / "info.json").write_text(json.dumps({**info, **change}))
         with pytest.raises(EmbodyError, match=said):

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_runs import TOY, TOY_COLLECT, comparable, rows, toy_words, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.datasets.reader import check_layout, load_demonstrations
+from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.datasets.writer import read_episodes
 
 STEPS = 3
