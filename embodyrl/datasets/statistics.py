@@ -1,15 +1,15 @@
-"""Statistics of features as the layout keeps them: per episode, and aggregated over episodes."""
-
-from collections.abc import Mapping, Sequence
+"""Statistics of features as the layout keeps them: of each episode, and of all frames."""
 
 import numpy as np
 import numpy.typing as npt
+
+from embodyrl.types import IntArray
 
 Stats = dict[str, npt.NDArray[np.float64]]
 """min, max, mean, std, q01, q10, q50, q90, q99 and count of one feature."""
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-_MAX_FRAMES = 16
+MAX_FRAMES = 16
 _MAX_SIDE = 150
 
 
@@ -26,32 +26,31 @@ def vector_stats(values: np.ndarray) -> Stats:
     return stats | {name: np.quantile(array, q, axis=0) for name, q in QUANTILES.items()}
 
 
-def image_stats(frames: np.ndarray) -> Stats:
-    """Statistics per channel of [T, H, W, 3] uint8 scaled to 0..1, shape [3, 1, 1], from a sample of the pixels."""
-    picked = frames[np.linspace(0, len(frames) - 1, min(len(frames), _MAX_FRAMES)).round().astype(int)]
+def pixel_counts(frames: np.ndarray) -> IntArray:
+    """Count the values of each channel [3, 256] in a sample of the pixels of [T, H, W, 3] uint8."""
+    picked = frames[np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES)).round().astype(int)]
     stride = max(1, frames.shape[1] // _MAX_SIDE)
-    stats = vector_stats(picked[:, ::stride, ::stride].reshape(-1, 3) / 255.0)
-    stats["count"] = np.array([len(picked)], np.float64)
-    return {name: value if name == "count" else value.reshape(3, 1, 1) for name, value in stats.items()}
+    pixels = picked[:, ::stride, ::stride].reshape(-1, 3)
+    return np.stack([np.bincount(channel, minlength=256) for channel in pixels.T])
 
 
-def aggregate(parts: Sequence[Mapping[str, np.ndarray]]) -> Stats:
-    """Join statistics of disjoint parts; mean and std exactly (parallel variance), quantiles as weighted means."""
-    weight = np.array([part["count"][0] for part in parts], np.float64)
-    share = weight / weight.sum()
-
-    def stacked(name: str) -> np.ndarray:
-        return np.stack([part[name] for part in parts])
-
-    def weighted(values: np.ndarray) -> np.ndarray:
-        return np.tensordot(share, values, axes=1)
-
-    mean = weighted(stacked("mean"))
-    joined = {
-        "min": stacked("min").min(axis=0),
-        "max": stacked("max").max(axis=0),
+def image_stats(counts: IntArray, frames: int) -> Stats:
+    """Statistics per channel of pixels scaled to 0..1, shape [3, 1, 1], from what `pixel_counts` returned."""
+    values, total = np.arange(256) / 255.0, counts.sum(axis=1)
+    mean = counts @ values / total
+    stats = {
+        "min": values[(counts > 0).argmax(axis=1)],
+        "max": values[255 - (counts[:, ::-1] > 0).argmax(axis=1)],
         "mean": mean,
-        "std": np.sqrt(weighted(stacked("std") ** 2 + (stacked("mean") - mean) ** 2)),
-        "count": np.array([weight.sum()]),
+        "std": np.sqrt(np.maximum(counts @ values**2 / total - mean**2, 0.0)),
     }
-    return joined | {name: weighted(stacked(name)) for name in QUANTILES}
+    stats |= {name: np.array([_quantile(row, q) for row in counts]) for name, q in QUANTILES.items()}
+    shaped = {name: value.reshape(3, 1, 1) for name, value in stats.items()}
+    return shaped | {"count": np.array([frames], np.float64)}
+
+
+def _quantile(counts: IntArray, q: float) -> float:
+    """Quantile of counted values 0..255, scaled to 0..1, with linear interpolation as in `np.quantile`."""
+    place, upto = (counts.sum() - 1) * q, np.cumsum(counts)
+    low, high = (int(np.searchsorted(upto, number, side="right")) for number in (np.floor(place), np.ceil(place)))
+    return (low + (high - low) * (place - np.floor(place))) / 255.0

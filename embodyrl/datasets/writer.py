@@ -17,21 +17,26 @@ from embodyrl.datasets import layout
 from embodyrl.datasets.cards import read_card
 from embodyrl.datasets.frames import encode_mp4, encode_png
 from embodyrl.datasets.layout import Card, Demonstration, image_key
-from embodyrl.datasets.statistics import Stats, aggregate, image_stats, vector_stats
+from embodyrl.datasets.rows import find_rows, read_vectors
+from embodyrl.datasets.statistics import MAX_FRAMES, image_stats, pixel_counts, vector_stats
 from embodyrl.errors import EmbodyError
 from embodyrl.files import SCRATCH
+from embodyrl.types import FloatArray, IntArray
 
 FLUSH_EPISODES = 20
 FLUSH_BYTES = 512 * 2**20
 """Raw frame bytes; a batch is written when either limit is reached, and a crash loses at most one batch."""
 _ENCODERS = 2
+_PIXELS = f"{layout.OWN}pixels/"
+"""Prefix of our columns in the table of episodes: counts of pixel values, from which quantiles of all frames follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     demonstration: Demonstration
     images: dict[str, list[bytes]]
-    stats: dict[str, Stats]
+    pixels: dict[str, IntArray]
+    """What `pixel_counts` returned, by feature."""
 
 
 class DatasetWriter:
@@ -48,7 +53,7 @@ class DatasetWriter:
         self._open()
         self._episodes = read_episodes(root)
         self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
-        self._stats = _join([_stats_of(row) for row in self._episodes])
+        self._vectors, self._pixels = self._known()
         self._files = 1 + max((_number(row) for row in self._episodes), default=-1)
         self._batch: list[Future[_Pending]] = []
         self._batch_bytes = 0
@@ -67,7 +72,18 @@ class DatasetWriter:
         return int(self._episodes[-1]["dataset_to_index"]) if self._episodes else 0
 
     def append(self, demonstration: Demonstration) -> None:
-        """Add an episode; it is safe on disk after the next `flush`, which happens by itself from time to time."""
+        """Add an episode; it is safe on disk after the next `flush`, which happens by itself from time to time.
+
+        Raises:
+            EmbodyError: a state, action or reward is not finite; names the step.
+        """
+        for name, values in self._vectors_of(demonstration).items():
+            bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+            if len(bad):
+                raise EmbodyError(
+                    f"{self.root}: {name} of step {bad[0]} of '{demonstration.instruction}' "
+                    f"(reset id {demonstration.source.reset_id}) is {values[bad[0]].tolist()}, expected finite numbers."
+                )
         self._batch.append(self._pool.submit(self._prepare, demonstration))
         self._batch_bytes += demonstration.images.nbytes
         if len(self._batch) >= FLUSH_EPISODES or self._batch_bytes >= FLUSH_BYTES:
@@ -96,7 +112,10 @@ class DatasetWriter:
         self._write_parquet(layout.EPISODES_PATH.format(**place), pa.Table.from_pylist(rows))
         self._files += 1
         self._episodes += rows
-        self._stats = _join([part for part in (self._stats, *(p.stats for p in batch)) if part])
+        for pending in batch:
+            for name, values in self._vectors_of(pending.demonstration).items():
+                self._vectors.setdefault(name, []).append(values)
+        self._pixels = _summed(rows, self._pixels)
         self._write_summary()
 
     def close(self) -> None:
@@ -146,26 +165,44 @@ class DatasetWriter:
         self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
         info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
-        stats = {key: {name: v.tolist() for name, v in part.items()} for key, part in self._stats.items()}
-        layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4) + "\n").encode())
+        parts = {key: image_stats(counts, frames) for key, (counts, frames) in self._pixels.items()}
+        # Of all frames: quantiles of episodes cannot be joined.
+        parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._vectors.items()}
+        stats = {key: {name: v.tolist() for name, v in part.items()} for key, part in parts.items()}
+        layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
+
+    def _known(self) -> tuple[dict[str, list[FloatArray]], dict[str, tuple[IntArray, int]]]:
+        """Read the vectors and the counts of pixel values of the episodes on disk."""
+        if not self._episodes:
+            return {}, {}
+        rows = find_rows(self.root, self._episodes)
+        widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action_dim, layout.REWARD: 1}
+        vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
+        if self.card.env.cameras and not any(key.startswith(_PIXELS) for key in self._episodes[0]):
+            raise EmbodyError(
+                f"{self.root} was collected by an older version, whose statistics of pictures cannot be continued. "
+                "Choose another collect.out; `embodyrl sft data.more` learns from both."
+            )
+        return vectors, _summed(self._episodes, {})
+
+    def _vectors_of(self, demonstration: Demonstration) -> dict[str, FloatArray]:
+        d = demonstration
+        state = {layout.STATE: d.state} if self.card.env.state_dim else {}
+        return {**state, layout.ACTION: d.action, layout.REWARD: d.reward.reshape(-1, 1)}
 
     # --- contents ---------------------------------------------------------------------------------------------------
 
     def _prepare(self, demonstration: Demonstration) -> _Pending:
         d = demonstration
         images: dict[str, list[bytes]] = {}
-        stats: dict[str, Stats] = {}
+        pixels: dict[str, IntArray] = {}
         for c, camera in enumerate(self.card.env.cameras):
             key = image_key(camera)
             if not self.card.video:
                 images[key] = [encode_png(frame) for frame in d.images[:, c]]
-            stats[key] = image_stats(d.images[:, c])
-        if self.card.env.state_dim:
-            stats[layout.STATE] = vector_stats(d.state)
-        stats[layout.ACTION] = vector_stats(d.action)
-        stats[layout.REWARD] = vector_stats(d.reward)
+            pixels[key] = pixel_counts(d.images[:, c])
         # Encoded frames are small; the raw ones of a whole batch would not be.
-        return _Pending(d if self.card.video else replace(d, images=d.images[:0]), images, stats)
+        return _Pending(d if self.card.video else replace(d, images=d.images[:0]), images, pixels)
 
     def _table(self, pending: _Pending, index: int, start: int) -> pa.Table:
         d, schema = pending.demonstration, layout.schema_of(self.card)
@@ -210,8 +247,11 @@ class DatasetWriter:
             row[f"{prefix}/from_timestamp"] = elapsed
             row[f"{prefix}/to_timestamp"] = elapsed + len(d) / self.card.fps
         row |= {f"meta/episodes/{name}": value for name, value in place.items()}
-        for key, stats in pending.stats.items():
+        parts = {key: image_stats(counts, min(len(d), MAX_FRAMES)) for key, counts in pending.pixels.items()}
+        parts |= {key: vector_stats(values) for key, values in self._vectors_of(d).items()}
+        for key, stats in parts.items():
             row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
+        row |= {f"{_PIXELS}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}
         row |= {f"{layout.OWN}{name}": value for name, value in asdict(d.source).items()}
         row[f"{layout.OWN}success"] = bool(d.success.any())
         row[f"{layout.OWN}return"] = float(d.reward.sum())
@@ -248,17 +288,15 @@ def _number(row: dict[str, Any]) -> int:
     return row["data/chunk_index"] * layout.CHUNKS_SIZE + row["data/file_index"]
 
 
-def _stats_of(row: dict[str, Any]) -> dict[str, Stats]:
-    stats: dict[str, Stats] = {}
-    for column, value in row.items():
-        if column.startswith("stats/"):
-            key, _, name = column.removeprefix("stats/").rpartition("/")
-            stats.setdefault(key, {})[name] = np.asarray(value, np.float64)
-    return stats
-
-
-def _join(parts: Sequence[dict[str, Stats]]) -> dict[str, Stats]:
-    return {key: aggregate([part[key] for part in parts]) for key in (parts[0] if parts else ())}
+def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
+    """Add up the counts of pixel values of episodes, and how many frames were counted, by feature."""
+    found = dict(before)
+    for row in rows:
+        for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):
+            counts, frames = found.get(key, (np.zeros((3, 256), np.int64), 0))
+            more = np.asarray(row[f"{_PIXELS}{key}"], np.int64).reshape(3, 256)
+            found[key] = counts + more, frames + min(row["length"], MAX_FRAMES)
+    return found
 
 
 def _refuse_other(path: Path, card: Card) -> None:

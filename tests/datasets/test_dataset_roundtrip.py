@@ -17,7 +17,7 @@ from embodyrl.datasets.cards import read_card
 from embodyrl.datasets.checks import check_layout
 from embodyrl.datasets.layout import Demonstration
 from embodyrl.datasets.reader import join_demonstrations, load_demonstrations
-from embodyrl.datasets.statistics import QUANTILES, image_stats, vector_stats
+from embodyrl.datasets.statistics import QUANTILES, image_stats, pixel_counts, vector_stats
 from embodyrl.datasets.writer import DatasetWriter, read_episodes
 from embodyrl.errors import EmbodyError
 
@@ -193,7 +193,25 @@ def test_statistics_are_of_all_that_was_written(tmp_path: Path) -> None:
     assert {name: float(ramp[name][0]) for name in QUANTILES} == {"q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99}
     frames = np.zeros((40, 4, 4, 3), np.uint8)
     frames[-1] = 255
-    assert image_stats(frames)["max"].ravel().tolist() == [1, 1, 1], "the end is looked at as well"
+    assert image_stats(pixel_counts(frames), 40)["max"].ravel().tolist() == [1, 1, 1], "the end is looked at as well"
+
+
+def test_constant_numbers_of_single_episodes_do_not_narrow_the_quantiles(tmp_path: Path) -> None:
+    """A gripper that is closed in one episode and open in the next has both ends as quantiles."""
+    for n in range(4):
+        d = demonstration(n, 5)
+        d.action[:, 6] = n % 2
+        write(tmp_path, [d])
+    stats = json.loads((tmp_path / "meta/stats.json").read_text())["action"]
+    assert (stats["q01"][6], stats["q99"][6]) == (0, 1)
+
+
+@pytest.mark.parametrize("field", ["state", "action", "reward"])
+def test_non_finite_numbers_are_never_written(tmp_path: Path, field: str) -> None:
+    bad = demonstration(0)
+    getattr(bad, field)[2] = np.nan
+    with pytest.raises(EmbodyError, match=r"of step 2 of 'sweep the floor' \(reset id 0\) is"):
+        write(tmp_path, [demonstration(1), bad])
 
 
 def test_frames_take_at_most_four_fifths_of_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
