@@ -1,6 +1,9 @@
 # The steps are those of scripts/setup.sh, which CI and every reader of the README run; here on Debian's Python.
-#   docker build -t embodyrl .                    add --build-arg TORCH_BUILD=cuda for a GPU
+#   docker build -t embodyrl .
 #   docker run --rm -it -v "$PWD/runs:/embodyrl/runs" embodyrl train
+# For GPUs (ranks without peer access between GPUs exchange data in /dev/shm, which is 64 MB by default):
+#   docker build -t embodyrl --build-arg TORCH_BUILD=cuda .
+#   docker run --rm -it --gpus all --shm-size=16g -e NVIDIA_DRIVER_CAPABILITIES=all -v "$PWD/runs:/embodyrl/runs" embodyrl train
 FROM python:3.11-slim-bookworm
 ARG TORCH_BUILD=cpu
 ARG EXTRAS=libero

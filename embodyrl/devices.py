@@ -1,19 +1,107 @@
 """The GPUs of this host, and which process of a run sees which of them."""
 
 import os
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+MIB = 2**20
+DEV = Path("/dev")
+_QUERY = ("index", "uuid", "memory.free", "mig.mode.current", "driver_version", "name")
+_QUERY_S, _TORCH_S = 20.0, 120.0
+_FREE = """
+import torch
+for number in range(torch.cuda.device_count()):
+    print(torch.cuda.mem_get_info(number)[0])
+"""
+
 
 def visible_gpus() -> tuple[str, ...]:
-    """GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes; found without torch."""
+    """Return the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes; without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return tuple(str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*")))))
-    # As CUDA reads it: what follows an invalid name is hidden.
-    return tuple(takewhile(lambda name: name not in ("", "-1"), (name.strip() for name in visible.split(","))))
+        found = len(list(DEV.glob("nvidia[0-9]*")))
+        # Windows' subsystem for Linux has one device node for all GPUs.
+        return tuple(map(str, range(len(query_gpus()) if not found and (DEV / "dxg").exists() else found)))
+    # As CUDA reads it: an invalid name (Slurm writes NoDevFiles) hides itself and what follows.
+    valid = re.compile(r"\d+|GPU-.*|MIG-.*").fullmatch
+    return tuple(takewhile(valid, (name.strip() for name in visible.split(","))))
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as `nvidia-smi` lists it."""
+
+    number: int
+    uuid: str
+    free: int
+    """Memory, bytes."""
+    split: bool
+    """In MIG mode: CUDA sees slices of the GPU."""
+    driver: int
+    """Major version of the driver; 0 if unknown."""
+    name: str
+
+
+def query_gpus() -> tuple[Gpu, ...]:
+    """List all GPUs of this host, visible or not, without a CUDA context; empty if `nvidia-smi` does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ()
+    query = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_S, check=False)
+    except subprocess.TimeoutExpired:  # a driver that hangs is reported by the process that uses it
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return tuple(
+        Gpu(int(row[0]), row[1], int(row[2]) * MIB, row[3] == "Enabled", _major(row[4]), row[5])
+        for row in rows
+        if len(row) == len(_QUERY) and row[0].isdigit() and row[2].isdigit()
+    )
+
+
+def _major(version: str) -> int:
+    return int(match[0]) if (match := re.match(r"\d+", version)) else 0
+
+
+def select_visible(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """Return those GPUs of `query_gpus` that this process may use; a name that matches none is left out."""
+    return tuple(
+        gpu
+        for name in visible_gpus()
+        for gpu in gpus
+        if (gpu.number == int(name) if name.isdigit() else gpu.uuid.startswith(name))
+    )
+
+
+def gpu_memory() -> int:
+    """Return the free memory of the visible GPU that has the least, bytes; 0 if unknown."""
+    names, gpus = visible_gpus(), query_gpus()
+    chosen = select_visible(gpus)
+    # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
+    sorted_by_speed = len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
+    by_number = any(name.isdigit() for name in names)
+    sliced = any(gpu.split for gpu in chosen) or any(name.startswith("MIG-") for name in names)
+    if gpus and names and (sliced or (sorted_by_speed and by_number)) and (free := _free_by_torch()):
+        return min(free)
+    return min((gpu.free for gpu in chosen), default=0)
+
+
+def _free_by_torch() -> list[int]:
+    """Ask CUDA for the free memory of what it shows, in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _FREE], capture_output=True, text=True, timeout=_TORCH_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    return [int(line) for line in done.stdout.split() if line.isdigit()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ def _findings(cfg: TrainConfig, folders: Sequence[Path]) -> Iterator[Finding]:
     """One after the other, as soon as each is known."""
     yield probes.probe_python()
     yield probes.probe_torch()
+    yield probes.probe_driver()
     yield probes.probe_memory()
     yield probes.probe_open_files()
     yield from probes.probe_folders(folders)

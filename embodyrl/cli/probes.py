@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from embodyrl.devices import visible_gpus
+from embodyrl.devices import query_gpus, visible_gpus
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, vulkan_problem
 from embodyrl.envs.renderer import choose_renderer, draw_frame
 from embodyrl.files import available_bytes, available_cores
@@ -24,6 +24,9 @@ _APT = {
     "osmesa": "apt-get install libosmesa6",
     "egl": "apt-get install libegl1 libgl1-mesa-dri; on a headless CPU machine use MUJOCO_GL=osmesa",
 }
+_TORCH = "TORCH_BUILD=cuda bash scripts/setup.sh, a newer NVIDIA driver, or CUDA_VISIBLE_DEVICES= to use the CPU"
+_VLLM_DRIVER = 580
+"""Least driver of CUDA 13, for which vLLM's wheels are built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,19 @@ def probe_torch() -> Finding:
     """Torch version and the devices that it sees."""
     try:
         import torch
+
+        from embodyrl.policies.tensors import cuda_problem
     except (ImportError, OSError) as error:
         reason = str(error).splitlines()[0]
         return Finding("torch", "FAIL", f"cannot be imported: {reason}", "pip install --upgrade torch")
+    gpus = visible_gpus()
     if not torch.cuda.is_available():
+        if gpus:
+            return Finding("torch", "FAIL", f"{torch.__version__} sees no GPU of {len(gpus)}: {cuda_problem()}", _TORCH)
         return Finding("torch", "ok", f"{torch.__version__}, CPU only")
+    if len(gpus) != (count := torch.cuda.device_count()):
+        text = f"{torch.__version__} sees {count} GPUs, this host shows {len(gpus)} ({', '.join(gpus)})"
+        return Finding("torch", "FAIL", text, "CUDA_VISIBLE_DEVICES with the numbers that `nvidia-smi -L` lists")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
     return Finding("torch", "ok", f"{torch.__version__}, {len(names)} CUDA devices ({', '.join(names)}), {bf16}")
@@ -120,6 +131,19 @@ def _judge_extra(name: str, requirements: Iterable[Requirement]) -> Finding:
     if not name:
         return Finding("packages", "FAIL", "; ".join(wrong), "pip install embodyrl")
     return Finding(f"extra {name}", "warn", "; ".join(wrong), f"pip install 'embodyrl[{name}]'")
+
+
+def probe_driver() -> Finding:
+    """Driver of the GPUs, and whether vLLM's wheels run on it."""
+    driver = max((gpu.driver for gpu in query_gpus()), default=0)
+    if not driver:
+        if visible_gpus():
+            return Finding("driver", "warn", "nvidia-smi does not answer", "install the NVIDIA driver's utilities")
+        return Finding("driver", "ok", "no NVIDIA driver")
+    if installed_version("vllm") and driver < _VLLM_DRIVER:
+        text = f"{driver}, but vLLM's wheels need CUDA 13"
+        return Finding("driver", "FAIL", text, f"NVIDIA driver {_VLLM_DRIVER} or newer, or rollout.backend=hf")
+    return Finding("driver", "ok", str(driver))
 
 
 def installed_version(package: str) -> str | None:

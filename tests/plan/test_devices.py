@@ -6,13 +6,15 @@ import time
 from dataclasses import replace
 
 import pytest
+from gpu_host import H100, of_size, stub_nvidia_smi
 from toy_runs import toy_config
 
+from embodyrl import devices
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.local import LocalLauncher
-from embodyrl.devices import deal_devices, visible_gpus
+from embodyrl.devices import deal_devices, gpu_memory, visible_gpus
 from embodyrl.plan.blueprint import count_env_workers, draw_blueprint
 from embodyrl.scheduler.start import env_spec, plan_hosts
 
@@ -30,17 +32,76 @@ APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1"
     ],
 )
 def test_simulators_get_what_is_left_or_share_all(gpus, policies, acting, drawing):
-    devices = deal_devices(gpus, policies)
-    assert ("".join(devices.policies), "".join(devices.simulators)) == (acting, drawing)
+    dealt = deal_devices(gpus, policies)
+    assert ("".join(dealt.policies), "".join(dealt.simulators)) == (acting, drawing)
 
 
 @pytest.mark.parametrize(
     ("visible", "gpus"),
-    [("2, 3", ("2", "3")), ("", ()), ("-1,0", ()), ("1,-1,2", ("1",)), ("GPU-ab,MIG-c", ("GPU-ab", "MIG-c"))],
+    [
+        ("2, 3", ("2", "3")),
+        ("", ()),
+        ("-1,0", ()),
+        ("1,-1,2", ("1",)),
+        ("GPU-ab,MIG-c", ("GPU-ab", "MIG-c")),
+        ("NoDevFiles", ()),
+        ("0,none,1", ("0",)),
+        ("all", ()),
+    ],
 )
 def test_gpus_are_counted_as_cuda_counts_them(visible, gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus() == gpus
+
+
+def test_a_linux_below_windows_has_the_gpus_that_its_driver_lists(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "DEV", tmp_path)
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(1000, 1000))
+    assert visible_gpus() == ()
+    (tmp_path / "dxg").touch()
+    assert visible_gpus() == ("0", "1")
+    (tmp_path / "nvidia0").touch()
+    assert visible_gpus() == ("0",)
+
+
+DISPLAY = ("1", "GPU-b", "4096", "[N/A]", "580.65.06", "NVIDIA T400")
+SPLIT = ("0", "GPU-a", "81559", "Enabled", "580.65.06", "NVIDIA H100 80GB HBM3")
+
+
+@pytest.mark.parametrize(
+    ("visible", "rows", "mib"),
+    [
+        ("0", [H100, DISPLAY], 81559),
+        ("1", [H100, DISPLAY], 4096),
+        ("0,1", [H100, DISPLAY], 4096),
+        ("GPU-b", [H100, DISPLAY], 4096),
+        ("2", [H100, DISPLAY], 0),
+        ("", [H100], 0),
+        ("0", [], 0),
+        ("0", [SPLIT], 9000),
+        ("MIG-1", [SPLIT], 9000),
+    ],
+)
+def test_memory_is_what_is_free_on_the_gpus_that_are_visible(visible, rows, mib, tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, *rows)
+    cuda = "class cuda:\n    device_count = lambda: 1\n    mem_get_info = lambda number: (9000 * 2**20, 0)\n"
+    (tmp_path / "torch.py").write_text(cuda)  # which sees slices of a GPU as devices
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_memory() == mib * 2**20
+
+
+def test_cuda_numbers_unlike_gpus_in_an_order_of_its_own(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, DISPLAY, H100)
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n    device_count = lambda: 1\n    mem_get_info = lambda n: (7, 7)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert gpu_memory() == 7
 
 
 def seen_by_processes(folder, blueprint):
@@ -78,8 +139,8 @@ def test_each_process_sees_the_gpu_of_its_plan(tmp_path, monkeypatch):
 def test_one_gpu_is_shared_and_none_is_hidden_on_a_host_without(tmp_path, monkeypatch):
     for visible, gpu in (("4", "4"), ("", None)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        devices = draw_blueprint(toy_config(tmp_path, *APART), training=True).devices
-        assert [devices.of_policy(0), devices.of_policy(1), devices.of_env_worker(1, on_gpu=None)] == [gpu] * 3
+        dealt = draw_blueprint(toy_config(tmp_path, *APART), training=True).devices
+        assert [dealt.of_policy(0), dealt.of_policy(1), dealt.of_env_worker(1, on_gpu=None)] == [gpu] * 3
 
 
 def test_a_batched_simulator_gets_one_worker_per_gpu(tmp_path, monkeypatch):

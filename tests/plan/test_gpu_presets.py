@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from doubles import PANDA
+from gpu_host import of_size, stub_nvidia_smi
 
 from embodyrl.commands import facts as command_facts
 from embodyrl.commands.dry_run import describe
@@ -32,9 +33,7 @@ STATISTICS = {"libero": "libero_10_no_noops", "maniskill": "maniskill"}
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
     """96 cores, 900 GiB, a disk of 4 TiB, GPUs that draw, and vLLM is installed."""
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {H100_MIB}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(*[H100_MIB] * 8))
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     for module in (blueprint, rates, command_facts):

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_host import H100, of_size, stub_nvidia_smi
 from processes import workers_of
 from settings import model_of
 from text_runs import ASKING, text_config
 from toy_runs import running_crew, toy_config
 
+from embodyrl import devices
 from embodyrl.checkpoint.tensors import load_tensors, save_tensors
 from embodyrl.config.shared import Precision
 from embodyrl.datasets.layout import Card, info_of
@@ -165,17 +167,9 @@ def test_demonstrations_are_kept_and_read_before_that(tmp_path):
 
 
 def test_a_driver_that_hangs_is_a_gpu_of_unknown_size(tmp_path, monkeypatch):
-    stub_nvidia_smi(tmp_path, monkeypatch, "80000; exec sleep 60")
-    monkeypatch.setattr(memory, "_QUERY_S", 0.1)
-    assert memory.gpu_memory() == 0
-
-
-def stub_nvidia_smi(folder, monkeypatch, mib):
-    """A host with GPUs of that size, by what its tools say."""
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho {mib}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    stub_nvidia_smi(tmp_path, monkeypatch, H100, more="exec sleep 60")
+    monkeypatch.setattr(devices, "_QUERY_S", 0.1)
+    assert devices.gpu_memory() == 0
 
 
 def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monkeypatch):
@@ -185,7 +179,7 @@ def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monke
     words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "launcher=local"]
 
     def plan(mib, *more):
-        stub_nvidia_smi(tmp_path, monkeypatch, mib)
+        stub_nvidia_smi(tmp_path, monkeypatch, *of_size(mib))
         drawn = draw_blueprint(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
         return plan_memory(drawn), engine_share(drawn)
 
@@ -202,7 +196,7 @@ def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monke
 
 
 def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
-    stub_nvidia_smi(tmp_path, monkeypatch, 10 * 1024)
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(10 * 1024, 10 * 1024))
     words = ("launcher=local", "launcher.env_workers=2", "actor.fsdp.size=1")
 
     def plan(visible):
@@ -251,8 +245,7 @@ def test_the_host_holds_arena_acting_processes_and_tasks(tmp_path, monkeypatch):
     tasks = plan_memory(replace(blueprint, env=replace(blueprint.env, task_bytes=GIB)))
     assert tasks.env_worker == plan.env_worker + GIB
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    stub_nvidia_smi(tmp_path, monkeypatch, "'80000\n40000'")
-    assert memory.gpu_memory() == 40_000 * 2**20, "the smallest"
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 40_000))
     on_gpus = draw_blueprint(toy_config(tmp_path, *words), training=True)
     # A policy process on a GPU takes its share of the host, too, whether it trains or acts.
     rest = replace(plan_memory(on_gpus), saving=0, offloaded=0, env_worker=0, arena=0)

@@ -1,0 +1,25 @@
+"""Hosts whose `nvidia-smi` lists GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+H100 = ("0", "GPU-a", "81559", "Disabled", "580.65.06", "NVIDIA H100 80GB HBM3")
+"""A row: index, uuid, free MiB, MIG mode, driver, name."""
+
+
+def stub_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, ...], more: str = "") -> None:
+    """Put a program first on the PATH that prints those rows; `more` are lines of its shell script."""
+    lines = "\n".join(", ".join(row) for row in rows)
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<END\n{lines}\nEND\n{more}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def of_size(*sizes: int) -> list[tuple[str, ...]]:
+    """Rows of equal GPUs with so much free memory, MiB."""
+    return [(str(number), f"GPU-{number}", str(mib), *H100[3:]) for number, mib in enumerate(sizes)]

@@ -1,0 +1,25 @@
+"""The device of a policy process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from embodyrl.errors import ConfigError
+from embodyrl.policies.tensors import best_device
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts whose torch sees no GPU")
+
+
+def test_a_visible_gpu_that_torch_cannot_use_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(
+        ConfigError, match=r"GPU 0 is visible .*(not compiled with CUDA|no NVIDIA driver).*CUDA_VISIBLE_DEVICES= "
+    ):
+        best_device()
+
+
+@pytest.mark.parametrize("visible", ["", "NoDevFiles"])
+def test_the_cpu_is_taken_where_no_gpu_is_visible(visible, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert best_device() == "cpu"
