@@ -85,6 +85,7 @@ def final_answer(reply: str) -> str:
     """What a reply comes to: its last box, answer tag, letter after 'answer', or number, whichever there is first."""
     for pattern in (
         r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
+        r"#### (-?[0-9.,]*[0-9])",
         r"(?s)<answer>(.*?)</answer>",
         r"(?i:answer)(?:\s+is)?\s*:?\s*\(?([A-Z])\)?\s*(?:[.,;\n]|$)",
         r"-?\d(?:[\d,]*\d)?(?:\.\d+)?(?:/\d+)?",

@@ -1,10 +1,12 @@
 """Rewards that need nothing but the text."""
 
 import json
+import logging
 import re
 import signal
 from collections import Counter
 
+from embodyrl.rewards.numbers import equal, first_number, last_number, only_number
 from embodyrl.sandbox import SECONDS, evaluate, run_tests
 
 
@@ -19,27 +21,57 @@ def overlap(prompt: str, response: str, reference: str) -> float:
     return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
 
 
-class _Math:
-    """1 if the answer is mathematically equal to the reference: the last boxed expression, else the last number.
+_BOX = re.compile(r"\\boxed\s*+\{((?:[^{}]++|\{(?:[^{}]++|\{(?:[^{}]++|\{[^{}]*+\})*+\})*+\})*+)\}")
+_MARKER = "####"
 
-    Parsing and comparison are those of the math-verify package.
+
+def gsm8k(prompt: str, response: str, reference: str) -> float:
+    """1 if the number behind the last `#### ` is the reference, as in verl and the strict match of lm-eval."""
+    found = re.findall(r"#### (-?[0-9.,]+)", response)
+    return float(bool(found) and equal(last_number(found[-1]), last_number(reference)))
+
+
+def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
+    """1 if the last number of the response is the reference, as in the flexible matches of verl and lm-eval."""
+    return float(equal(last_number(response), last_number(reference)))
+
+
+class _Math:
+    r"""1 if the answer has the value of the reference; the answer is the last `\boxed{}`, `####` or plain number.
+
+    A number is compared with a number, so an expression such as 18 + 4 is not the answer 22. Where the reference is an
+    expression, a box is compared by the math-verify package, unless it only repeats a part of the prompt.
     """
 
     def prepare(self) -> None:
         """Import the package, before the time of any answer runs."""
         import math_verify  # noqa: F401
 
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns of each answer that its clock is off
+
     def __call__(self, prompt: str, response: str, reference: str) -> float:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+        wanted = only_number(reference)
+        box = list(_BOX.finditer(response))[-1:]
+        if not box or response.rfind(_MARKER) > box[0].start():
+            _, marker, marked = response.rpartition(_MARKER)
+            return float(equal(wanted, first_number(marked) if marker else last_number(response)))
+        answer = box[0][1]
+        if wanted:
+            return float(equal(wanted, only_number(answer)))
+        if _squeezed(answer) in _squeezed(prompt) and _squeezed(answer) != _squeezed(reference):
+            return 0.0
+        from math_verify import parse, verify
 
         # Time is limited by the judge; the package's own alarm would fight with it.
-        gold = parse(f"\\boxed{{{reference}}}", parsing_timeout=0)
-        configs = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
-        answer = parse(response, extraction_config=configs, extraction_mode="first_match", parsing_timeout=0)
-        return float(verify(gold, answer, timeout_seconds=None))
+        gold, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (reference, answer))
+        return float(verify(gold, found, timeout_seconds=None))
 
 
 math = _Math()
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def choice(prompt: str, response: str, reference: str) -> float:

@@ -71,7 +71,7 @@ def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tm
     save_config(load_config("train", words), run)
     for command in ("train", "eval"):
         values = found(command, base=run)
-        assert (values[REPLY], values["data.prompt_key"], values["reward.name"]) == (512, "question", "math")
+        assert (values[REPLY], values["data.prompt_key"], values["reward.name"]) == (512, "question", "gsm8k")
         assert found(command, "env=text/math", base=run)[REPLY] == 1024
         assert found(command, "env=text/math", f"{REPLY}=9", base=run)[REPLY] == 9
     save_config(load_config("train", [*words, f"{REPLY}=77"]), run)

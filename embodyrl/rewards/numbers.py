@@ -1,0 +1,77 @@
+r"""Plain numbers in replies: 1,234 and 1e3, $5 and 50 %, reduced fractions; never the value of an expression."""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+
+_GROUP = r"(?:,|\{,\}|\\,|\\ |[\u00a0\u2009\u202f'])"
+_DIGITS = rf"(?:[0-9]{{1,3}}(?:{_GROUP}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_SIGN = r"(?P<sign>(?<![\w)\]}])[-+])?(?:\\?[$\u20ac\u00a3])?"
+_PART = r"(?:\{{(?P<{0}>-?[0-9]+)\}}|(?P<{0}_short>[0-9]))"
+_NUMBER = re.compile(
+    rf"""{_SIGN}(?<![\w.])(?<!\^)(?<!\^\{{)(?:
+    (?:(?P<whole>[0-9]+)\ *)?\\[dt]?frac\ *{_PART.format("above")}\ *{_PART.format("below")}
+    |(?:(?P<whole_plain>[0-9]+)\ +)?(?P<above_plain>[0-9]+)\ ?/\ ?(?P<below_plain>[0-9]+)(?![\w./])
+    |(?P<plain>{_DIGITS})(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w))?(?P<percent>\ *\\?%)?
+    )""",
+    re.VERBOSE,
+)
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|bm|boldsymbol)\s*\{([^{}]*)\}")
+_UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{[0-9]\}|[0-9])|\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
+_BESIDE = re.compile(
+    r"""(?:[\s.,;:$%\u00b0\u20ac\u00a3*_~`]|\\[,;!:\ $%]|\\quad|\\(?:left|right)(?![A-Za-z])
+    |/[a-z]++|[A-Za-z]{2,}+|[msghLlJNWVAKCF])*+""",
+    re.VERBOSE,
+)
+_LONGEST = 100
+"""Characters of a number; converting longer ones takes long, and Python refuses those of thousands of digits."""
+_ASCII = str.maketrans(
+    {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u2212": "-", "\ufe63": "-"}
+)
+Values = frozenset[Fraction]
+
+
+def numbers(text: str) -> Iterator[tuple[re.Match[str], Values]]:
+    """Yield each number of a text with the values it may stand for; none for a fraction that is not reduced."""
+    for match in _NUMBER.finditer(text.translate(_ASCII)):
+        yield match, _values(match)
+
+
+def _values(match: re.Match[str]) -> Values:
+    if len(match[0]) > _LONGEST:
+        return frozenset()
+    sign = -1 if match["sign"] == "-" else 1
+    if match["plain"]:
+        value = sign * Fraction(re.sub(_GROUP, "", match["plain"]) + (match["exponent"] or ""))
+        return frozenset({value, value / 100} if match["percent"] else {value})
+    above, below = (int(match[part] or match[f"{part}_short"] or match[f"{part}_plain"]) for part in ("above", "below"))
+    if below < 2 or Fraction(above, below).denominator != below:
+        return frozenset()
+    return frozenset({sign * (int(match["whole"] or match["whole_plain"] or 0) + Fraction(above, below))})
+
+
+def last_number(text: str) -> Values:
+    """Return the values of the last number of a text."""
+    return next((values for _, values in reversed([*numbers(text)])), frozenset())
+
+
+def first_number(text: str) -> Values:
+    """Return the values of the first number of a text."""
+    return next((values for _, values in numbers(text)), frozenset())
+
+
+def only_number(text: str) -> Values:
+    """Return the values of a text that is one number, perhaps after `x =` and with a unit; none for any other text."""
+    text = _WRAPPED.sub(r" \1 ", text.rpartition("=")[2])
+    text = _UNIT_POWER.sub("", text)
+    found = list(numbers(text))
+    if len(found) != 1:
+        return frozenset()
+    match, values = found[0]
+    beside = (text[: match.start()], text[match.end() :])
+    return values if all(map(_BESIDE.fullmatch, beside)) else frozenset()
+
+
+def equal(one: Values, other: Values) -> bool:
+    """Whether two numbers can stand for the same value, to six digits."""
+    return any(abs(a - b) <= max(abs(a), abs(b)) / 10**6 for a in one for b in other)
